@@ -1,0 +1,48 @@
+"""Perplexity by length: `python evaluate.py CONFIG.yml --load DIR --lengths 512,1024,2048`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megatron.config import ConfigError, load_config
+
+
+def main() -> int:
+    """Exit code 0 on success, 2 for a config error, 1 for any other that the user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("configs", nargs="+", metavar="FILE.yml", help="later files win")
+    overrides_help = "wins over the files"
+    parser.add_argument(
+        "-o", dest="overrides", action="append", default=[], metavar="K=V", help=overrides_help
+    )
+    parser.add_argument("--load", type=Path, help="run folder (default: the config's load or save)")
+    parser.add_argument("--lengths", help="comma-separated (default: the config's eval_lengths)")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: the run folder)")
+    args = parser.parse_args()
+    overrides = list(args.overrides)
+    if args.lengths:
+        overrides.append(f"eval_lengths=[{args.lengths}]")
+    try:
+        config = load_config(
+            args.configs, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
+        )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    load = args.load or config.checkpoint.load or config.checkpoint.save
+    if load is None or not config.evaluation.eval_lengths:
+        print("give --load DIR and --lengths L1,L2,... (or `load`, `eval_lengths` in the config)")
+        return 2
+    from megatron.engine.errors import user_errors
+    from megatron.engine.extrapolate import evaluate
+
+    with user_errors() as outcome:
+        evaluate(config, Path(load), config.evaluation.eval_lengths, out=args.out)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

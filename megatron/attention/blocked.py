@@ -1,0 +1,274 @@
+"""Blocked causal attention: some query rows at a time, exact gradients, no quadratic buffer.
+
+    S = scale (Q K^T) w + b, masked          P = softmax(S)          O = P V
+    dV = P^T dO        dS = P (dO V^T - rowsum(P dO V^T))        dX = dS w   (X = scale Q K^T)
+    dQ = scale dX K    dK = scale dX^T Q     db(d) = sum of dS along diagonal d     dw(d) likewise
+                                                                                    of dS X
+
+Pure torch, made for CPUs: nearly all the time is spent in matrix products, and no work is done on
+keys past a block's last row. Kernels enter as fp32 vectors over distances, evaluated by the
+embedding's own formula outside, so autograd carries db and dw on to theta. See ``toeplitz`` for why
+keys are reversed here. The backward pass computes P again instead of keeping it.
+
+Buffers: one (forward) to two (backward; three with w, three with dropout) of at most
+max(BUFFER_ELEMENTS, one head's rows x S) numbers, beside copies of the inputs' size.
+
+Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
+a block; ``m`` the batch-heads of a tile.
+
+Caution: results depend on the number of threads in the last bits, as torch's products do; at one
+number of threads they are repeatable bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
+from megatron.positional import PositionalEmbedding
+
+BUFFER_ELEMENTS = 1 << 20
+"""Score elements worked on at a time: 4 MB in fp32, which a last-level cache holds."""
+MAX_ROWS = 128
+MAX_ROW_ELEMENTS = 1 << 23
+"""One head's block never exceeds this (32 MB in fp32); very long rows come fewer at a time."""
+
+
+def blocked(
+    q_BHTE: Tensor,
+    k_BHSE: Tensor,
+    v_BHSE: Tensor,
+    pos: PositionalEmbedding,
+    theta_HN: Tensor | None,
+    *,
+    scale: float,
+    dropout_p: float,
+    query_offset: int,
+) -> Tensor:
+    """See :class:`megatron.attention.choice.AttentionFn`."""
+    heads, queries = q_BHTE.shape[1:3]
+    keys = query_offset + queries  # no query sees a later key
+    k_BHSE, v_BHSE = k_BHSE[:, :, :keys], v_BHSE[:, :, :keys]
+    dtype, device = torch.promote_types(q_BHTE.dtype, torch.float32), q_BHTE.device
+    bias_HS = weight_HS = None
+    if pos.kind == "distance":
+        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, dtype))
+        distance_S = torch.arange(keys, device=device)
+        bias_HS, weight_HS = pos.bias(theta_HN, distance_S), pos.weight(theta_HN, distance_S)
+    if bias_HS is None:
+        bias_HS = torch.zeros(heads, keys, device=device)  # still carries the causal mask
+    bias_HS = bias_HS.to(dtype)
+    weight_HS = None if weight_HS is None else weight_HS.to(dtype)
+    seed = int(torch.randint(1 << 62, (), device=device)) if dropout_p else 0
+    inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return BlockedAttention.apply(*inputs, scale, dropout_p, seed)
+    return Blocks(*inputs, scale, dropout_p, seed).forward()
+
+
+class BlockedAttention(torch.autograd.Function):
+    """Saves its inputs only."""
+
+    @staticmethod
+    def forward(ctx, q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, scale, dropout_p, seed):
+        ctx.save_for_backward(q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS)
+        ctx.values = scale, dropout_p, seed
+        return Blocks(q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, *ctx.values).forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BHTE):
+        with torch.autocast(grad_BHTE.device.type, enabled=False):
+            blocks = Blocks(*ctx.saved_tensors, *ctx.values)
+            return *blocks.backward(grad_BHTE, *ctx.needs_input_grad[3:5]), None, None, None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of query rows of some heads (of one or several whole sequences).
+
+    Attributes:
+        index: counts the tiles; fixes the dropout mask.
+        batch: how many sequences.
+        heads: which of the H heads, the same in each sequence.
+        items: the same as a slice of the flattened B H.
+        rows: which of the T queries.
+        keys: n; the tile sees keys 0 ... n-1.
+    """
+
+    index: int
+    batch: int
+    heads: slice
+    items: slice
+    rows: slice
+    keys: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[batch, heads, rows, keys]."""
+        heads, rows = self.heads.stop - self.heads.start, self.rows.stop - self.rows.start
+        return self.batch, heads, rows, self.keys
+
+
+class Blocks:
+    """One attention call: its inputs in compute precision and its walk over tiles."""
+
+    def __init__(
+        self,
+        q_BHTE: Tensor,
+        k_BHSE: Tensor,
+        v_BHSE: Tensor,
+        bias_HS: Tensor,
+        weight_HS: Tensor | None,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+    ):
+        self.B, self.H, self.T, self.E = q_BHTE.shape
+        self.S = k_BHSE.shape[2]
+        self.out_dtype, self.dtype = q_BHTE.dtype, bias_HS.dtype
+        self.scale, self.keep, self.seed = scale, 1.0 - dropout_p, seed
+        self.rows = block_rows(self.T, self.S)
+        self.q_NTE = self._flat(q_BHTE)
+        self.kr_NSE = self._flat(k_BHSE).flip(1)
+        self.vr_NSE = self._flat(v_BHSE).flip(1)
+        self.bias = DistanceVector(bias_HS, self.rows, -torch.inf)
+        self.weight = None if weight_HS is None else DistanceVector(weight_HS, self.rows, 1.0)
+
+    def _flat(self, x_BHXE: Tensor) -> Tensor:
+        return x_BHXE.to(self.dtype).reshape(self.B * self.H, -1, self.E)
+
+    def tiles(self) -> Iterator[Tile]:
+        """All tiles, in an order that depends on the shapes alone."""
+        items = max(1, BUFFER_ELEMENTS // (self.rows * self.S))
+        batch, heads = max(1, items // self.H), min(items, self.H)
+        index = 0
+        for b in range(0, self.B, batch):
+            b_end = min(b + batch, self.B)
+            for h in range(0, self.H, heads):
+                h_end = min(h + heads, self.H)
+                # Either several whole sequences or some heads of one: contiguous in B H either way.
+                flat = slice(b * self.H + h, (b_end - 1) * self.H + h_end)
+                for r in range(0, self.T, self.rows):
+                    rows = slice(r, min(r + self.rows, self.T))
+                    keys = self.S - self.T + rows.stop
+                    yield Tile(index, b_end - b, slice(h, h_end), flat, rows, keys)
+                    index += 1
+
+    def allocate(self, count: int) -> list[Tensor]:
+        """``count`` flat buffers large enough for any tile's scores, and the scratch product."""
+        items = max(tile.shape[0] * tile.shape[1] for tile in self.tiles())
+        self.scratch = self.q_NTE.new_empty(items * self.S * self.E)
+        return [self.q_NTE.new_empty(items * self.rows * self.S) for _ in range(count)]
+
+    def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
+        """a b as a contiguous [m, X, E] that lasts until the next call.
+
+        Batched products are several times faster into contiguous memory than into a slice.
+        """
+        shape = a_mXY.shape[0], a_mXY.shape[1], self.E
+        out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
+        return torch.bmm(a_mXY, b_mYE, out=out_mXE)
+
+    def probabilities(self, tile: Tile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
+        """P of a tile into ``out``; with a weight the scaled products X are left in ``raw``."""
+        q_mRE = self.q_NTE[tile.items, tile.rows]
+        kr_mEn = self.kr_NSE[tile.items, self.S - tile.keys :].mT
+        bias_HRn = self.bias.block(tile.heads, *tile.shape[2:])
+        out_BHRn = out_mRn.view(tile.shape)
+        if raw_mRn is None:
+            out_BHRn.copy_(bias_HRn)
+            out_mRn.baddbmm_(q_mRE, kr_mEn, alpha=self.scale)
+        else:
+            weight_HRn = self.weight.block(tile.heads, *tile.shape[2:])
+            torch.baddbmm(raw_mRn, q_mRE, kr_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
+            torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
+        # In place: each row is read before it is written.
+        torch.softmax(out_mRn, dim=-1, out=out_mRn)
+
+    def dropout_mask(self, tile: Tile, out_mRn: Tensor) -> Tensor:
+        """Ones and zeros of this tile, the same whenever they are asked for."""
+        generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
+        return out_mRn.bernoulli_(self.keep, generator=generator)
+
+    def forward(self) -> Tensor:
+        """O [B, H, T, E] in the inputs' dtype."""
+        out_NTE = torch.empty_like(self.q_NTE)
+        dropping, weighted = self.keep < 1.0, self.weight is not None
+        buffers = self.allocate(2 if dropping or weighted else 1)
+        for tile in self.tiles():
+            probs_mRn, *more = views(tile, buffers)
+            self.probabilities(tile, probs_mRn, more[0] if weighted else None)
+            if dropping:
+                probs_mRn *= self.dropout_mask(tile, more[-1])
+            out_mRE = self.product(probs_mRn, self.vr_NSE[tile.items, self.S - tile.keys :])
+            torch.div(out_mRE, self.keep, out=out_NTE[tile.items, tile.rows])
+        return out_NTE.view(self.B, self.H, self.T, self.E).to(self.out_dtype)
+
+    def backward(
+        self, grad_BHTE: Tensor, need_bias: bool, need_weight: bool
+    ) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV in the inputs' dtype; db, dw [H, S] in compute precision, or None."""
+        grad_NTE = self._flat(grad_BHTE)
+        if self.keep < 1.0:
+            grad_NTE = grad_NTE / self.keep
+        dq_NTE = torch.empty_like(self.q_NTE)
+        dkr_NSE, dvr_NSE = torch.zeros_like(self.kr_NSE), torch.zeros_like(self.vr_NSE)
+        db_HS = self.q_NTE.new_zeros(self.H, self.S) if need_bias else None
+        dw_HS = self.q_NTE.new_zeros(self.H, self.S) if need_weight else None
+        dropping, weighted = self.keep < 1.0, self.weight is not None
+        buffers = self.allocate(2 + dropping + weighted)
+        for tile in self.tiles():
+            seen = slice(self.S - tile.keys, None)
+            q_mRE, grad_mRE = self.q_NTE[tile.items, tile.rows], grad_NTE[tile.items, tile.rows]
+            kr_mnE, vr_mnE = self.kr_NSE[tile.items, seen], self.vr_NSE[tile.items, seen]
+            dkr_mnE, dvr_mnE = dkr_NSE[tile.items, seen], dvr_NSE[tile.items, seen]
+            probs_mRn, ds_mRn, *more = views(tile, buffers)
+            raw_mRn = more[0] if weighted else None
+            self.probabilities(tile, probs_mRn, raw_mRn)
+            if dropping:
+                mask_mRn = self.dropout_mask(tile, more[-1])
+                torch.mul(probs_mRn, mask_mRn, out=ds_mRn)
+                dvr_mnE += self.product(ds_mRn.mT, grad_mRE)
+                torch.bmm(grad_mRE, vr_mnE.mT, out=ds_mRn)
+                ds_mRn *= mask_mRn
+            else:
+                dvr_mnE += self.product(probs_mRn.mT, grad_mRE)
+                torch.bmm(grad_mRE, vr_mnE.mT, out=ds_mRn)
+            # dS, in place: row by row, like the softmax itself.
+            torch.ops.aten._softmax_backward_data(
+                ds_mRn, probs_mRn, -1, self.dtype, grad_input=ds_mRn
+            )
+            if db_HS is not None:
+                add_diagonal_sums(db_HS[tile.heads], ds_mRn.view(tile.shape))
+            if weighted:
+                if dw_HS is not None:
+                    raw_mRn *= ds_mRn
+                    add_diagonal_sums(dw_HS[tile.heads], raw_mRn.view(tile.shape))
+                ds_BHRn = ds_mRn.view(tile.shape)
+                ds_BHRn *= self.weight.block(tile.heads, *tile.shape[2:])
+            dq_mRE = self.product(ds_mRn, kr_mnE)
+            torch.mul(dq_mRE, self.scale, out=dq_NTE[tile.items, tile.rows])
+            dkr_mnE.add_(self.product(ds_mRn.mT, q_mRE), alpha=self.scale)
+        gradients = dq_NTE, dkr_NSE.flip(1), dvr_NSE.flip(1)
+        shape = self.B, self.H, -1, self.E
+        return *(x.view(shape).to(self.out_dtype) for x in gradients), db_HS, dw_HS
+
+
+def block_rows(queries: int, keys: int) -> int:
+    """Rows of a block, measured: at most half of the queries, so that a part of the future is never
+    touched, 32 to 128 for efficient products, and fewer where rows are very long."""
+    rows = min(max(32, -(-queries // 2)), MAX_ROWS)
+    return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))
+
+
+def views(tile: Tile, buffers: list[Tensor]) -> list[Tensor]:
+    """Each buffer as a contiguous [m, R, n] of this tile."""
+    batch, heads, rows, keys = tile.shape
+    size = batch * heads * rows * keys
+    return [buffer[:size].view(batch * heads, rows, keys) for buffer in buffers]

@@ -1,0 +1,47 @@
+"""Eager attention: the specification, written as its formula and no faster than that.
+
+    s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j), -inf where j > i
+    out = dropout(softmax(s)) v
+
+Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
+
+Caution: the [B, H, T, S] score matrix and the [H, T, S] kernels exist as a whole, several times.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.positional import PositionalEmbedding
+
+
+def eager(
+    q_BHTE: Tensor,
+    k_BHSE: Tensor,
+    v_BHSE: Tensor,
+    pos: PositionalEmbedding,
+    theta_HN: Tensor | None,
+    *,
+    scale: float,
+    dropout_p: float,
+    query_offset: int,
+) -> Tensor:
+    """See :class:`megatron.attention.choice.AttentionFn`."""
+    dtype, device = torch.promote_types(q_BHTE.dtype, torch.float32), q_BHTE.device
+    query_T = torch.arange(q_BHTE.shape[2], device=device) + query_offset
+    key_S = torch.arange(k_BHSE.shape[2], device=device)
+    distance_TS = query_T[:, None] - key_S
+    scores_BHTS = scale * (q_BHTE.to(dtype) @ k_BHSE.to(dtype).mT)
+    if pos.kind == "distance":
+        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, dtype))
+        weight_HTS = pos.weight(theta_HN, distance_TS.clamp(min=0))
+        bias_HTS = pos.bias(theta_HN, distance_TS.clamp(min=0))
+        if weight_HTS is not None:
+            scores_BHTS = scores_BHTS * weight_HTS.to(dtype)
+        if bias_HTS is not None:
+            scores_BHTS = scores_BHTS + bias_HTS.to(dtype)
+    scores_BHTS = scores_BHTS.masked_fill(distance_TS < 0, -torch.inf)
+    probs_BHTS = F.dropout(torch.softmax(scores_BHTS, dim=-1), dropout_p)
+    return (probs_BHTS @ v_BHSE.to(dtype)).to(q_BHTE.dtype)

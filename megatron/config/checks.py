@@ -1,0 +1,203 @@
+"""What must hold between values: derived defaults, the batch arithmetic, relations.
+
+Everything works on ``values``, a dict by attribute name that holds only what is valid so far: a
+relation whose values are missing says nothing, because their own problem is reported already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Values = dict[str, Any]
+Found = tuple[str, str]  # (attribute to blame, text)
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def derive(values: Values, world_size: int) -> Iterator[Found]:
+    """Fills in, in place, what follows from other values; yields what does not work out."""
+    same = {
+        "num_kv_heads": "num_attention_heads",
+        "seq_length_val": "seq_length",
+        "max_position_embeddings": "seq_length",
+    }
+    for name, source in same.items():
+        if values.get(name, 0) is None and source in values:
+            values[name] = values[source]
+    if values.get("decay_iters", 0) is None and "train_iters" in values:
+        values["decay_iters"] = max(1, values["train_iters"])
+    values["world_size"] = world_size
+    parts = [values.get("pipe_parallel_size"), values.get("model_parallel_size")]
+    if None in parts:
+        return
+    values["data_parallel_size"] = world_size // math.prod(parts)
+    yield from _derive_batch(values)
+
+
+def _derive_batch(values: Values) -> Iterator[Found]:
+    """train = micro x accumulation x dp; the missing ones follow, accumulation 1 where free."""
+    total, micro, steps = _BATCH
+    if not all(name in values for name in _BATCH):
+        return
+    t, m, g = (values[name] for name in _BATCH)
+    dp = values["data_parallel_size"]
+    ranks = (
+        f"data-parallel size {dp} (= {values['world_size']} process(es) / "
+        f"(pipe_parallel_size {values['pipe_parallel_size']} x "
+        f"model_parallel_size {values['model_parallel_size']}))"
+    )
+    if t is None and m is None:
+        return  # reported as required
+    if t is None:
+        values[steps] = g or 1
+        values[total] = m * values[steps] * dp
+        return
+    if m is not None and g is not None:
+        if t != m * g * dp:
+            yield (
+                total,
+                f"{t} is not {micro} {m} x {steps} {g} x {ranks}: {m} x {g} x {dp} = {m * g * dp}; "
+                f"write {total}: {m * g * dp}, or leave one of the three out",
+            )
+        return
+    known, free = (f"{micro} {m}", steps) if m else (f"{steps} {g or 1}", micro)
+    per_step = (m or g or 1) * dp
+    if t % per_step:
+        below = t // per_step * per_step
+        near = f"{below} or {below + per_step}" if below else str(per_step)
+        yield (
+            total,
+            f"{t} = {known} x {free} x {ranks} leaves {free} = {t} / {per_step} = "
+            f"{t / per_step:.4g}, not whole; write {total}: {near}",
+        )
+        return
+    values[free] = t // per_step
+    values[steps] = values[steps] or 1
+
+
+Relation = Callable[..., "Found | None"]
+_RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
+
+
+def _relation(*names: str) -> Callable[[Relation], Relation]:
+    def register(function: Relation) -> Relation:
+        _RELATIONS.append((names, function))
+        return function
+
+    return register
+
+
+def relations(values: Values) -> Iterator[Found]:
+    """Every relation that does not hold."""
+    for names, relation in _RELATIONS:
+        if all(name in values and values[name] is not None for name in names):
+            found = relation(*(values[name] for name in names))
+            if found:
+                yield found
+
+
+@_relation("hidden_size", "num_attention_heads")
+def _heads(hidden: int, heads: int) -> Found | None:
+    if hidden % heads == 0:
+        return None
+    near = max(1, round(hidden / heads)) * heads
+    return (
+        "hidden_size",
+        f"{hidden} is not a multiple of num_attention_heads {heads} "
+        f"({hidden} / {heads} = {hidden / heads:.4g}); write e.g. hidden_size: {near}",
+    )
+
+
+@_relation("num_kv_heads", "num_attention_heads")
+def _kv_heads(kv: int, heads: int) -> Found | None:
+    if kv == heads:
+        return None
+    text = f"{kv} differs from num_attention_heads {heads}: grouped queries are not built yet"
+    return "num_kv_heads", f"{text}; leave num_kv_heads out"
+
+
+@_relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
+def _rotary(pos_emb: str, hidden: int, heads: int, pct: float) -> Found | None:
+    if pos_emb != "rotary" or hidden % heads:
+        return None
+    turned = int(hidden // heads * pct)
+    if turned and turned % 2 == 0:
+        return None
+    return (
+        "rotary_pct" if pct < 1 else "pos_emb",
+        f"rotary turns pairs, but int(head size {hidden // heads} x rotary_pct {pct}) = {turned}; "
+        "choose hidden_size / num_attention_heads and rotary_pct so that it is even and above 0",
+    )
+
+
+@_relation("pos_emb", "hidden_size")
+def _sinusoidal(pos_emb: str, hidden: int) -> Found | None:
+    if pos_emb == "sinusoidal" and hidden % 2:
+        return "hidden_size", f"{hidden} is odd, but sinusoidal needs pairs; write {hidden + 1}"
+    return None
+
+
+@_relation("pos_emb", "max_position_embeddings", "seq_length", "seq_length_val", "eval_lengths")
+def _learned(
+    pos_emb: str, rows: int, seq: int, seq_val: int, lengths: tuple[int, ...]
+) -> Found | None:
+    asked = {"seq_length": seq, "seq_length_val": seq_val, "eval_lengths": max(lengths, default=0)}
+    name = next((name for name, length in asked.items() if length > rows), None)
+    if pos_emb != "learned" or name is None:
+        return None
+    return (
+        name,
+        f"{asked[name]} is above max_position_embeddings {rows}, and learned positions end there; "
+        f"write max_position_embeddings: {max(asked.values())}, or another pos_emb",
+    )
+
+
+@_relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
+def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
+    if pos_emb != "rpe" or (buckets >= 2 and distance > buckets // 2):
+        return None
+    return (
+        "rpe_max_distance",
+        f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance each, "
+        f"so it must be above {buckets // 2}, with at least 2 buckets; write e.g. 128 and 32",
+    )
+
+
+@_relation("min_lr", "lr")
+def _min_lr(low: float, lr: float) -> Found | None:
+    if low <= lr:
+        return None
+    return "min_lr", f"{low} is above optimizer.params.lr {lr}; write at most {lr}"
+
+
+@_relation("override_lr_scheduler", "use_checkpoint_lr_scheduler")
+def _scheduler(override: bool, checkpoint: bool) -> Found | None:
+    if not (override and checkpoint):
+        return None
+    text = "excludes use_checkpoint_lr_scheduler, but both are true; write one of them"
+    return "override_lr_scheduler", text
+
+
+@_relation("type", "momentum")
+def _momentum(kind: str, momentum: float) -> Found | None:
+    if kind != "adam" or momentum == 0:
+        return None
+    return "momentum", f"{momentum}, but adam's momentum is betas[0]; drop it, or write type: sgd"
+
+
+@_relation("eval_lengths", "eval_tokens")
+def _eval_tokens(lengths: tuple[int, ...], tokens: int) -> Found | None:
+    longest = max(lengths, default=0)
+    if longest <= tokens:
+        return None
+    text = f"{tokens} target tokens hold no sequence of eval_lengths' {longest}"
+    return "eval_tokens", f"{text}; write at least {longest}"
+
+
+@_relation("data_path")
+def _builtin(path: str) -> Found | None:
+    if not path.startswith("builtin:") or path == "builtin:python-stdlib":
+        return None
+    return "data_path", f"no corpus is called {path!r}; write builtin:python-stdlib, or a prefix"

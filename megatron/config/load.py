@@ -1,0 +1,147 @@
+"""Files and overrides -> Config, or every problem at once.
+
+read (reader) -> merge, later wins -> translate (dialect) -> check each field (fields, pydantic) ->
+derive and relate (checks) -> Config (schema).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron.config import checks
+from megatron.config.dialect import translate
+from megatron.config.errors import ConfigError, Problem
+from megatron.config.fields import show
+from megatron.config.keys import KEY_OF
+from megatron.config.reader import Given, Settings, merge, read_file, read_override
+from megatron.config.schema import SECTIONS, Config
+from megatron.config.spellings import Translation
+
+# attribute -> what to write for it
+_REQUIRED = {
+    "num_layers": "num_layers: 12",
+    "hidden_size": "hidden_size: 768",
+    "num_attention_heads": "num_attention_heads: 12",
+    "seq_length": "seq_length: 512",
+    "train_iters": "train_iters: 50000, or 0 to evaluate only",
+    "lr": "optimizer: {type: Adam, params: {lr: 6e-4}}",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu: 32, or train_batch_size",
+}
+
+
+def load_config(
+    files: Sequence[str | Path], overrides: Sequence[str] = (), *, world_size: int = 1
+) -> Config:
+    """The configuration that files, then overrides (``key=value``), give ``world_size`` processes.
+
+    Later files win key by key, also inside mappings; null takes a key away. Raises
+    :class:`ConfigError`, whose text lists every problem with its file, line and key.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    settings: Settings = {}
+    problems: list[Problem] = []
+    for read, sources in ((read_file, files), (read_override, overrides)):
+        for source in sources:
+            found, wrong = read(source)
+            problems += wrong
+            settings = merge(settings, found)
+    readable = not problems
+
+    translation = translate(settings)
+    problems += translation.problems
+    given = translation.given
+    values, wrong = _validate(given)
+    problems += wrong
+    _choose_tokenizer(given, values)
+    for name, text in [*checks.derive(values, world_size), *checks.relations(values)]:
+        problems.append(_problem(name, text, given))
+    if readable:  # what stands in a part that could not be read is not missing
+        problems += _missing(given, files)
+    if problems:
+        names = (*map(str, files), *(f"-o {text}" for text in overrides))
+        order = {name: position for position, name in enumerate(names)}
+        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda p: _place(p, order)))
+    return _build(values, translation, tuple(map(str, files)))
+
+
+def _missing(given: dict[str, Given], files: Sequence[str | Path]) -> list[Problem]:
+    names = ", ".join(str(file) for file in files) or "any file"
+    batch = "train_micro_batch_size_per_gpu"
+    return [
+        Problem(None, KEY_OF[name] or name, f"required, but not in {names}; write e.g. {example}")
+        for name, example in _REQUIRED.items()
+        if name not in given and not (name == batch and "train_batch_size" in given)
+    ]
+
+
+def _place(problem: Problem, order: dict[str, int]) -> tuple[int, int]:
+    """Order of the report: by source and line, then what stands nowhere."""
+    if problem.mark is None:
+        return len(order) + 1, 0
+    return order.get(problem.mark.file, len(order)), problem.mark.line or 0
+
+
+def _problem(name: str, text: str, given: dict[str, Given]) -> Problem:
+    mark = given[name].mark if name in given else None
+    return Problem(mark, KEY_OF[name] or name, text)
+
+
+@cache
+def _adapters() -> dict[str, TypeAdapter]:
+    """One validator per field, so that one bad field does not hide the others."""
+    return {
+        name: TypeAdapter(Annotated[info.annotation, info])
+        for section in SECTIONS.values()
+        for name, info in section.model_fields.items()
+    }
+
+
+def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
+    """(valid values and defaults by attribute, problems). Batch sizes may still be None."""
+    values: dict[str, Any] = {
+        name: info.get_default(call_default_factory=True)
+        for section in SECTIONS.values()
+        for name, info in section.model_fields.items()
+        if not info.is_required()
+    }
+    values |= dict.fromkeys(SECTIONS["batch"].model_fields)
+    problems = []
+    for name, setting in given.items():
+        try:
+            values[name] = _adapters()[name].validate_python(setting.value)
+        except ValidationError as error:
+            values.pop(name, None)
+            texts = dict.fromkeys(_text(detail, setting.value) for detail in error.errors())
+            problems += [_problem(name, text, given) for text in texts]
+    return values, problems
+
+
+def _text(detail: Any, value: Any) -> str:
+    """A pydantic error in our words."""
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+
+
+def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
+    """A builtin corpus is bytes unless another tokenizer is named."""
+    path = values.get("data_path")
+    if path and path.startswith("builtin:") and "tokenizer_type" not in given:
+        values["tokenizer_type"] = "ByteLevelTokenizer"
+
+
+def _build(values: dict[str, Any], translation: Translation, sources: tuple[str, ...]) -> Config:
+    sections = {
+        section: cls(**{name: values[name] for name in cls.model_fields})
+        for section, cls in SECTIONS.items()
+    }
+    config = Config(**sections, notes=tuple(translation.notes), sources=sources)
+    marks = {name: setting.mark for name, setting in translation.given.items()}
+    config._origins.update({k: str(mark) for k, mark in (marks | translation.inner).items()})
+    return config

@@ -1,0 +1,103 @@
+"""GPT-NeoX keys that are accepted without effect, each with the reason.
+
+Leaving them out changes no number that a run computes: they concern files on disk, chatter, memory
+or speed, or a part whose own switch is refused. Keys are dotted where NeoX nests; a name stands for
+all that is nested in it. A key whose value is false or empty is accepted without a word.
+"""
+
+from __future__ import annotations
+
+REPORTS = "a report of DeepSpeed or GPT-NeoX that is not written"
+
+_KEYS: dict[str, str] = {
+    "processes are started by torchrun, deepspeed or srun, whose command line says where": """
+        hostfile include exclude num_nodes num_gpus master_port master_addr launcher
+        force_multi detect_nvlink_pairs no_ssh_check slurm_comment comment account
+        deepspeed_slurm deepspeed_mpi global_num_gpus user_script
+    """,
+    "a choice of kernel for the same function; attention_backend chooses here": """
+        scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion
+        layernorm_fusion bias_dropout_fusion rmsnorm_fusion rope_fusion
+        fused_kernels_build_path use_flashattn_swiglu
+    """,
+    "saves memory in DeepSpeed's own checkpointing, which is not used": """
+        partition_activations synchronize_each_layer contiguous_checkpointing
+        checkpoint_in_cpu deepspeed_activation_checkpointing profile_backward
+        activation_checkpointing
+    """,
+    REPORTS: """
+        dump_state flops_profiler comms_logger tensorboard wandb csv_monitor log_param_norm
+        log_grad_pct_zeros log_optimizer_states log_gradient_noise_scale
+        gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload memory_profiling
+        memory_profiling_path profile profile_step_start profile_step_stop
+        peak_theoretical_tflops git_hash config_files
+    """,
+    "text generation does not read it yet": """
+        text_gen_type precompute_model_name temperature top_p top_k return_logits
+        maximum_tokens prompt_end sample_input_file sample_output_file num_samples recompute
+        eval_results_prefix eval_tasks
+    """,
+    "only for mamba layers, which are refused where they are asked for": """
+        mamba_selective_scan_fusion mamba_causal_conv_fusion mamba_inner_func_fusion
+        mamba_selective_fp32_params mamba_use_bias_in_conv mamba_use_bias_in_linears
+    """,
+    "only for Transformer Engine layers, which are refused where they are asked for": """
+        te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo
+        te_fp8_margin
+    """,
+    "only for a train_impl that is refused where it is asked for": """
+        dpo_fp32 dpo_reference_free dpo_beta kto_fp32 kto_desirable_weight kto_beta
+        kto_undesirable_weight fp32_reinforce kl_impl kl_div_beta reinforce_leave_one_out
+        online_dataserver_ips online_dataserver_ports
+    """,
+    "Comet is not written to; use_wandb is": """
+        use_comet comet_workspace comet_project comet_experiment_name comet_tags
+        comet_others comet_experiment
+    """,
+    "only for attention types that are refused where they are asked for": """
+        sparsity_config sparse_attention gmlp_attn_dim dim_att head_size ffn_dim
+    """,
+    "bf16 needs no loss scaling": """
+        bf16.bf16 bf16.loss_scale bf16.loss_scale_window bf16.hysteresis bf16.min_loss_scale
+        bf16.initial_scale_power
+    """,
+    "there is one pipeline stage": "pipe_partition_method",
+    "the grad norm is always logged": "log_grad_norm",
+    "wandb names the run": "wandb_run_name",
+    "only rank 0 writes to wandb": "wandb_init_all_ranks",
+    "initial values depend only on the seed and the parameter's name": "use_cpu_initialization",
+    "no forward pass is stored beside a checkpoint": "checkpoint_validation_with_forward_pass",
+    "bits per byte are reported instead": "char_level_ppl",
+    "only weight_by_num_documents reads it": "weighted_sampler_alpha",
+    "only num_unique_layers reads it": "param_sharing_style",
+    "only mixtures of experts read it": """
+        moe_expert_interval moe_top_k moe_router_type moe_lbl_in_fp32 moe_jitter_eps
+    """,
+    "only muP reads it": """
+        mup_init_scale mup_attn_temp mup_output_temp mup_embedding_mult
+        mup_rp_embedding_mult mup_width_scale base_shapes_file
+    """,
+    "rotary frequencies are never stored": "rotary_save_freqs_buffer",
+    "each rank may read the shared index": "use_shared_fs",
+    "no program of this code reads it": """
+        deepspeed deepscale deepscale_config lazy_mpu_init short_seq_prob adlr_autoresume
+        adlr_autoresume_interval onnx_safe weight_server_port s3_chunk_size
+        curriculum_seqlen local_rank rank zero_allow_untested_optimizer allow_chopped
+    """,
+    "says again what `enabled` says": "fp16.fp16",
+    "inputs are token ids, which are never cast": "fp16.auto_cast",
+    "the optimizer is never built by DeepSpeed": """
+        optimizer.params.torch_adam optimizer.params.freeze_step optimizer.params.cuda_aware
+    """,
+}
+NO_EFFECT: dict[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}
+
+# Fields that are kept in the configuration although nothing follows from them.
+KEPT_NO_EFFECT: dict[str, str] = {
+    "log_dir": "metrics are written to the run folder, `save`",
+    "tensorboard_dir": "TensorBoard is not written; metrics.jsonl and wandb are",
+    "wall_clock_breakdown": "DeepSpeed's timers are not printed",
+    "steps_per_print": "log_interval says how often a line is printed",
+    "attention_softmax_in_fp32": "the softmax always accumulates in fp32",
+    "num_workers": "batches are sliced from memory-mapped shards by the training process itself",
+}

@@ -1,0 +1,101 @@
+"""From a validated config to the things that it describes: model, tokenizer, data.
+
+The only place, with `run`, that reads the config object; what it builds sees plain values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron.attention import choose
+from megatron.config import Config
+from megatron.data.corpora import prepare_builtin
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.model import GPT, BlockShape, GPTShape
+from megatron.positional import load as load_positional
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The config's tokenizer."""
+    data = config.data
+    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
+    """GPT-NeoX's padding: the next multiple of divisible_by * model_parallel_size."""
+    multiple = divisible_by * model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def shape_of(config: Config, vocab_size: int) -> GPTShape:
+    """The model's shape for a tokenizer of `vocab_size` entries."""
+    m = config.model
+    eps = {
+        "layernorm": m.layernorm_epsilon,
+        "rmsnorm": m.rms_norm_epsilon,
+        "scalenorm": m.scalenorm_epsilon,
+    }[m.norm]
+    block = BlockShape(
+        hidden_size=m.hidden_size,
+        num_heads=m.num_attention_heads,
+        norm=m.norm,
+        norm_eps=eps,
+        gpt_j_residual=m.gpt_j_residual,
+        activation=m.activation,
+        tanh_gelu=m.bias_gelu_fusion,
+        attention_dropout=m.attention_dropout,
+        hidden_dropout=m.hidden_dropout,
+        rotary_pct=m.rotary_pct,
+        rotary_base=m.rotary_emb_base,
+    )
+    padded = padded_vocab_size(
+        vocab_size, m.make_vocab_size_divisible_by, config.parallel.model_parallel_size
+    )
+    return GPTShape(
+        num_layers=m.num_layers,
+        vocab_size=padded,
+        block=block,
+        max_positions=m.max_position_embeddings,
+        tie_weights=not m.no_weight_tying,
+        init_method=m.init_method,
+        output_init_method=m.output_layer_init_method,
+        init_std=m.init_method_std,
+        position_offset=m.opt_pos_emb_offset,
+        checkpoint_activations=m.checkpoint_activations,
+    )
+
+
+def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
+    """The model on the CPU in fp32, initialised from the config's seed."""
+    m = config.model
+    options = dict(m.pos_emb_options)
+    if m.pos_emb == "rpe":
+        options |= {
+            "num_buckets": m.rpe_num_buckets,
+            "max_distance": m.rpe_max_distance,
+            "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
+        }
+    pos = load_positional(m.pos_emb, **options)
+    attend = choose(
+        m.attention_backend,
+        pos,
+        device_type=device_type,
+        dtype=DTYPES[config.training.precision],
+    )
+    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
+
+
+def data_prefix(config: Config, tokenizer: Tokenizer) -> str:
+    """Prefix of the run's shards; a `builtin:` corpus is tokenised by the first to come."""
+    path = config.data.data_path
+    if path is None:
+        raise ValueError("data_path is not set; name a shard prefix or builtin:python-stdlib")
+    if not path.startswith("builtin:"):
+        return path
+    return prepare_builtin(
+        path.removeprefix("builtin:"), Path(config.data.data_dir), tokenizer
+    )

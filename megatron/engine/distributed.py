@@ -1,0 +1,57 @@
+"""Joining (or being) a job: the one place that starts torch.distributed and quiets DeepSpeed.
+
+Importing this module imports DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.ops import __compatible_ops__
+
+from megatron.parallel import Groups, build_groups
+
+
+def start(*, backend: str | None = None, verbose: bool = False) -> Groups:
+    """Join the job that the environment describes (torchrun's variables), or be a job of one.
+
+    Args:
+        backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
+        verbose: let DeepSpeed's own messages through.
+
+    Raises:
+        RuntimeError: nccl was asked for on a machine without CUDA.
+    """
+    deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
+    for handler in deepspeed.utils.logger.handlers:
+        handler.setLevel(logging.INFO if verbose else logging.ERROR)
+    device = _device()
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    # DeepSpeed compiles a shared-memory collective when it starts on a CPU, which takes a C++
+    # compiler, ninja and most of a minute, and gloo does the same work. init_distributed builds it
+    # only when this table says that the machine could.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        # A job of one needs no port: nothing to collide with on a shared machine.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=verbose)
+    return build_groups(device)
+
+
+def stop() -> None:
+    """Leave the job."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

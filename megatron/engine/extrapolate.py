@@ -1,0 +1,147 @@
+"""Perplexity at every length as table, CSV and pictures, from a live engine or a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.config import Config
+from megatron.data import open_splits
+from megatron.data.evaluation import eval_sequences, eval_span
+from megatron.data.mmap import MMapIndexedDataset
+from megatron.data.tokenizer import Tokenizer
+from megatron.engine import checkpoint, distributed
+from megatron.engine.build import DTYPES, build_model, data_prefix, tokenizer_of
+from megatron.engine.evaluate import LossFn, by_length, limited_context
+from megatron.engine.job_data import SPLITS
+from megatron.engine.report import LengthResult, write_extrapolation, write_kernels
+from megatron.parallel import Groups, build_groups
+from megatron.positional import PositionalEmbedding
+
+
+def evaluate(
+    config: Config,
+    load: Path,
+    lengths: Sequence[int],
+    *,
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[LengthResult]:
+    """Evaluate the newest checkpoint in `load` at `lengths` (alone, or in a torchrun job).
+
+    Args:
+        out: folder for the CSV and the pictures; None writes them into `load`.
+
+    Raises:
+        CheckpointError: there is no checkpoint in `load`, or it does not fit the config.
+    """
+    if "RANK" in os.environ:
+        groups = distributed.start(backend=config.parallel.distributed_backend)
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        groups = build_groups(device)
+    tag = checkpoint.newest(load)
+    if tag is None:
+        raise checkpoint.CheckpointError(
+            f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
+        )
+    tokenizer = tokenizer_of(config)
+    model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
+    checkpoint.load_weights(model, load, tag)
+    model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
+    prefix = data_prefix(config, tokenizer)
+    shards, splits = open_splits(prefix, config.data.split, tokenizer)
+    if groups.is_main:
+        say(f"evaluating {load / tag}")
+    return extrapolate(
+        config,
+        groups,
+        loss_fn=model,
+        pos=model.pos,
+        theta_HN=None if model.theta is None else model.theta.detach().float().cpu(),
+        shards=shards,
+        splits=splits,
+        tokenizer=tokenizer,
+        run_dir=out or load,
+        lengths=lengths,
+        say=say if groups.is_main else lambda text: None,
+    )
+
+
+def extrapolate(
+    config: Config,
+    groups: Groups,
+    *,
+    loss_fn: LossFn,
+    pos: PositionalEmbedding,
+    theta_HN: torch.Tensor | None,
+    shards: MMapIndexedDataset,
+    splits: Sequence[tuple[int, int]],
+    tokenizer: Tokenizer,
+    run_dir: Path,
+    lengths: Sequence[int],
+    say: Callable[[str], None],
+) -> list[LengthResult]:
+    """Evaluate `loss_fn` at `lengths`; print the table and write the files into `run_dir`."""
+    chosen = config.evaluation
+    lengths = sorted(set(lengths))
+    documents = splits[SPLITS.index(chosen.eval_split)]
+    span = eval_span(shards, documents, lengths, chosen.eval_tokens)
+    results = by_length(
+        loss_fn,
+        lambda length: eval_sequences(shards, documents, length, span),
+        lengths,
+        groups,
+        token_bytes=tokenizer.token_bytes,
+        batch_tokens=chosen.eval_batch_tokens,
+        say=say,
+    )
+    train_length = config.model.seq_length
+    baseline = None
+    if chosen.eval_context_baseline:
+        baseline = limited_context(
+            loss_fn,
+            eval_sequences(shards, documents, train_length, span),
+            chosen.eval_context_baseline,
+            groups,
+            targets=max(1, span // chosen.eval_context_baseline),
+            token_bytes=tokenizer.token_bytes,
+            batch_tokens=chosen.eval_batch_tokens,
+        )
+    if groups.is_main:
+        title = f"{config.model.pos_emb}, trained at {train_length}"
+        say(
+            write_extrapolation(
+                results, run_dir, train_length=train_length, baseline=baseline, title=title
+            )
+        )
+        if pos.kind == "distance":
+            draw_kernels(pos, theta_HN, config, max(lengths), run_dir / "kernels.png")
+        say(f"written to {run_dir}: extrapolation.csv and pictures")
+    return results
+
+
+def draw_kernels(
+    pos: PositionalEmbedding,
+    theta_HN: torch.Tensor | None,
+    config: Config,
+    longest: int,
+    path: Path,
+) -> None:
+    """Plot each head's b_h(d) (and w_h(d)) up to `longest`."""
+    if theta_HN is None:  # fixed slopes
+        heads = config.model.num_attention_heads
+        theta_HN = pos.initial_theta(heads, torch.Generator())
+    distances = torch.logspace(0, math.log10(longest), 400).long().unique()
+    bias, weight = pos.bias(theta_HN, distances), pos.weight(theta_HN, distances)
+    write_kernels(
+        None if bias is None else bias.numpy(),
+        distances.numpy(),
+        None if weight is None else weight.numpy(),
+        config.model.seq_length,
+        path,
+    )

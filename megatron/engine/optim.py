@@ -1,0 +1,157 @@
+"""Optimizer, its parameter groups, the engine around the model, and theta's bounds.
+
+Weight decay follows GPT-NeoX: biases and norm weights are not decayed. Neither is theta, unless
+`weight_decay_positional` says so (the published code decayed it).
+
+Bounds on theta are a projection after the optimizer step, on the fp32 master and on the model's
+copy alike. Each ZeRO stage keeps the master elsewhere, hence `project_theta`'s cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import nn
+
+THETA = "embedding.theta"
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, *, decay_theta: bool = False
+) -> list[dict[str, Any]]:
+    """AdamW groups {"params", "weight_decay", "name"}; a group without parameters is left out."""
+    decayed, exempt = [], []
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        decays = decay_theta if name.endswith(THETA) else param.ndim >= 2
+        (decayed if decays and weight_decay > 0 else exempt).append(param)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay, "name": "decayed"},
+        {"params": exempt, "weight_decay": 0.0, "name": "not decayed"},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    kind: str,
+    groups: list[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+) -> torch.optim.Optimizer:
+    """`adam` is AdamW (decoupled decay, as apex FusedAdam's default); `sgd` is plain SGD."""
+    if kind == "adam":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+    raise ValueError(f"optimizer {kind!r} is unknown; use adam or sgd")
+
+
+def engine_config(
+    *,
+    micro_batch: int,
+    accumulation: int,
+    world_size: int,
+    precision: str,
+    gradient_clipping: float,
+    zero_stage: int,
+    zero_options: dict[str, Any],
+    grad_accum_dtype: str | None = None,
+    fp16_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration. Clipping is always written: left out it means 1.0 in places."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro_batch * accumulation * world_size,
+        "gradient_clipping": gradient_clipping,
+        "zero_optimization": {"stage": zero_stage, **zero_options},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16", **(fp16_options or {})},
+    }
+    if grad_accum_dtype:
+        config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
+    return config
+
+
+def build_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, config: dict[str, Any]
+) -> deepspeed.DeepSpeedEngine:
+    """Wrap model, optimizer and learning-rate schedule in a DeepSpeed engine.
+
+    DeepSpeed allocates optimizer state by taking a step with zero gradients. At rate zero it moves
+    no weight. Without ZeRO it would still count in Adam's bias correction: that state is dropped.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )
+    if hasattr(engine.optimizer, "fp32_groups"):
+        engine.optimizer.optimizer.state.clear()
+    schedule.write()
+    return engine
+
+
+@torch.no_grad()
+def full_theta(engine: deepspeed.DeepSpeedEngine, theta: nn.Parameter) -> torch.Tensor:
+    """The fp32 master of theta [heads, n], whole, on every rank (a collective under ZeRO)."""
+    whole = safe_get_full_fp32_param(theta)
+    if whole is not None:
+        return whole.detach().clone().view(-1)[: _numel(theta)].view(_shape(theta))
+    return _unsharded_master(engine, theta).detach().float().clone()
+
+
+@torch.no_grad()
+def project_theta(
+    engine: deepspeed.DeepSpeedEngine,
+    theta: nn.Parameter,
+    low_N: torch.Tensor,
+    high_N: torch.Tensor,
+) -> torch.Tensor:
+    """Clamp theta's columns to [low, high] in the fp32 master and in the model's copy.
+
+    Every rank must call it. Returns the clamped master [heads, n] in fp32.
+    """
+    master = full_theta(engine, theta)
+    bounded = torch.clamp(master, low_N.to(master.device), high_N.to(master.device))
+    if hasattr(theta, "ds_id"):  # ZeRO-3: the parameter itself is cut over the ranks
+        with deepspeed.zero.GatheredParameters([theta], modifier_rank=0):
+            theta.data.copy_(bounded)
+        safe_set_full_fp32_param(theta, bounded)
+    elif hasattr(theta, "_hp_mapping"):  # ZeRO-1 and 2: the master is cut over the ranks
+        safe_set_full_fp32_param(theta, bounded)
+        theta.data.copy_(bounded)
+    else:
+        _unsharded_master(engine, theta).data.copy_(bounded)
+        theta.data.copy_(bounded)
+    return bounded
+
+
+def _unsharded_master(engine: deepspeed.DeepSpeedEngine, theta: nn.Parameter) -> torch.Tensor:
+    """ZeRO-0: theta itself in fp32, or its twin in the 16-bit optimizer's own list."""
+    twins = getattr(engine.optimizer, "fp32_groups", None)
+    if twins is None:
+        return theta
+    for copies, masters in zip(engine.optimizer.fp16_groups, twins, strict=True):
+        for copy, master in zip(copies, masters, strict=True):
+            if copy is theta:
+                return master
+    raise RuntimeError("theta is not among the optimizer's parameters")
+
+
+def _shape(theta: nn.Parameter) -> torch.Size:
+    return getattr(theta, "ds_shape", theta.shape)
+
+
+def _numel(theta: nn.Parameter) -> int:
+    return getattr(theta, "ds_numel", theta.numel())

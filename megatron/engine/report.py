@@ -1,0 +1,238 @@
+"""What an evaluation shows: the table by length, ``extrapolation.csv``, and the two plots.
+
+For a length with n sequences of mean losses l_i (nats per target token)::
+
+    loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
+    bits_per_byte = loss / ln 2 * (target tokens / bytes they stand for)
+
+Whoever measures fills ``LengthResult``; here it is only shown. Errors of the derived columns are
+first-order: perplexity * stderr, and bits_per_byte * stderr / loss.
+
+Every file is written under a temporary name and renamed, so a reader never sees half of one.
+matplotlib is imported inside the functions (it costs half a second that training does not owe) and
+used without pyplot: a bare ``Figure`` draws with Agg, needs no display and leaves no global state.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CSV_FILE, PLOT_FILE, KERNELS_FILE = "extrapolation.csv", "extrapolation.png", "kernels.png"
+
+
+@dataclass(frozen=True)
+class LengthResult:
+    """One evaluated length. The field names, in order, are the columns of ``extrapolation.csv``."""
+
+    length: int  # target tokens in a sequence
+    sequences: int
+    loss: float  # nats per target token
+    perplexity: float
+    bits_per_byte: float
+    stderr: float  # of loss, over sequences, nats per token; NaN for a single sequence
+
+    @property
+    def perplexity_stderr(self) -> float:
+        return self.perplexity * self.stderr
+
+    @property
+    def bits_per_byte_stderr(self) -> float:
+        return self.bits_per_byte * self.stderr / self.loss if self.loss else 0.0
+
+
+def write_extrapolation(
+    rows: Sequence[LengthResult],
+    run_dir: Path | str,
+    *,
+    train_length: int,
+    baseline: LengthResult | None = None,
+    title: str,
+) -> str:
+    """Write ``extrapolation.csv`` and ``extrapolation.png`` into ``run_dir`` and return the table.
+
+    ``baseline`` is the same model allowed to see only ``baseline.length`` tokens of context: the
+    line that a model which uses its context must stay below. It is in the table and the plot, not
+    in the CSV. Raises ValueError for no rows or a length that occurs twice.
+    """
+    rows = sorted(rows, key=lambda row: row.length)
+    lengths = [row.length for row in rows]
+    if not rows or len(set(lengths)) != len(lengths):
+        raise ValueError(f"one result for each length is wanted, not {lengths}")
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / CSV_FILE, _csv(rows).encode())
+    _replace(folder / PLOT_FILE, _png(_extrapolation_figure(rows, train_length, baseline, title)))
+    return _table(rows, train_length, baseline, title)
+
+
+def write_kernels(
+    bias_by_head: Any | None,
+    distances: Any,
+    weights: Any | None,
+    train_length: int,
+    path: Path | str,
+) -> None:
+    """Draw each head's b_h(d), and w_h(d) where there is one, over distance on a log axis.
+
+    Args:
+        bias_by_head: [H, n], or None for a kernel that only multiplies.
+        distances: [n], tokens; d = 0 has no place on a log axis and is left out.
+        weights: [H, n] factors on the scores, or None.
+        train_length: training length, marked; what lies beyond it was never seen in training.
+        path: the PNG to write.
+
+    Raises ValueError for shapes that do not fit, or when neither bias nor weight is given.
+    """
+    distance_n = np.asarray(distances, dtype=np.float64)
+    panels = [
+        (label, np.asarray(values, dtype=np.float64))
+        for label, values in (("bias $b_h(d)$", bias_by_head), ("weight $w_h(d)$", weights))
+        if values is not None
+    ]
+    if not panels:
+        raise ValueError("neither a bias nor a weight: there is no kernel to draw")
+    for label, values in panels:
+        if values.ndim != 2 or values.shape[1:] != distance_n.shape:
+            raise ValueError(
+                f"{label}: shape {values.shape} does not fit {distance_n.shape} distances"
+            )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _replace(path, _png(_kernels_figure(panels, distance_n, train_length)))
+
+
+def _csv(rows: Sequence[LengthResult]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(field.name for field in fields(LengthResult))
+    writer.writerows(astuple(row) for row in rows)
+    return out.getvalue()
+
+
+def _table(
+    rows: Sequence[LengthResult], train_length: int, baseline: LengthResult | None, title: str
+) -> str:
+    head = ("length", "x train", "sequences", "loss", "perplexity", "bits per byte")
+    cells = [head]
+    for row in (*rows, *([baseline] if baseline else [])):
+        cells.append(
+            (
+                f"{row.length:,}",
+                f"{row.length / train_length:g}",
+                f"{row.sequences:,}",
+                _measured(row.loss, row.stderr, 4),
+                _measured(row.perplexity, row.perplexity_stderr, 3),
+                _measured(row.bits_per_byte, row.bits_per_byte_stderr, 4),
+            )
+        )
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+    rule = "-" * len(lines[0])
+    body = lines[1 : 1 + len(rows)]
+    if baseline:
+        body += [f"same model, {baseline.length:,} tokens of context:", lines[-1]]
+    return "\n".join([title, lines[0], rule, *body, "(± one standard error over sequences)"])
+
+
+def _measured(value: float, error: float, digits: int) -> str:
+    """Value ± error; a single sequence has no error to show."""
+    return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+
+
+def _extrapolation_figure(
+    rows: Sequence[LengthResult], train_length: int, baseline: LengthResult | None, title: str
+) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
+    axes = figure.add_subplot()
+    lengths = [row.length for row in rows]
+    values = [row.perplexity for row in rows]
+    axes.errorbar(
+        lengths, values, yerr=[row.perplexity_stderr for row in rows],
+        marker="o", markersize=4, capsize=3, color="tab:blue", label="perplexity ± standard error",
+    )  # fmt: skip
+    shown = list(values)
+    if baseline is not None:
+        shown.append(baseline.perplexity)
+        axes.axhline(
+            baseline.perplexity, color="tab:red", linestyle=":",
+            label=f"same model, {baseline.length:,} tokens of context",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    _mark_training_length(axes, train_length)
+    # Room above and below, so that noise on a flat curve does not fill the picture.
+    lowest, highest = min(shown), max(shown)
+    if math.isfinite(highest) and lowest > 0:
+        axes.set_ylim(lowest * 0.85, highest * 1.15)
+        if highest > 10 * lowest:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set(xlabel="sequence length (tokens)", ylabel="perplexity", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _kernels_figure(
+    panels: Sequence[tuple[str, np.ndarray]], distance_n: np.ndarray, train_length: int
+) -> Figure:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 3.6 * len(panels)), layout="constrained")
+    on_axis = distance_n >= 1
+    for axes, (label, values_hn) in zip(
+        figure.subplots(len(panels), squeeze=False).flat, panels, strict=True
+    ):
+        heads = len(values_hn)
+        colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, heads))
+        for head, (values, colour) in enumerate(zip(values_hn, colours, strict=True)):
+            axes.plot(distance_n[on_axis], values[on_axis], color=colour, label=f"head {head}")
+        axes.set_xscale("log")
+        _mark_training_length(axes, train_length)
+        axes.set(xlabel="distance $d$ (tokens)", ylabel=label)
+        axes.grid(alpha=0.3)
+        if heads <= 16:
+            axes.legend(frameon=False, fontsize="x-small", ncols=2)
+    return figure
+
+
+def _mark_training_length(axes: Axes, train_length: int) -> None:
+    label = f"training length {train_length:,}"
+    axes.axvline(train_length, color="0.4", linestyle="--", linewidth=1, label=label)
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=150)
+    return out.getvalue()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write ``content`` under a temporary name in the same folder and rename it to ``path``."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,289 @@
+"""A whole training job, from a config to a trained, saved and evaluated model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config import Config
+from megatron.data import ShardError
+from megatron.engine import checkpoint, distributed
+from megatron.engine.build import build_model
+from megatron.engine.checkpoint import Progress
+from megatron.engine.extrapolate import extrapolate
+from megatron.engine.job_data import JobData
+from megatron.engine.log import RunLog
+from megatron.engine.loop import LoopSettings, train_loop, validation_loss
+from megatron.engine.optim import (
+    build_engine,
+    build_optimizer,
+    engine_config,
+    full_theta,
+    parameter_groups,
+)
+from megatron.engine.schedule import AnnealingLR, Schedule
+from megatron.parallel import Groups
+
+UNSAVED = Path("runs/unsaved")
+"""Where reports go when the config names no `save` folder."""
+
+
+def train(config: Config, *, verbose: bool = False) -> None:
+    """Train (resuming where `load` allows), save, and evaluate as the config says.
+
+    Raises:
+        ConfigError, ShardError, CheckpointError, DivergedError: with what to do in the text.
+    """
+    groups = distributed.start(backend=config.parallel.distributed_backend, verbose=verbose)
+    try:
+        Job(config, groups).run()
+    finally:
+        distributed.stop()
+
+
+class Job:
+    """The parts of one training job, built in the order in which data flows."""
+
+    def __init__(self, config: Config, groups: Groups):
+        self.config, self.groups = config, groups
+        save = config.checkpoint.save
+        self.run_dir = Path(save) if save else UNSAVED
+        self.data = JobData(config, groups)
+        self.layout = {
+            "data_parallel_size": groups.data_size,
+            "zero_stage": config.parallel.zero_stage,
+            "precision": config.training.precision,
+        }
+        torch.manual_seed(config.training.seed + groups.rank)  # dropout: each rank its own stream
+        vocab_size = self.data.tokenizer.vocab_size
+        self.model = build_model(config, vocab_size, device_type=groups.device.type)
+        self.engine = self._build_engine()
+        self.progress, self.origin = self._resume()
+
+    def run(self) -> None:
+        """Train to `train_iters`, then evaluate."""
+        config, groups = self.config, self.groups
+        step = self.progress.step
+        with RunLog(
+            self.run_dir,
+            is_main=groups.is_main,
+            use_wandb=config.logging.use_wandb,
+            wandb_options=self._wandb_options(),
+            config=config.to_flat_dict(),
+            append=step > 0,
+            last_step=step,
+        ) as log:
+            self._announce(log)
+            if step < config.training.train_iters:
+                self._train(log)
+            if config.training.train_iters > 0 and config.training.eval_iters > 0:
+                self._final_losses(log)
+            if config.evaluation.eval_lengths:
+                self._extrapolate(log)
+
+    def _build_engine(self) -> Any:
+        c = self.config
+        groups = parameter_groups(
+            self.model,
+            c.optimizer.weight_decay,
+            decay_theta=c.optimizer.weight_decay_positional,
+        )
+        optimizer = build_optimizer(
+            c.optimizer.type,
+            groups,
+            lr=c.optimizer.lr,
+            betas=tuple(c.optimizer.betas),
+            eps=c.optimizer.eps,
+            momentum=c.optimizer.momentum,
+        )
+        decay_iters = c.lr.decay_iters or max(1, c.training.train_iters)
+        schedule = Schedule(
+            start_lr=c.optimizer.lr,
+            end_iter=decay_iters,
+            warmup_iter=c.lr.warmup * decay_iters,
+            decay_style=c.lr.decay_style,
+            min_lr=c.lr.min_lr,
+        )
+        annealing = AnnealingLR(
+            optimizer, schedule, use_checkpoint=c.lr.use_checkpoint_lr_scheduler
+        )
+        settings = engine_config(
+            micro_batch=c.batch.train_micro_batch_size_per_gpu,
+            accumulation=c.batch.gradient_accumulation_steps,
+            world_size=self.groups.data_size,
+            precision=c.training.precision,
+            gradient_clipping=c.optimizer.gradient_clipping,
+            zero_stage=c.parallel.zero_stage,
+            zero_options=dict(c.parallel.zero),
+            grad_accum_dtype=c.training.grad_accum_dtype,
+            fp16_options=dict(c.training.fp16) if c.training.precision == "fp16" else None,
+        )
+        return build_engine(self.model, optimizer, annealing, settings)
+
+    def _resume(self) -> tuple[Progress, str]:
+        """Where the run starts, and a line that says why."""
+        fresh = Progress(0, 0, self.data.wanted["train"])
+        load, save = self.config.checkpoint.load, self.config.checkpoint.save
+        if save and self.groups.is_main:
+            left = checkpoint.remove_unfinished(Path(save))
+            if left:
+                print(f"removed what a killed run left half written: {', '.join(left)}")
+        self.groups.barrier()
+        if not load:
+            return fresh, "starting fresh: no `load` in the config"
+        folder = Path(load)
+        tag = checkpoint.newest(folder)
+        if tag is None:
+            return fresh, f"starting fresh: {folder} holds no checkpoint"
+        finetune = self.config.checkpoint.finetune
+        if not finetune:
+            self._check_data(folder, tag)
+        progress = checkpoint.restore(
+            self.engine,
+            self.groups,
+            folder,
+            tag,
+            layout=self.layout,
+            weights_only=finetune,
+        )
+        if finetune:
+            return fresh, f"starting at step 0 from the weights of {folder / tag} (finetune)"
+        return progress, f"resuming from {folder / tag}"
+
+    def _check_data(self, folder: Path, tag: str) -> None:
+        recorded = checkpoint.read_record(folder, tag)["data"]
+        differing = [
+            f"{key}: {recorded.get(key)!r} in the checkpoint, {value!r} now"
+            for key, value in self.data.identity.items()
+            if recorded.get(key) != value
+        ]
+        if differing:
+            raise checkpoint.CheckpointError(
+                f"{folder / tag} was trained on other data or in another order "
+                f"({'; '.join(differing)}), so it cannot be continued exactly. Restore those "
+                "settings, or set `finetune: true` to start a new run from its weights"
+            )
+
+    def _announce(self, log: RunLog) -> None:
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+        c, groups = self.config, self.groups
+        attend = self.model.layers[0].attention.attend
+        log.line(
+            f"{parameters:,} parameters, {c.model.pos_emb}, {c.training.precision}, "
+            f"ZeRO-{c.parallel.zero_stage}, {groups.data_size} x {groups.device.type}"
+        )
+        log.line(f"attention: {attend.name} ({attend.reason})")
+        log.line(
+            f"{self.data.identity['tokens']:,} tokens in "
+            f"{self.data.identity['documents']:,} documents"
+        )
+        log.line(self.origin)
+        if groups.is_main:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            temporary = self.run_dir / ".config.yml.unfinished"
+            temporary.write_text(c.to_yaml())
+            temporary.replace(self.run_dir / "config.yml")
+
+    def _held_out_loss(self, name: str, evaluations_before: int) -> float | None:
+        """Loss on `valid` or `test` after that many earlier evaluations; None without such text."""
+        c = self.config
+        loader = self.data.held_out(name, evaluations_before=evaluations_before)
+        if loader is None:
+            return None
+        count = c.training.eval_iters * c.batch.gradient_accumulation_steps
+        return validation_loss(self.engine, loader, count, self.groups)
+
+    def _train(self, log: RunLog) -> None:
+        c = self.config
+        loader = self.data.training(
+            index_samples=self.progress.train_samples, consumed=self.progress.consumed_samples
+        )
+        if loader is None:
+            raise ShardError(
+                f"split {c.data.split!r} leaves no document to train on; give the first part more"
+            )
+        pos, theta = self.model.pos, self.model.theta
+
+        def validate(step: int) -> float | None:
+            if not c.training.eval_iters:
+                return None
+            return self._held_out_loss("valid", step // c.training.eval_interval - 1)
+
+        def save(step: int) -> None:
+            self.progress = Progress(step, loader.consumed_samples, self.progress.train_samples)
+            if c.checkpoint.save:
+                folder = checkpoint.save(
+                    self.engine,
+                    self.groups,
+                    Path(c.checkpoint.save),
+                    self.progress,
+                    about={
+                        "layout": self.layout,
+                        "data": self.data.identity,
+                        "config": c.to_flat_dict(),
+                    },
+                    keep_last=c.checkpoint.keep_last_n_checkpoints,
+                )
+                log.line(f"  saved {folder}")
+
+        train_loop(
+            self.engine,
+            loader,
+            LoopSettings(
+                train_iters=c.training.train_iters,
+                accumulation=c.batch.gradient_accumulation_steps,
+                seq_length=c.model.seq_length,
+                train_batch_size=c.batch.train_batch_size,
+                log_interval=c.training.log_interval,
+                eval_interval=c.training.eval_interval,
+                eval_iters=c.training.eval_iters,
+                save_interval=c.checkpoint.save_interval,
+                extra_save_iters=tuple(c.checkpoint.extra_save_iters),
+                skips_overflow=c.training.precision == "fp16",
+            ),
+            self.groups,
+            log,
+            first_step=self.progress.step,
+            theta=theta,
+            theta_names=() if theta is None else tuple(p.name for p in pos.parameters),
+            theta_bounds=None if theta is None else pos.bounds(),
+            validate=validate,
+            save=save,
+        )
+
+    def _final_losses(self, log: RunLog) -> None:
+        t = self.config.training
+        for name, before in (("valid", t.train_iters // t.eval_interval), ("test", 0)):
+            value = self._held_out_loss(name, before)
+            if value is not None:
+                log.metrics(
+                    t.train_iters,
+                    {f"final/{name}_loss": value},
+                    text=f"{name} loss after training: {value:.4f}",
+                )
+
+    def _extrapolate(self, log: RunLog) -> None:
+        self.engine.eval()
+        theta = self.model.theta
+        extrapolate(
+            self.config,
+            self.groups,
+            loss_fn=self.engine,
+            pos=self.model.pos,
+            theta_HN=full_theta(self.engine, theta).cpu() if theta is not None else None,
+            shards=self.data.shards,
+            splits=self.data.splits,
+            tokenizer=self.data.tokenizer,
+            run_dir=self.run_dir,
+            lengths=self.config.evaluation.eval_lengths,
+            say=log.line,
+        )
+
+    def _wandb_options(self) -> dict[str, Any]:
+        logging = self.config.logging
+        return {
+            key: getattr(logging, key)
+            for key in ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb_mode")
+        }

@@ -1,0 +1,134 @@
+"""One transformer block in GPT-NeoX's conventions.
+
+    pre-norm         x = x + drop(attention(norm1(x)));  x = x + drop(mlp(norm2(x)))
+    gpt_j_residual   x = x + drop(attention(norm1(x))) + drop(mlp(norm2(x)))
+
+Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
+The fused projection is interleaved per head: its output is [H, (q k v), E], as in the released
+checkpoints. Theta is the job's one kernel tensor; it flows through every block beside x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import skip_init
+
+from megatron.attention import AttentionFn
+from megatron.model.norm import build_norm
+from megatron.positional import PositionalEmbedding
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a block needs to know, as plain values."""
+
+    hidden_size: int
+    num_heads: int
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    gpt_j_residual: bool = False
+    activation: str = "gelu"
+    tanh_gelu: bool = False
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    rotary_pct: float = 1.0
+    rotary_base: float = 10000.0
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Inner width of the MLP: 4 D, or int(8/3 D) for geglu, which has two such halves."""
+        if self.activation == "geglu":
+            return int(4 * 2 / 3 * self.hidden_size)
+        return 4 * self.hidden_size
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention; `attend` is the backend that start-up chose."""
+
+    def __init__(self, shape: BlockShape, pos: PositionalEmbedding, attend: AttentionFn):
+        super().__init__()
+        self.shape, self.pos, self.attend = shape, pos, attend
+        hidden = shape.hidden_size
+        self.rotary_ndims = int(shape.head_size * shape.rotary_pct)
+        self.query_key_value = skip_init(nn.Linear, hidden, 3 * hidden)
+        self.dense = skip_init(nn.Linear, hidden, hidden)
+
+    def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
+        s = self.shape
+        qkv = self.query_key_value(x_BTD)
+        qkv = qkv.unflatten(-1, (s.num_heads, 3 * s.head_size)).transpose(1, 2)  # [B, H, T, 3E]
+        q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
+        if self.pos.kind == "rotary":
+            q_BHTE, k_BHTE = self.pos.rotate(
+                q_BHTE, k_BHTE, offset=0, rotary_ndims=self.rotary_ndims, base=s.rotary_base
+            )
+        out_BHTE = self.attend(
+            q_BHTE,
+            k_BHTE,
+            v_BHTE,
+            self.pos,
+            theta_HN,
+            scale=1.0 / math.sqrt(s.head_size),
+            dropout_p=s.attention_dropout if self.training else 0.0,
+        )
+        return self.dense(out_BHTE.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """D -> inner width -> D."""
+
+    def __init__(self, shape: BlockShape):
+        super().__init__()
+        self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
+        halves = 2 if shape.activation == "geglu" else 1
+        self.dense_h_to_4h = skip_init(nn.Linear, shape.hidden_size, halves * shape.mlp_size)
+        self.dense_4h_to_h = skip_init(nn.Linear, shape.mlp_size, shape.hidden_size)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x_BTD)))
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activation == "gelu":
+            return F.gelu(x, approximate="tanh" if self.tanh_gelu else "none")
+        if self.activation == "geglu":
+            value, gate = x.chunk(2, dim=-1)
+            return F.gelu(gate) * value
+        return ACTIVATIONS[self.activation](x)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "softsign": F.softsign,
+    "swish": F.silu,
+    "mish": F.mish,
+}
+
+
+class Block(nn.Module):
+    """(x [B, T, D], theta [H, N] or None) -> x [B, T, D]."""
+
+    def __init__(self, shape: BlockShape, pos: PositionalEmbedding, attend: AttentionFn):
+        super().__init__()
+        self.gpt_j_residual = shape.gpt_j_residual
+        self.input_layernorm = build_norm(shape.norm, shape.hidden_size, shape.norm_eps)
+        self.attention = SelfAttention(shape, pos, attend)
+        self.post_attention_layernorm = build_norm(shape.norm, shape.hidden_size, shape.norm_eps)
+        self.mlp = MLP(shape)
+        self.dropout = nn.Dropout(shape.hidden_dropout)
+
+    def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
+        attention = self.dropout(self.attention(self.input_layernorm(x_BTD), theta_HN))
+        if self.gpt_j_residual:
+            return x_BTD + attention + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+        x_BTD = x_BTD + attention
+        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))

@@ -1,0 +1,61 @@
+"""Initial values of the weights.
+
+Each tensor is drawn whole, in fp32, from a generator that depends on the seed and the parameter's
+name alone (`parallel.rng.named_generator`).
+
+    normal             N(0, std)
+    scaled_normal      N(0, std / sqrt(2 L))
+    small_init         N(0, sqrt(2 / (5 D)))               Nguyen & Salazar 2019
+    wang_init          N(0, 2 / (L sqrt(D)))               Wang & Komatsuzaki 2021 (GPT-J)
+    xavier_*, orthogonal, scaled_orthogonal (gain sqrt(2 / L))
+
+L layers, D hidden size, std = init_method_std.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import init
+
+METHODS = (
+    "normal",
+    "scaled_normal",
+    "small_init",
+    "wang_init",
+    "xavier_uniform",
+    "xavier_normal",
+    "orthogonal",
+    "scaled_orthogonal",
+)
+
+
+def draw(
+    method: str,
+    shape: torch.Size,
+    generator: torch.Generator,
+    *,
+    std: float,
+    num_layers: int,
+    hidden_size: int,
+) -> torch.Tensor:
+    """A fresh fp32 CPU tensor of `shape`, drawn by `method`."""
+    tensor = torch.empty(shape, dtype=torch.float32)
+    deviations = {
+        "normal": std,
+        "scaled_normal": std / math.sqrt(2.0 * num_layers),
+        "small_init": math.sqrt(2 / (5 * hidden_size)),
+        "wang_init": 2 / num_layers / math.sqrt(hidden_size),
+    }
+    if method in deviations:
+        return tensor.normal_(0.0, deviations[method], generator=generator)
+    if method == "xavier_uniform":
+        return init.xavier_uniform_(tensor, generator=generator)
+    if method == "xavier_normal":
+        return init.xavier_normal_(tensor, generator=generator)
+    if method == "orthogonal":
+        return init.orthogonal_(tensor, gain=math.sqrt(2), generator=generator)
+    if method == "scaled_orthogonal":
+        return init.orthogonal_(tensor, gain=math.sqrt(2 / num_layers), generator=generator)
+    raise ValueError(f"init method {method!r} is unknown; use one of {', '.join(METHODS)}")

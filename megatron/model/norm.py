@@ -1,0 +1,49 @@
+"""Normalisation layers in GPT-NeoX's conventions (parameter names included).
+
+    layernorm  (x - mean) / sqrt(var + eps) * weight + bias
+    rmsnorm    x / (rms(x) + eps) * scale          eps OUTSIDE the root, as GPT-NeoX has it
+    scalenorm  x / max(|x|_2, eps) * g
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension; statistics in at least fp32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rms = wide.square().mean(-1, keepdim=True).sqrt()
+        return (wide / (rms + self.eps)).to(x.dtype) * self.scale
+
+
+class ScaleNorm(nn.Module):
+    """One learned length for every vector (Nguyen & Salazar 2019)."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.g = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype) * self.g
+
+
+def build_norm(name: str, dim: int, eps: float) -> nn.Module:
+    """The norm called `name` in a config: layernorm, rmsnorm or scalenorm."""
+    if name == "layernorm":
+        return nn.LayerNorm(dim, eps=eps)
+    if name == "rmsnorm":
+        return RMSNorm(dim, eps)
+    if name == "scalenorm":
+        return ScaleNorm(eps)
+    raise ValueError(f"norm {name!r} is unknown; use layernorm, rmsnorm or scalenorm")

@@ -1,0 +1,57 @@
+"""Positional embeddings, one file each. The file's name is the registry.
+
+``load("kerple_log")`` imports ``positional/kerple_log.py`` and builds the one subclass of
+:class:`PositionalEmbedding` that it defines. To add an embedding, add a file here and its entry to
+``tests/positional/test_contract.py``; nothing else needs to know.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+
+__all__ = ["PositionalEmbedding", "PositionalError", "ThetaParameter", "load", "names"]
+
+
+def names() -> tuple[str, ...]:
+    """Names of all embeddings, sorted: this folder's files but ``base`` and those with a ``_``."""
+    stems = (path.stem for path in Path(__file__).parent.glob("*.py"))
+    return tuple(sorted(stem for stem in stems if stem != "base" and not stem.startswith("_")))
+
+
+def load(name: str, **options: Any) -> PositionalEmbedding:
+    """Build an embedding.
+
+    Raises:
+        PositionalError: no file has this name (the nearest is named), the file does not define
+            exactly one embedding, or the embedding has no such option.
+    """
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise PositionalError(
+            f"no positional embedding {name!r}; {hint}There are: {', '.join(names())}"
+        )
+    module = importlib.import_module(f"{__name__}.{name}")
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, PositionalEmbedding)
+        and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise PositionalError(
+            f"{module.__file__} must define exactly one PositionalEmbedding, it has {len(found)}"
+        )
+    known = [p for p in inspect.signature(found[0]).parameters if p not in ("args", "kwargs")]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        has = f"its options are {', '.join(known)}" if known else "it has no options"
+        raise PositionalError(f"{name} has no option {', '.join(unknown)}; {has}")
+    return found[0](**options)

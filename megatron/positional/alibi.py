@@ -1,0 +1,35 @@
+"""ALiBi: b_h(d) = -m_h d with fixed slopes m_h.
+
+Press, Smith, Lewis, ICLR 2022 (arXiv 2108.12409). For a power of two H the slopes are the geometric
+sequence 2^(-8/H), 2^(-16/H), ...; otherwise those of the next lower power of two, followed by every
+other slope of the next higher one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, ThetaParameter
+
+
+def slopes(num_heads: int) -> list[float]:
+    """m_h for h = 0 ... num_heads - 1."""
+    below = 1 << (num_heads.bit_length() - 1)  # the largest power of two <= num_heads
+    geometric = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
+    between = [2.0 ** (-4.0 * (h + 1) / below) for h in range(0, 2 * below, 2)]
+    return geometric + between[: num_heads - below]
+
+
+class Alibi(PositionalEmbedding):
+    """Theta holds the slopes; they are not trained."""
+
+    kind = "distance"
+    parameters = (ThetaParameter("slope"),)
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None]
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, slope = self.columns(theta_HN, d)
+        return -slope * d

@@ -1,0 +1,89 @@
+"""What a positional embedding is: one class, of one of four kinds, in one file.
+
+Attention logits of query position i and key position j <= i in head h, with distance d = i - j:
+
+    s_ij = scale (q_i . k_j) w_h(d) + b_h(d)
+
+``distance`` kernels define b (``bias``) and/or w (``weight``) from theta; ``rotary`` turns queries
+and keys; ``input`` adds a vector to the token embedding; ``none`` does nothing. The bias is added
+AFTER the 1/sqrt(head size) scaling, as the released KERPLE code and checkpoints do (Eq. 1 of the
+paper, arXiv 2205.09921, writes it inside).
+
+Legend: H heads, N columns of theta, ``d`` a tensor of any shape holding distances >= 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["distance", "rotary", "input", "none"]
+
+
+class PositionalError(ValueError):
+    """An unknown embedding or an option that it does not have; the message names what exists."""
+
+
+@dataclass(frozen=True)
+class ThetaParameter:
+    """One column of theta, a number per head.
+
+    Attributes:
+        name: as in published checkpoints (``bias_p``, ``wei_a``, ...).
+        low, high: closed bounds, kept by projection after each optimizer step; +-inf for none.
+        scale: initial values are ``scale * U(0, 1)``, projected into the bounds.
+    """
+
+    name: str
+    low: float = -torch.inf
+    high: float = torch.inf
+    scale: float = 1.0
+
+
+class PositionalEmbedding:
+    """Base of all embeddings; a subclass overrides only what its kind uses.
+
+    ``bias`` and ``weight`` are pure torch formulas and ARE the specification: every attention
+    backend is tested against them. They never clamp: keeping theta within ``bounds()`` is the
+    optimizer's duty, so the gradient at a bound is the formula's own.
+    """
+
+    kind: ClassVar[Kind] = "none"
+    learnable: ClassVar[bool] = False
+    """Whether training changes it: a ``distance`` kernel's theta, an ``input`` table."""
+    parameters: tuple[ThetaParameter, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The file's name, which is the key ``pos_emb``."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        """Theta [num_heads, N] fp32 for ALL heads (tensor-parallel callers slice the rows)."""
+        columns = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
+        theta_HN = torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
+        low_N, high_N = self.bounds()
+        return theta_HN.clamp(low_N, high_N)
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """(low [N], high [N]) fp32."""
+        low_N = torch.tensor([p.low for p in self.parameters], dtype=torch.float32)
+        high_N = torch.tensor([p.high for p in self.parameters], dtype=torch.float32)
+        return low_N, high_N
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
+        """b_h(d) as [H, *d.shape] in theta's dtype, at least fp32; None where b = 0."""
+        return None
+
+    def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
+        """w_h(d), likewise; None where w = 1."""
+        return None
+
+    def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        """(d, column 0, column 1, ...), at least fp32, each column shaped to broadcast with d."""
+        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, torch.float32))
+        shape = (-1,) + (1,) * d.dim()
+        return d.to(theta_HN.dtype), *(column.view(shape) for column in theta_HN.unbind(1))

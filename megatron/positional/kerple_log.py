@@ -1,0 +1,28 @@
+"""KERPLE, logarithmic variant: b_h(d) = -p log(1 + a d) with p, a > 0.
+
+Chi, Fan, Ramadge, Rudnicky, NeurIPS 2022 (arXiv 2205.09921): minus this is conditionally negative
+definite, so the kernel is conditionally positive definite (CPD) and the softmax absorbs the
+constant that would make it positive definite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, ThetaParameter
+
+
+class KerpleLog(PositionalEmbedding):
+    """p ~ 2 U(0, 1), a ~ U(0, 1), both kept >= 0.01."""
+
+    kind = "distance"
+    learnable = True
+    parameters = (
+        ThetaParameter("bias_p", low=0.01, scale=2.0),
+        ThetaParameter("bias_a", low=0.01, scale=1.0),
+    )
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, p, a = self.columns(theta_HN, d)
+        return -p * torch.log1p(a * d)

@@ -1,0 +1,34 @@
+"""KERPLE, additive and multiplicative at once (published as ``kerple_power_ap_ap``).
+
+    b_h(d) = -a d^p        w_h(d) = exp(-a' d^p')        a, a' > 0, 0 < p, p' <= 2
+
+``kerple_power`` and ``kerple_power_mul`` with parameters of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, ThetaParameter
+
+
+class KerplePowerAddMul(PositionalEmbedding):
+    """Powers ~ 2 U(0, 1) kept in [0.01, 2], factors ~ U(0, 1) kept >= 0.01."""
+
+    kind = "distance"
+    learnable = True
+    parameters = (
+        ThetaParameter("bias_p", low=0.01, high=2.0, scale=2.0),
+        ThetaParameter("bias_a", low=0.01, scale=1.0),
+        ThetaParameter("wei_p", low=0.01, high=2.0, scale=2.0),
+        ThetaParameter("wei_a", low=0.01, scale=1.0),
+    )
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, p, a, _, _ = self.columns(theta_HN, d)
+        return -a * d**p
+
+    def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, _, _, p, a = self.columns(theta_HN, d)
+        return torch.exp(-a * d**p)

@@ -1,0 +1,73 @@
+"""Rotary embedding in GPT-NeoX's convention: queries and keys are turned by their positions.
+
+Su et al. 2021 (arXiv 2104.09864). The first R (``rotary_ndims``) of the E head dimensions turn, as
+two halves: for m < R/2 and the angle phi = t base^(-2m/R) of position t,
+
+    x'_m = x_m cos phi - x_{m+R/2} sin phi        x'_{m+R/2} = x_{m+R/2} cos phi + x_m sin phi
+
+Legend: B batch, H heads, T new positions, S key positions, E head size. Angles and products are in
+fp32 (fp64 for fp64 inputs, with the frequencies still rounded to fp32, like a published model that
+was cast to fp64); the result has the input's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, PositionalError
+
+
+def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """base^(-2m/dim) for m < dim/2, rounded to fp32; also the sinusoidal table's."""
+    if dim % 2:
+        raise PositionalError(f"positions are coded in pairs of dimensions, {dim} is odd")
+    exponent = torch.arange(0, dim, 2, device=device).float() / dim
+    return (1.0 / base**exponent).to(dtype)
+
+
+class Rotary(PositionalEmbedding):
+    """No theta and no bias: the model calls ``rotate`` before attention."""
+
+    kind = "rotary"
+
+    def rotate(
+        self,
+        q_BHTE: Tensor,
+        k_BHSE: Tensor,
+        *,
+        offset: int = 0,
+        rotary_ndims: int | None = None,
+        base: float = 10000.0,
+        key_offset: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Turn queries and keys.
+
+        Args:
+            offset: position of the first query.
+            rotary_ndims: how many leading dimensions turn (even); None for all.
+            base: the longest wavelength is about 2 pi base.
+            key_offset: position of the first key; None for ``offset`` (keys that came in together
+                with the queries, before they join a cache).
+        """
+        first_key = offset if key_offset is None else key_offset
+        return (
+            turn(q_BHTE, offset, rotary_ndims, base),
+            turn(k_BHSE, first_key, rotary_ndims, base),
+        )
+
+
+def turn(x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
+    """Turn one tensor whose first position is ``offset``."""
+    length, size = x_BHTE.shape[-2:]
+    ndims = size if rotary_ndims is None else rotary_ndims
+    if ndims > size:
+        raise PositionalError(f"rotary_ndims is {ndims}, but a head has {size} dimensions")
+    dtype, device = torch.promote_types(x_BHTE.dtype, torch.float32), x_BHTE.device
+    position = torch.arange(offset, offset + length, device=device).to(dtype)
+    angle = torch.outer(position, frequencies(ndims, base, dtype, device))
+    cos, sin = angle.cos(), angle.sin()
+    turned, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
+    x1, x2 = turned.to(dtype).chunk(2, dim=-1)
+    turned = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BHTE.dtype)
+    return torch.cat((turned, kept), dim=-1) if ndims < size else turned

@@ -1,0 +1,59 @@
+"""T5's relative position bias: b_h(d) = scale * theta[h, bucket(d)].
+
+Raffel et al., JMLR 2020 (arXiv 1910.10683), causal form. With K buckets and M = K // 2:
+
+    bucket(d) = d                                                          d < M
+                min(K - 1, M + floor(log(d / M) / log(max_distance / M) (K - M)))   otherwise
+
+GPT-NeoX multiplies the table by sqrt(head size), because T5 does not divide its scores by it. That
+factor is the option ``scale``, which the caller must give: an embedding does not know head sizes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+
+
+class Rpe(PositionalEmbedding):
+    """One learned number per head and bucket.
+
+    Args:
+        num_buckets: K, at least 4.
+        max_distance: from here on all distances share the last bucket; above K // 2.
+        scale: factor on the table; sqrt(head size) reproduces GPT-NeoX.
+    """
+
+    kind = "distance"
+    learnable = True
+
+    def __init__(self, num_buckets: int = 32, max_distance: int = 128, scale: float = 1.0):
+        if num_buckets < 4 or max_distance <= num_buckets // 2:
+            raise PositionalError(
+                f"rpe needs num_buckets >= 4 and max_distance > num_buckets // 2, "
+                f"not {num_buckets} and {max_distance}"
+            )
+        self.num_buckets, self.max_distance, self.scale = num_buckets, max_distance, scale
+        self.parameters = tuple(ThetaParameter(f"bucket_{i}") for i in range(num_buckets))
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        # Xavier-normal of the published [buckets, heads] table.
+        std = math.sqrt(2.0 / (self.num_buckets + num_heads))
+        return std * torch.randn(self.num_buckets, num_heads, generator=generator).T.contiguous()
+
+    def bucket(self, d: Tensor) -> Tensor:
+        """Bucket of each distance, int64. The logarithm is taken in fp32, as published."""
+        exact = self.num_buckets // 2
+        ratio = torch.log(d.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
+        far = exact + (ratio * (self.num_buckets - exact)).long()
+        return torch.where(d < exact, d.long(), far.clamp(max=self.num_buckets - 1))
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, torch.float32))
+        # An embedding lookup sums its gradient in a fixed order on every device; indexing does not.
+        values = torch.nn.functional.embedding(self.bucket(d), theta_HN.T)
+        return self.scale * values.movedim(-1, 0)

@@ -1,0 +1,26 @@
+"""Sinusoidal position vectors added to the token embedding, in GPT-NeoX's layout.
+
+Vaswani et al. 2017 (arXiv 1706.03762), all sines before all cosines (not interleaved):
+
+    table[t] = (sin(t f_0), ..., sin(t f_{D/2-1}), cos(t f_0), ..., cos(t f_{D/2-1}))
+    f_m = 10000^(-2m/D)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding
+from megatron.positional.rotary import frequencies
+
+
+class Sinusoidal(PositionalEmbedding):
+    """Nothing is learned; any position has a vector."""
+
+    kind = "input"
+
+    def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Vectors [*positions.shape, dim] in ``dtype`` (fp32 or fp64; frequencies are fp32)."""
+        angle = positions.to(dtype)[..., None] * frequencies(dim, 10000.0, dtype, positions.device)
+        return torch.cat((angle.sin(), angle.cos()), dim=-1)

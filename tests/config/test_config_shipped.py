@@ -1,0 +1,69 @@
+"""Every YAML file under configs/ composes into a valid Config, and states only differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import load_config
+from megatron.config.aliases import PUBLISHED, positional_names, resolve
+from megatron.config.reader import read_file
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+FIXTURES = ROOT / "tests" / "fixtures" / "config"
+SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml"))
+WHOLE = {"quickstart.yml"}  # needs no other file
+PAPER = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml")
+
+
+def compose(*names: str, world_size: int = 1):
+    return load_config([CONFIGS / name for name in names], world_size=world_size)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_it_composes(name: str) -> None:
+    world_size = 8 if name == "cluster/gpu8_zero1.yml" else 1
+    base = () if name in WHOLE else (*PAPER, "data/openwebtext2.yml", "cluster/cpu.yml")
+    config = compose(*base, name, world_size=world_size)
+    settings, _ = read_file(CONFIGS / name)
+    origins = config.describe()
+    for given in settings.values():  # everything the file states is in force
+        assert str(given.mark) in origins
+
+
+def test_there_is_a_file_for_each_part() -> None:
+    folders = {name.split("/")[0] for name in SHIPPED if "/" in name}
+    assert {"model", "pos_emb", "data", "cluster", "paper"} <= folders
+    embeddings = {Path(name).stem for name in SHIPPED if name.startswith("pos_emb/")}
+    assert embeddings <= set(positional_names())
+    for name in embeddings:
+        assert compose(*PAPER, f"pos_emb/{name}.yml").model.pos_emb == name
+
+
+@pytest.mark.parametrize("published", [*PUBLISHED, "kerple_log", "kerple_power_original"])
+def test_published_names_have_a_file(published: str) -> None:
+    name, options = resolve(published)
+    assert name in positional_names()
+    assert options == {}
+    assert (ROOT / "megatron" / "positional" / f"{name}.py").is_file()
+
+
+def test_the_paper_files_are_the_published_hyperparameters(tmp_path: Path) -> None:
+    ours = compose(*PAPER)
+    overlay = tmp_path / "pos.yml"
+    overlay.write_text("pos-emb: kerple_log")
+    theirs = load_config([FIXTURES / "kerple_train.yml", overlay])
+    for section in ("model", "batch", "optimizer", "lr", "training", "checkpoint"):
+        assert getattr(ours, section) == getattr(theirs, section), section
+    assert ours.data.split == theirs.data.split
+    evaluation = compose(*PAPER, "paper/eval.yml")
+    assert evaluation.training.train_iters == 0
+    assert (evaluation.training.eval_iters, evaluation.batch.train_batch_size) == (320, 1)
+
+
+def test_eight_gpus_keep_the_global_batch() -> None:
+    config = compose(*PAPER, "cluster/gpu8_zero1.yml", world_size=8)
+    assert config.batch.train_batch_size == compose(*PAPER).batch.train_batch_size
+    assert config.parallel.zero_stage == 1

@@ -1,0 +1,64 @@
+"""What every test gets: fixed seeds, one thread, no network for wandb, and the ``gpu`` mark's rule.
+
+Runs on a bare GPU machine too (torch, triton, pytest): hypothesis is set up where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, and inherited by every process a test starts. Two ranks share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_ERROR_REPORTING"] = "false"
+
+GPU_COMMAND = "python -m pytest -m gpu"
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # Few and always the same examples where every change is tested; HYPOTHESIS_PROFILE=search
+    # looks further, with new examples each time.
+    settings.register_profile(
+        "house", max_examples=25, deadline=None, derandomize=True, database=None
+    )
+    settings.register_profile("search", max_examples=1000, deadline=None, database=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """The folder of committed test data."""
+    return Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return Path(__file__).parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        reason = f"needs a CUDA GPU: run `{GPU_COMMAND}` on a machine that has one"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

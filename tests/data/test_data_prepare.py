@@ -1,0 +1,203 @@
+"""Text to shards: parity with the published command, a message for each fault."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import prepare_data
+from megatron.data import CorpusError, ShardError, open_splits
+from megatron.data.mmap import MMapIndexedDataset
+from megatron.data.prepare import Document, read_manifest, text_documents, write_shards
+from megatron.data.tokenizer import build_tokenizer
+
+BYTES = build_tokenizer("ByteLevelTokenizer")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """run(*arguments) -> (status, stdout, stderr) of prepare_data.py, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str):
+        try:
+            status = prepare_data.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            status = stop.code
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def test_the_published_files_from_their_text(run, parity, gpt2_files, tmp_path):
+    (tmp_path / "corpus.jsonl").write_bytes(
+        gzip.decompress((parity / "corpus.jsonl.gz").read_bytes())
+    )
+    vocabulary, merges = gpt2_files
+    status, out, err = run(
+        *("-d", "out", "-t", "GPT2BPETokenizer", "-v", vocabulary, "-m", merges),
+        *("--input", "corpus.jsonl", "--name", "corpus"),
+    )
+    assert status == 0, err
+    assert "data_path: out/corpus_text_document\n205 documents, 171,137 tokens" in out
+    assert "tokenising corpus: 100%" in err and "B/s" in err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        f"corpus_text_document{suffix}" for suffix in (".bin", ".idx", ".json")
+    ]
+    for suffix in (".bin", ".idx"):
+        name = f"corpus_text_document{suffix}"
+        assert (tmp_path / "out" / name).read_bytes() == (parity / name).read_bytes()
+    manifest = read_manifest(tmp_path / "out/corpus_text_document")
+    counted = {key: manifest[key] for key in ("documents", "empty_documents", "tokens")}
+    assert counted == {"documents": 205, "empty_documents": 5, "tokens": 171137}
+    assert (manifest["tokenizer"], manifest["vocab_size"]) == ("GPT2BPETokenizer", 50257)
+
+
+def test_several_files_and_options(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"body": "one"}\n\n{"body": ""}\n{"body": "2"}'
+    )
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfth\nree")
+    common = ("--input", "a.jsonl", "b.txt", "--name", "x", "--text-key", "body")
+    assert run(*common)[0] == 0
+    shards = MMapIndexedDataset("data/x_text_document")
+    assert [BYTES.decode(shards.get(i)) for i in range(3)] == [
+        "one<|endoftext|>",
+        "2<|endoftext|>",
+        "th\nree<|endoftext|>",
+    ]
+    status, _, err = run(*common)
+    assert status == 1 and "x_text_document.idx: exists already" in err and "--overwrite" in err
+    assert run(*common, "--overwrite", "--no-append-eod")[0] == 0
+    assert (
+        MMapIndexedDataset("data/x_text_document").tokens.tobytes()
+        == BYTES.encode("one2th\nree").tobytes()
+    )
+
+
+FILES = {
+    "good.jsonl": b'{"text": "fine"}\n',
+    "bad.jsonl": b'{"text": "fine"}\n{"text": "cut\n',
+    "list.jsonl": b'["text"]\n',
+    "nokey.jsonl": b'{"text": "a"}\n{"body": "b", "meta": 1}\n',
+    "number.jsonl": b'{"text": 5}\n',
+    "latin.jsonl": b'{"text": "a"}\n\n{"text": "caf\xe9"}\n',
+    "half.jsonl": b'{"text": "fine"}\n{"text": "a\\ud800"}\n',
+    "blank.jsonl": b"\n\n",
+    "void.jsonl": b'{"text": ""}\n',
+    "latin.txt": b"one\ntwo\ncaf\xe9\n",
+    "empty.txt": b"",
+    "x.csv": b"a,b\n",
+}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ("bad.jsonl",),
+            r"error: bad.jsonl:2: is not JSON: Invalid control character|Unterminated",
+        ),
+        (("list.jsonl",), "list.jsonl:1: is not a JSON object with a key 'text'"),
+        (("nokey.jsonl",), "nokey.jsonl:2: has no key 'text' (its keys: 'body', 'meta')"),
+        (("number.jsonl",), "number.jsonl:1: 'text' is a int, not a string"),
+        (("latin.jsonl",), "latin.jsonl:3: byte 0xe9 is not valid UTF-8"),
+        (("latin.txt",), "latin.txt:3: byte 0xe9 is not valid UTF-8"),
+        (("half.jsonl",), r"half.jsonl:2: character 1 is '\ud800', half of a surrogate pair"),
+        (("good.jsonl", "bad.jsonl"), "error: bad.jsonl:2: is not JSON"),
+        (("blank.jsonl",), "['blank.jsonl']: no document with text in it; nothing is written"),
+        (("void.jsonl",), "['void.jsonl']: no document with text in it; nothing is written"),
+        (("empty.txt",), "error: empty.txt: is empty"),
+        (("none.txt",), "error: none.txt: no such file"),
+        (("folder",), "error: folder: a folder, not a file"),
+        (("x.csv",), "error: x.csv: unknown kind '.csv'; give .jsonl or .txt files"),
+        (("none.txt", "x.csv"), "none.txt: no such file\nx.csv: unknown kind"),
+    ],
+)
+def test_faulty_input(run, tmp_path, arguments, message):
+    (tmp_path / "folder").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    status, out, err = run("--input", *arguments, "--name", "x", "-d", "out")
+    assert status == 1 and out == ""
+    assert any(part in err for part in message.split("|")), err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, status, message",
+    [
+        (
+            ("builtin:python-stdlb",),
+            1,
+            "unknown corpus builtin:python-stdlb; did you mean builtin:",
+        ),
+        (("python-stdlib",), 1, "did you mean builtin:python-stdlib? Known: "),
+        (
+            ("openwebtext2",),
+            1,
+            "unknown corpus Known: builtin:python-stdlib; text files of your own",
+        ),
+        (("builtin:python-stdlib", "-t", "ByteTokenizer"), 1, "did you mean ByteLevelTokenizer?"),
+        ((), 2, "give either a corpus (builtin:python-stdlib) or --input FILES"),
+        (("builtin:python-stdlib", "--input", "a.txt"), 2, "give either a corpus"),
+        (("--input", "a.txt"), 2, "--input needs --name NAME"),
+        (("--input", "a.txt", "--name", "b/c"), 2, "--name b/c: is a name, not a path"),
+        (("builtin:python-stdlib", "--name", "x"), 2, "go with --input"),
+    ],
+)
+def test_wrong_commands(run, arguments, status, message):
+    found, _, err = run(*arguments)
+    assert found == status and message in err and "Traceback" not in err
+
+
+def test_a_failing_source_keeps_the_earlier_data(tmp_path):
+    prefix = tmp_path / "x"
+
+    def documents(fail):
+        yield Document("first", "one", 5)
+        if fail:
+            raise RuntimeError("the source broke")
+
+    write_shards(documents(False), prefix, BYTES, source={}, quiet=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RuntimeError, match="the source broke"):
+        write_shards(documents(True), prefix, BYTES, source={}, quiet=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_many_batches_are_in_order(tmp_path):
+    texts = [f"{i} " * (i % 977) for i in range(4000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    manifest = write_shards(
+        text_documents([tmp_path / "a.jsonl"]), tmp_path / "x", BYTES, source={}, quiet=True
+    )
+    kept = [text for text in texts if text]
+    assert manifest["text_bytes"] == sum(map(len, kept)) and manifest["documents"] == len(kept)
+    assert manifest["empty_documents"] == len(texts) - len(kept)
+    expected = np.concatenate([[*text.encode(), 256] for text in kept])
+    np.testing.assert_array_equal(MMapIndexedDataset(tmp_path / "x").tokens, expected)
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):
+    prefix = tmp_path / "x"
+    write_shards([Document("text", "here", 4)], prefix, BYTES, source={}, quiet=True)
+    other = build_tokenizer("CharLevelTokenizer")
+    open_splits(prefix, "1", BYTES)
+    open_splits(prefix, "1")
+    with pytest.raises(ShardError, match="made with ByteLevelTokenizer .* not with .* CharLevel"):
+        open_splits(prefix, "1", other)
+    open_splits(published_shards.prefix, "1", other)  # no manifest: nothing to compare
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ShardError, match=r"x\.json: is not a manifest"):
+        open_splits(prefix, "1", other)
+
+
+def test_no_document_at_all(tmp_path):
+    with pytest.raises(CorpusError, match="no document with text"):
+        write_shards([], tmp_path / "x", BYTES, source={"files": ["a"]}, quiet=True)
+    assert list(tmp_path.iterdir()) == []

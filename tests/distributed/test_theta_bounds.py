@@ -1,0 +1,103 @@
+"""Theta at a bound, pushed outwards: after the step copy and fp32 master lie within."""
+
+import pytest
+import torch
+from jobs import PRECISIONS, STAGES
+from launch import run_ranks
+from torch import nn
+
+from megatron.attention import choose
+from megatron.engine import optim
+from megatron.engine.schedule import AnnealingLR, Schedule
+from megatron.model import GPT, BlockShape, GPTShape
+from megatron.positional import load
+
+PUSHES = {"low": 100.0, "high": -100.0}
+
+
+class Pushed(nn.Module):
+    """A model whose loss also pulls on theta, harder than its text does."""
+
+    def __init__(self, gpt: GPT, push: float):
+        super().__init__()
+        self.gpt, self.push = gpt, push
+
+    def forward(self, inputs, targets):
+        _, theta = self.gpt.embedding(inputs)
+        return self.gpt(inputs, targets).mean() + self.push * theta.sum()
+
+
+def push(groups, stage, precision, bound):
+    """[(copy, master before projection, master after)] of three steps."""
+    import deepspeed
+
+    pos = load("kerple_power")
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
+    block = BlockShape(hidden_size=32, num_heads=4)
+    gpt = GPT(GPTShape(num_layers=2, vocab_size=64, block=block, max_positions=16), pos, attend, 1)
+    low, high = pos.bounds()
+    with torch.no_grad():
+        start = low if bound == "low" else high.clamp(max=2.0)
+        gpt.theta.copy_(start.expand_as(gpt.theta))
+    model = Pushed(gpt, PUSHES[bound])
+    optimizer = optim.build_optimizer("adam", optim.parameter_groups(model, 0.01), lr=0.1)
+    config = optim.engine_config(
+        micro_batch=2,
+        accumulation=1,
+        world_size=groups.world_size,
+        precision=precision,
+        gradient_clipping=1.0,
+        zero_stage=stage,
+        zero_options={},
+    )
+    engine = optim.build_engine(
+        model, optimizer, AnnealingLR(optimizer, Schedule(0.1, 100)), config
+    )
+    seen = []
+    for step in range(3):
+        tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(step))
+        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        before = optim.full_theta(engine, gpt.theta)
+        optim.project_theta(engine, gpt.theta, low, high)
+        after = optim.full_theta(engine, gpt.theta)
+        with deepspeed.zero.GatheredParameters([gpt.theta], enabled=stage == 3):
+            copy = gpt.theta.detach().clone()
+        seen.append((copy, before, after))
+    return seen
+
+
+def all_pushes(groups):
+    return {
+        (stage, precision, bound): push(groups, stage, precision, bound)
+        for stage in STAGES
+        for precision in PRECISIONS
+        for bound in PUSHES
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def outcome(request):
+    ranks = run_ranks(request.param, all_pushes)
+    for other in ranks[1:]:  # every rank holds the same theta
+        for key, steps in ranks[0].items():
+            for mine, theirs in zip(steps, other[key], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), key
+    return ranks[0]
+
+
+@pytest.mark.parametrize("bound", PUSHES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_copy_and_master_lie_within_the_bounds(outcome, stage, precision, bound):
+    low, high = load("kerple_power").bounds()
+    for step, (copy, before, after) in enumerate(outcome[stage, precision, bound]):
+        outside = (before < low) | (before > high)
+        assert outside.any(), "the push did not leave the bounds: the test tests nothing"
+        assert torch.equal(after, before.clamp(low, high))
+        assert torch.equal(copy, after.to(copy.dtype))
+        assert ((copy.float() >= low) & (copy.float() <= high)).all()
+        if step == 0:  # Adam's first step is lr, whatever the gradient: no phantom step before it
+            moved = (before - (low if bound == "low" else high.clamp(max=2.0))).abs()
+            torch.testing.assert_close(moved, torch.full_like(moved, 0.1), rtol=1e-3, atol=0)

@@ -1,0 +1,85 @@
+"""Norms against their formulas, initial values against their distributions."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.model.init import METHODS, draw
+from megatron.model.norm import build_norm
+from megatron.parallel import named_generator
+
+
+def test_rmsnorm_has_eps_outside_the_root_as_published():
+    x = torch.randn(3, 5, dtype=torch.float64)
+    norm = build_norm("rmsnorm", 5, 0.1).double()
+    with torch.no_grad():
+        norm.scale.uniform_()
+    expected = x / (x.square().mean(-1, keepdim=True).sqrt() + 0.1) * norm.scale
+    torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-14)
+
+
+def test_scalenorm():
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    norm = build_norm("scalenorm", 2, 1e-5)
+    with torch.no_grad():
+        norm.g.fill_(2.0)
+    torch.testing.assert_close(norm(x), torch.tensor([[1.2, 1.6], [0.0, 0.0]]))
+
+
+def test_norm_statistics_are_fp32_under_bf16():
+    x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
+    out = build_norm("rmsnorm", 4096, 1e-8).bfloat16()(x)
+    assert out.dtype == torch.bfloat16
+    assert (out == 1.0).all()  # bf16 sums would stop growing at 256 addends
+
+
+def test_an_unknown_norm_is_named():
+    with pytest.raises(ValueError, match="batchnorm.*layernorm, rmsnorm or scalenorm"):
+        build_norm("batchnorm", 4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "std"),
+    [
+        ("normal", 0.02),
+        ("scaled_normal", 0.02 / math.sqrt(2 * 8)),
+        ("small_init", math.sqrt(2 / (5 * 64))),
+        ("wang_init", 2 / 8 / math.sqrt(64)),
+        ("xavier_normal", math.sqrt(2 / (256 + 400))),
+        ("xavier_uniform", math.sqrt(2 / (256 + 400))),
+    ],
+)
+def test_standard_deviations(method, std):
+    shape = torch.Size((256, 400))
+    value = draw(
+        method, shape, named_generator(3, method), std=0.02, num_layers=8, hidden_size=64
+    )
+    assert value.dtype == torch.float32
+    assert abs(value.std().item() / std - 1) < 0.01
+    assert abs(value.mean().item()) < std / 50
+
+
+def test_orthogonal_rows_are_orthogonal():
+    for method, gain in (("orthogonal", 2.0), ("scaled_orthogonal", 2.0 / 8)):
+        value = draw(
+            method,
+            torch.Size((16, 32)),
+            named_generator(3, "x"),
+            std=0.02,
+            num_layers=8,
+            hidden_size=64,
+        )
+        torch.testing.assert_close(value @ value.T, gain * torch.eye(16), atol=1e-5, rtol=0)
+
+
+def test_an_unknown_method_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match="kaiming.*" + METHODS[0]):
+        draw(
+            "kaiming",
+            torch.Size((2, 2)),
+            torch.Generator(),
+            std=0.02,
+            num_layers=1,
+            hidden_size=2,
+        )

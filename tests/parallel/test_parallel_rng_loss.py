@@ -1,0 +1,50 @@
+"""Named random streams and the loss."""
+
+import math
+
+import torch
+
+from megatron.parallel import build_groups, named_generator, rng_state, set_rng_state, token_losses
+
+
+def test_a_named_stream_depends_on_seed_and_name_alone():
+    first = torch.randn(5, generator=named_generator(1, "layers.0.mlp"))
+    torch.manual_seed(99)
+    torch.randn(100)
+    again = torch.randn(5, generator=named_generator(1, "layers.0.mlp"))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, torch.randn(5, generator=named_generator(2, "layers.0.mlp")))
+    assert not torch.equal(first, torch.randn(5, generator=named_generator(1, "layers.1.mlp")))
+
+
+def test_rng_state_brings_dropout_back():
+    state = rng_state()
+    first = torch.nn.functional.dropout(torch.ones(64), 0.5)
+    assert not torch.equal(first, torch.nn.functional.dropout(torch.ones(64), 0.5))
+    set_rng_state(state)
+    assert torch.equal(first, torch.nn.functional.dropout(torch.ones(64), 0.5))
+
+
+def test_token_losses_are_minus_log_softmax():
+    logits = torch.randn(2, 3, 7, dtype=torch.float64)
+    targets = torch.randint(0, 7, (2, 3))
+    losses = token_losses(logits, targets)
+    for b in range(2):
+        for t in range(3):
+            row = logits[b, t]
+            expected = math.log(sum(math.exp(v) for v in row.tolist())) - row[targets[b, t]].item()
+            assert abs(losses[b, t].item() - expected) < 1e-12
+
+
+def test_token_losses_are_fp32_for_16_bit_logits_and_stay_fp64():
+    targets = torch.zeros(1, 2, dtype=torch.long)
+    assert token_losses(torch.zeros(1, 2, 4, dtype=torch.bfloat16), targets).dtype == torch.float32
+    assert token_losses(torch.zeros(1, 2, 4, dtype=torch.float64), targets).dtype == torch.float64
+
+
+def test_a_process_alone_is_a_job_of_one():
+    groups = build_groups(torch.device("cpu"))
+    assert (groups.rank, groups.world_size, groups.data_size) == (0, 1, 1)
+    assert groups.is_main
+    assert groups.broadcast_object({"a": 1}) == {"a": 1}
+    assert torch.equal(groups.sum_over_data(torch.ones(2)), torch.ones(2))

@@ -1,0 +1,215 @@
+"""The floors: who may import whom, read from the source with ``ast``.
+
+    F4 engine   F3 model   F2 attention   F1 data parallel kernels positional   F0 config
+
+A package imports only from floors strictly below its own (so packages of one floor never import
+each other), wherever in the file the import stands. ``broken_rule`` has the rest. The last tests
+show, on made-up trees, that the checker sees each kind of violation.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+FLOORS = {
+    "config": 0,
+    "data": 1, "parallel": 1, "kernels": 1, "positional": 1,
+    "attention": 2,
+    "model": 3,
+    "engine": 4,
+}  # fmt: skip
+MAX_LINES = 300
+TORCH_ALONE = ("positional", "attention", "model", "parallel")
+HEAVY = ("deepspeed", "pydantic", "triton", "yaml", "wandb", "tokenizers", "matplotlib", "tqdm")
+SKIPPED = {"data", "runs", "venv"}  # folders at the root that hold no source of ours
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str  # absolute, e.g. megatron.config
+    line: int
+    at_import: bool  # runs when the file is imported: not in a function, not under TYPE_CHECKING
+
+    def is_from(self, package: str) -> bool:
+        return self.module == package or self.module.startswith(package + ".")
+
+
+def imports(path: Path, root: Path) -> Iterator[Import]:
+    """Every import of ``path``, relative ones made absolute."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    package = path.relative_to(root).with_suffix("").parts[:-1]
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import(name.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            start = ".".join((*base, *([node.module] if node.module else [])))
+            # `from megatron import data` names a package by what it imports, not whence.
+            for name in node.names:
+                yield Import(f"{start}.{name.name}", node.lineno, at_import)
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, at_import and not lazy)
+
+    yield from walk(tree, True)
+
+
+def own_package(path: Path, root: Path) -> str | None:
+    """``config`` for megatron/config/load.py, ``""`` for megatron/x.py, None outside megatron."""
+    parts = path.relative_to(root).parts
+    if parts[0] != "megatron":
+        return None
+    return parts[1] if len(parts) > 2 else ""
+
+
+def broken_rule(own: str | None, found: Import) -> str | None:
+    """Why code of package ``own`` must not have this import, or None."""
+    if found.is_from("deepspeed") and own != "engine":
+        return "only megatron/engine may import deepspeed"
+    if own is None:
+        return None
+    if own == "" and found.is_from("megatron"):
+        return "megatron/ itself imports none of its packages"
+    if found.is_from("pydantic") and own not in ("config", "engine"):
+        return "pydantic belongs to megatron/config, megatron/engine and the entry points"
+    if found.is_from("torch") and own == "config":
+        return "megatron/config works without torch"
+    if found.is_from("triton") and own != "kernels" and found.at_import:
+        return "only megatron/kernels may import triton at module level"
+    if (found.is_from("matplotlib") or found.is_from("wandb")) and found.at_import:
+        return "import it inside the function that needs it"
+    if found.is_from("megatron.config"):
+        if own in ("positional", "parallel", "kernels"):
+            return f"megatron/{own} never sees the configuration"
+        if own in ("attention", "model") and found.at_import:
+            return f"megatron/{own} takes values and must import without pydantic"
+    parts = found.module.split(".")
+    if own and parts[0] == "megatron" and len(parts) > 1 and parts[1] in FLOORS:
+        target = parts[1]
+        if target != own and FLOORS[target] >= FLOORS[own]:
+            return f"megatron/{own} (F{FLOORS[own]}) reaches up or across to F{FLOORS[target]}"
+    return None
+
+
+def sources(root: Path) -> list[Path]:
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if parts[0] not in SKIPPED and not any(part.startswith(".") for part in parts):
+            found.append(path)
+    return found
+
+
+def violations(root: Path) -> list[str]:
+    """One line for each broken rule in the tree: ``path:line: import: why``."""
+    found = []
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        own = own_package(path, root)
+        length = len(path.read_text(encoding="utf-8").splitlines())
+        if length > MAX_LINES:
+            found.append(f"{name}:{MAX_LINES + 1}: {length} lines, more than {MAX_LINES}")
+        if own and own not in FLOORS:
+            found.append(f"{name}:1: megatron/{own} has no floor; known: {', '.join(FLOORS)}")
+        elif not name.startswith("tests/"):  # tests may import what they like
+            found += [
+                f"{name}:{each.line}: {each.module}: {why}"
+                for each in imports(path, root)
+                if (why := broken_rule(own, each))
+            ]
+    return found
+
+
+def test_the_house_keeps_its_rules(repo_root):
+    checked = {own_package(path, repo_root) for path in sources(repo_root)}
+    assert {"config", "data", "positional", "attention", "model", "engine", None} <= checked
+    found = violations(repo_root)
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("package", TORCH_ALONE)
+def test_imports_with_torch_alone(repo_root, package):
+    """Imported for real, every module of it, with all other packages made to look absent."""
+    code = f"""
+import importlib, pkgutil, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY!r}:
+            raise ModuleNotFoundError(f"{{name}} is hidden by this test", name=name)
+sys.meta_path.insert(0, Absent())
+root = importlib.import_module("megatron.{package}")
+names = [module.name for module in pkgutil.walk_packages(root.__path__, root.__name__ + ".")]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+BROKEN = [
+    ("megatron/data/a.py", "import megatron.engine.run", "megatron/data (F1) reaches up"),
+    ("megatron/data/a.py", "from megatron import positional", "reaches up or across to F1"),
+    ("megatron/data/a.py", "from ..positional import load", "reaches up or across to F1"),
+    ("megatron/model/a.py", "def f():\n    from megatron.engine import run", "to F4"),
+    ("megatron/attention/a/b.py", "from ...model.gpt import GPT", "reaches up or across to F3"),
+    ("megatron/model/a.py", "def f():\n    import deepspeed", "only megatron/engine"),
+    ("tools/a.py", "from deepspeed.ops import x", "only megatron/engine"),
+    ("train.py", "import deepspeed", "only megatron/engine"),
+    ("megatron/data/a.py", "from pydantic import BaseModel", "pydantic belongs"),
+    ("megatron/config/a.py", "import torch.nn as nn", "without torch"),
+    ("megatron/positional/a.py", "import triton", "only megatron/kernels"),
+    ("megatron/attention/a.py", "try:\n    import triton\nfinally:\n    pass", "megatron/kernels"),
+    ("megatron/engine/a.py", "from matplotlib import pyplot", "inside the function"),
+    ("megatron/engine/a.py", "class A:\n    import wandb", "inside the function"),
+    ("megatron/parallel/a.py", "def f():\n    import megatron.config", "never sees"),
+    ("megatron/model/a.py", "from megatron.config import Config", "takes values"),
+    ("megatron/a.py", "from megatron.config import Config", "imports none"),
+    ("megatron/helpers/a.py", "", "has no floor"),
+    ("tests/a.py", "x = 1\n" * 301, "301 lines"),
+]
+ALLOWED = [
+    ("megatron/engine/a.py", "import deepspeed\nfrom megatron.model import gpt\nimport pydantic"),
+    ("megatron/kernels/a.py", "import triton.language as tl\nimport torch"),
+    ("megatron/positional/a.py", "def f():\n    import triton"),
+    ("megatron/data/a.py", "from megatron.config import Config\nfrom . import mmap"),
+    ("megatron/model/a.py", "if TYPE_CHECKING:\n    from megatron.config import Config"),
+    ("megatron/engine/a.py", "def f():\n    import matplotlib, wandb"),
+    ("train.py", "import pydantic\nfrom megatron.engine.run import run"),
+    ("tests/a.py", "import deepspeed\nimport wandb\n" + "x = 1\n" * 298),
+    ("runs/a.py", "import deepspeed"),
+    (".venv/lib/a.py", "import deepspeed"),
+]
+
+
+def make_tree(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("name, text, why", BROKEN)
+def test_the_checker_sees_a_violation(tmp_path, name, text, why):
+    make_tree(tmp_path, name, text)
+    found = violations(tmp_path)
+    assert len(found) == 1 and found[0].startswith(f"{name}:") and why in found[0]
+
+
+@pytest.mark.parametrize("name, text", ALLOWED)
+def test_the_checker_lets_the_rest_be(tmp_path, name, text):
+    make_tree(tmp_path, name, text)
+    assert violations(tmp_path) == []

@@ -1,0 +1,98 @@
+"""What a newcomer relies on: README's two commands, CI, pins, links, and a clean ruff."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+SETUP = "python3.11 -m venv .venv && .venv/bin/pip install -q -r {} && PATH=$PWD/.venv/bin:$PATH "
+
+
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readmes_first_two_code_blocks_are_the_two_commands(repo_root):
+    first, second = code_blocks((repo_root / "README.md").read_text())[:2]
+    train = SETUP.format("requirements.txt") + ".venv/bin/python train.py configs/quickstart.yml\n"
+    assert first == train
+    assert second == SETUP.format("requirements-dev.txt") + ".venv/bin/python -m pytest -q\n"
+
+
+def test_ci_runs_readmes_test_command_in_an_environment_of_its_own(repo_root):
+    script = repo_root / ".ci" / "run"
+    assert script.stat().st_mode & 0o111 == 0o111
+    text = script.read_text()
+    command = code_blocks((repo_root / "README.md").read_text())[1].strip().rpartition("/")[2]
+    assert command == "python -m pytest -q"
+    assert f"\n{command} || status=$?\n" in text and text.rstrip().endswith('exit "$status"')
+    assert "install -q --disable-pip-version-check -r requirements-dev.txt\n" in text
+    assert 'export PATH="$work/venv/bin:$PATH"' in text
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+def test_every_requirement_is_pinned_exactly(repo_root, name):
+    lines = (repo_root / name).read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    assert len(wanted) >= 5
+    for line in wanted:
+        assert re.fullmatch(r"[\w-]+==\d+(\.\d+)+", line) or line == "-r requirements.txt"
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "tools/README.md"])
+def test_links_and_named_files_exist(repo_root, name):
+    page = repo_root / name
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    # Paths in backquotes that look like files of this tree: from its root, or inside megatron/.
+    named = set(re.findall(r"`([a-z_.]+/[\w./-]*\.(?:py|yml|sbatch|md))`", text))
+    made_up = {"megatron/positional/kerple_root.py"}
+    roots = (repo_root, repo_root / "megatron", repo_root / "tools")
+    missing += [path for path in named - made_up if not any((r / path).exists() for r in roots)]
+    assert not missing
+
+
+def test_architectures_example_embedding_works(repo_root):
+    text = (repo_root / "ARCHITECTURE.md").read_text()
+    source = textwrap.dedent(re.search(r"^ *```python\n(.*?)^ *```", text, re.M | re.S)[1])
+    namespace = {"__name__": "megatron.positional.kerple_root"}
+    exec(compile(source, "ARCHITECTURE.md", "exec"), namespace)
+    embedding = namespace["KerpleRoot"]()
+    assert embedding.name == "kerple_root"
+    theta_HN = embedding.initial_theta(2, torch.Generator().manual_seed(0))
+    bias_HS = embedding.bias(theta_HN, torch.tensor([0, 1, 4]))
+    torch.testing.assert_close(bias_HS, -theta_HN * torch.tensor([0.0, 1.0, 2.0]))
+
+
+def test_ruff_finds_nothing(repo_root):
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "."], cwd=repo_root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_gpu_tests_skip_without_cuda_and_say_what_runs_them(repo_root, tmp_path):
+    text = "import pytest\n\n@pytest.mark.gpu\ndef test_it(): ...\n"
+    (tmp_path / "test_one.py").write_text(text)
+    (tmp_path / "conftest.py").write_text((repo_root / "tests" / "conftest.py").read_text())
+    options = ["-p", "no:cacheprovider", "-rs", "-q", "-c", str(repo_root / "pyproject.toml")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(tmp_path)],
+        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)},
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "`python -m pytest -m gpu`" in done.stdout
+
+
+def test_the_licence_is_apache_2(repo_root: Path):
+    text = (repo_root / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text

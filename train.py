@@ -1,0 +1,43 @@
+"""Train from YAML configs: `python train.py a.yml b.yml -o key=value`, or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from megatron.config import ConfigError, load_config
+
+
+def main() -> int:
+    """Exit code 0 on success, 2 for a config error, 1 for any other that the user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("configs", nargs="+", metavar="FILE.yml", help="later files win")
+    overrides_help = "wins over the files"
+    parser.add_argument(
+        "-o", dest="overrides", action="append", default=[], metavar="K=V", help=overrides_help
+    )
+    parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
+    parser.add_argument("-v", "--verbose", action="store_true", help="let DeepSpeed speak")
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    try:
+        config = load_config(
+            args.configs, args.overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
+        )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.check:
+        print(config.describe())
+        return 0
+    from megatron.engine.errors import user_errors
+    from megatron.engine.run import train
+
+    with user_errors() as outcome:
+        train(config, verbose=args.verbose)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
