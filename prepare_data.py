@@ -12,6 +12,7 @@ manifest that says what the tokens are. A .jsonl file holds one JSON object with
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from pathlib import Path
 
@@ -59,16 +60,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--name, --no-append-eod and --overwrite go with --input")
     if arguments.name and Path(arguments.name).name != arguments.name:
         parser.error(f"--name {arguments.name}: is a name, not a path; the folder is -d")
+    if arguments.data_dir.is_file():
+        parser.error(f"-d {arguments.data_dir}: is a file, not a folder")
     return arguments
 
 
 def prepare_corpus(dataset: str, data_dir: Path, tokenizer: Tokenizer) -> str:
     if not dataset.startswith(PREFIX):
-        name = PREFIX + dataset
+        near = difflib.get_close_matches(dataset, NAMES, n=1)
+        hint = f"did you mean {PREFIX}{near[0]}? " if near else ""
         raise CorpusError(
-            f"{dataset}: "
-            + (f"did you mean {name}?" if dataset in NAMES else "unknown corpus")
-            + f" Known: {', '.join(PREFIX + n for n in NAMES)}; "
+            f"{dataset}: unknown corpus; {hint}known: {', '.join(PREFIX + n for n in NAMES)}; "
             "text files of your own: --input FILES --name NAME"
         )
     return prepare_builtin(dataset[len(PREFIX) :], data_dir, tokenizer)

@@ -10,11 +10,11 @@ keys past a block's last row. Kernels enter as fp32 vectors over distances, eval
 embedding's own formula outside, so autograd carries db and dw on to theta. See ``toeplitz`` for why
 keys are reversed here. The backward pass computes P again instead of keeping it.
 
-Buffers: one (forward) to two (backward; three with w, three with dropout) of at most
-max(BUFFER_ELEMENTS, one head's rows x S) numbers, beside copies of the inputs' size.
+Memory beside the results: contiguous copies of the inputs, and one score buffer of a tile's size
+(``tiles``) in the forward pass, two in the backward pass, one more each for w and for dropout.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
-a block; ``m`` the batch-heads of a tile.
+a block, m sequences times heads of a tile; ``kr``, ``vr``: keys in reversed order.
 
 Caution: results depend on the number of threads in the last bits, as torch's products do; at one
 number of threads they are repeatable bit for bit.
@@ -22,21 +22,13 @@ number of threads they are repeatable bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.attention.tiles import Tile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 from megatron.positional import PositionalEmbedding
-
-BUFFER_ELEMENTS = 1 << 20
-"""Score elements worked on at a time: 4 MB in fp32, which a last-level cache holds."""
-MAX_ROWS = 128
-MAX_ROW_ELEMENTS = 1 << 23
-"""One head's block never exceeds this (32 MB in fp32); very long rows come fewer at a time."""
 
 
 def blocked(
@@ -88,33 +80,6 @@ class BlockedAttention(torch.autograd.Function):
             return *blocks.backward(grad_BHTE, *ctx.needs_input_grad[3:5]), None, None, None
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A block of query rows of some heads (of one or several whole sequences).
-
-    Attributes:
-        index: counts the tiles; fixes the dropout mask.
-        batch: how many sequences.
-        heads: which of the H heads, the same in each sequence.
-        items: the same as a slice of the flattened B H.
-        rows: which of the T queries.
-        keys: n; the tile sees keys 0 ... n-1.
-    """
-
-    index: int
-    batch: int
-    heads: slice
-    items: slice
-    rows: slice
-    keys: int
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """[batch, heads, rows, keys]."""
-        heads, rows = self.heads.stop - self.heads.start, self.rows.stop - self.rows.start
-        return self.batch, heads, rows, self.keys
-
-
 class Blocks:
     """One attention call: its inputs in compute precision and its walk over tiles."""
 
@@ -134,6 +99,7 @@ class Blocks:
         self.out_dtype, self.dtype = q_BHTE.dtype, bias_HS.dtype
         self.scale, self.keep, self.seed = scale, 1.0 - dropout_p, seed
         self.rows = block_rows(self.T, self.S)
+        self.tiles = list(walk(self.B, self.H, self.T, self.S))
         self.q_NTE = self._flat(q_BHTE)
         self.kr_NSE = self._flat(k_BHSE).flip(1)
         self.vr_NSE = self._flat(v_BHSE).flip(1)
@@ -141,30 +107,19 @@ class Blocks:
         self.weight = None if weight_HS is None else DistanceVector(weight_HS, self.rows, 1.0)
 
     def _flat(self, x_BHXE: Tensor) -> Tensor:
-        return x_BHXE.to(self.dtype).reshape(self.B * self.H, -1, self.E)
-
-    def tiles(self) -> Iterator[Tile]:
-        """All tiles, in an order that depends on the shapes alone."""
-        items = max(1, BUFFER_ELEMENTS // (self.rows * self.S))
-        batch, heads = max(1, items // self.H), min(items, self.H)
-        index = 0
-        for b in range(0, self.B, batch):
-            b_end = min(b + batch, self.B)
-            for h in range(0, self.H, heads):
-                h_end = min(h + heads, self.H)
-                # Either several whole sequences or some heads of one: contiguous in B H either way.
-                flat = slice(b * self.H + h, (b_end - 1) * self.H + h_end)
-                for r in range(0, self.T, self.rows):
-                    rows = slice(r, min(r + self.rows, self.T))
-                    keys = self.S - self.T + rows.stop
-                    yield Tile(index, b_end - b, slice(h, h_end), flat, rows, keys)
-                    index += 1
+        return x_BHXE.to(self.dtype).reshape(self.B * self.H, -1, self.E).contiguous()
 
     def allocate(self, count: int) -> list[Tensor]:
         """``count`` flat buffers large enough for any tile's scores, and the scratch product."""
-        items = max(tile.shape[0] * tile.shape[1] for tile in self.tiles())
+        items = max(tile.batch * tile.num_heads for tile in self.tiles)
         self.scratch = self.q_NTE.new_empty(items * self.S * self.E)
         return [self.q_NTE.new_empty(items * self.rows * self.S) for _ in range(count)]
+
+    def views(self, tile: Tile, buffers: list[Tensor]) -> list[Tensor]:
+        """Each buffer as a contiguous [m, R, n] of this tile."""
+        batch, heads, rows, keys = tile.shape
+        size = batch * heads * rows * keys
+        return [buffer[:size].view(batch * heads, rows, keys) for buffer in buffers]
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
         """a b as a contiguous [m, X, E] that lasts until the next call.
@@ -179,13 +134,13 @@ class Blocks:
         """P of a tile into ``out``; with a weight the scaled products X are left in ``raw``."""
         q_mRE = self.q_NTE[tile.items, tile.rows]
         kr_mEn = self.kr_NSE[tile.items, self.S - tile.keys :].mT
-        bias_HRn = self.bias.block(tile.heads, *tile.shape[2:])
+        bias_HRn = self.bias.block(tile.heads, tile.num_rows, tile.keys)
         out_BHRn = out_mRn.view(tile.shape)
         if raw_mRn is None:
             out_BHRn.copy_(bias_HRn)
             out_mRn.baddbmm_(q_mRE, kr_mEn, alpha=self.scale)
         else:
-            weight_HRn = self.weight.block(tile.heads, *tile.shape[2:])
+            weight_HRn = self.weight.block(tile.heads, tile.num_rows, tile.keys)
             torch.baddbmm(raw_mRn, q_mRE, kr_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
             torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
         # In place: each row is read before it is written.
@@ -201,8 +156,8 @@ class Blocks:
         out_NTE = torch.empty_like(self.q_NTE)
         dropping, weighted = self.keep < 1.0, self.weight is not None
         buffers = self.allocate(2 if dropping or weighted else 1)
-        for tile in self.tiles():
-            probs_mRn, *more = views(tile, buffers)
+        for tile in self.tiles:
+            probs_mRn, *more = self.views(tile, buffers)
             self.probabilities(tile, probs_mRn, more[0] if weighted else None)
             if dropping:
                 probs_mRn *= self.dropout_mask(tile, more[-1])
@@ -223,12 +178,12 @@ class Blocks:
         dw_HS = self.q_NTE.new_zeros(self.H, self.S) if need_weight else None
         dropping, weighted = self.keep < 1.0, self.weight is not None
         buffers = self.allocate(2 + dropping + weighted)
-        for tile in self.tiles():
+        for tile in self.tiles:
             seen = slice(self.S - tile.keys, None)
             q_mRE, grad_mRE = self.q_NTE[tile.items, tile.rows], grad_NTE[tile.items, tile.rows]
             kr_mnE, vr_mnE = self.kr_NSE[tile.items, seen], self.vr_NSE[tile.items, seen]
             dkr_mnE, dvr_mnE = dkr_NSE[tile.items, seen], dvr_NSE[tile.items, seen]
-            probs_mRn, ds_mRn, *more = views(tile, buffers)
+            probs_mRn, ds_mRn, *more = self.views(tile, buffers)
             raw_mRn = more[0] if weighted else None
             self.probabilities(tile, probs_mRn, raw_mRn)
             if dropping:
@@ -251,24 +206,10 @@ class Blocks:
                     raw_mRn *= ds_mRn
                     add_diagonal_sums(dw_HS[tile.heads], raw_mRn.view(tile.shape))
                 ds_BHRn = ds_mRn.view(tile.shape)
-                ds_BHRn *= self.weight.block(tile.heads, *tile.shape[2:])
+                ds_BHRn *= self.weight.block(tile.heads, tile.num_rows, tile.keys)
             dq_mRE = self.product(ds_mRn, kr_mnE)
             torch.mul(dq_mRE, self.scale, out=dq_NTE[tile.items, tile.rows])
             dkr_mnE.add_(self.product(ds_mRn.mT, q_mRE), alpha=self.scale)
         gradients = dq_NTE, dkr_NSE.flip(1), dvr_NSE.flip(1)
         shape = self.B, self.H, -1, self.E
         return *(x.view(shape).to(self.out_dtype) for x in gradients), db_HS, dw_HS
-
-
-def block_rows(queries: int, keys: int) -> int:
-    """Rows of a block, measured: at most half of the queries, so that a part of the future is never
-    touched, 32 to 128 for efficient products, and fewer where rows are very long."""
-    rows = min(max(32, -(-queries // 2)), MAX_ROWS)
-    return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))
-
-
-def views(tile: Tile, buffers: list[Tensor]) -> list[Tensor]:
-    """Each buffer as a contiguous [m, R, n] of this tile."""
-    batch, heads, rows, keys = tile.shape
-    size = batch * heads * rows * keys
-    return [buffer[:size].view(batch * heads, rows, keys) for buffer in buffers]

@@ -48,12 +48,13 @@ def add_diagonal_sums(total_HS: Tensor, matrix_BHRn: Tensor) -> None:
     ``matrix_BHRn`` must be contiguous with keys reversed, R <= n, and exactly 0 in the future. The
     order of summation is fixed by the shapes, so the result is repeatable bit for bit.
     """
-    batch, heads, rows, keys = matrix_BHRn.shape
+    matrix_HRn = matrix_BHRn[0] if len(matrix_BHRn) == 1 else matrix_BHRn.sum(0)
+    heads, rows, keys = matrix_HRn.shape
     if keys > 1:
-        by_distance = matrix_BHRn.as_strided(
-            (batch, heads, rows, keys - 1),
-            (heads * rows * keys, rows * keys, keys - 1, 1),
-            matrix_BHRn.storage_offset() + rows - 1,
+        by_distance = matrix_HRn.as_strided(
+            (heads, rows, keys - 1),
+            (rows * keys, keys - 1, 1),
+            matrix_HRn.storage_offset() + rows - 1,
         )
-        total_HS[:, : keys - 1] += by_distance.sum((0, 2))
-    total_HS[:, keys - 1] += matrix_BHRn[:, :, -1, -1].sum(0)
+        total_HS[:, : keys - 1] += by_distance.sum(1)
+    total_HS[:, keys - 1] += matrix_HRn[:, -1, -1]

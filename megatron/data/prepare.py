@@ -144,8 +144,13 @@ def _jsonl_documents(path: Path, text_key: str) -> Iterator[Document]:
             text = _decode(line, path, number)
             try:
                 record = json.loads(text)
-            except ValueError as error:
-                raise CorpusError(f"{path}:{number}: is not JSON: {error}") from None
+            except json.JSONDecodeError as error:
+                fault = error.msg.removesuffix(" at")
+                raise CorpusError(
+                    f"{path}:{number}: is not JSON: {fault} at column {error.colno}"
+                ) from None
+            except RecursionError:
+                raise CorpusError(f"{path}:{number}: is nested too deeply") from None
             if not isinstance(record, dict):
                 raise CorpusError(f"{path}:{number}: is not a JSON object with a key {text_key!r}")
             if text_key not in record:

@@ -164,7 +164,7 @@ def restore(
     if differing:
         raise CheckpointError(
             f"{folder / tag} was written under another layout ({'; '.join(differing)}). Resume "
-            "with the layout it was written under, or set `finetune: true` to take its weights alone"
+            "with the layout it was written under, or set `finetune: true` to take only its weights"
         )
     loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
     if loaded is None:

@@ -85,6 +85,7 @@ FILES = {
     "nokey.jsonl": b'{"text": "a"}\n{"body": "b", "meta": 1}\n',
     "number.jsonl": b'{"text": 5}\n',
     "latin.jsonl": b'{"text": "a"}\n\n{"text": "caf\xe9"}\n',
+    "deep.jsonl": b"[" * 100_000 + b"\n",
     "half.jsonl": b'{"text": "fine"}\n{"text": "a\\ud800"}\n',
     "blank.jsonl": b"\n\n",
     "void.jsonl": b'{"text": ""}\n',
@@ -99,8 +100,9 @@ FILES = {
     [
         (
             ("bad.jsonl",),
-            r"error: bad.jsonl:2: is not JSON: Invalid control character|Unterminated",
+            "error: bad.jsonl:2: is not JSON: Invalid control character at column 14",
         ),
+        (("deep.jsonl",), "deep.jsonl:1: is nested too deeply"),
         (("list.jsonl",), "list.jsonl:1: is not a JSON object with a key 'text'"),
         (("nokey.jsonl",), "nokey.jsonl:2: has no key 'text' (its keys: 'body', 'meta')"),
         (("number.jsonl",), "number.jsonl:1: 'text' is a int, not a string"),
@@ -123,7 +125,7 @@ def test_faulty_input(run, tmp_path, arguments, message):
         (tmp_path / name).write_bytes(content)
     status, out, err = run("--input", *arguments, "--name", "x", "-d", "out")
     assert status == 1 and out == ""
-    assert any(part in err for part in message.split("|")), err
+    assert message in err
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
@@ -136,13 +138,14 @@ def test_faulty_input(run, tmp_path, arguments, message):
             1,
             "unknown corpus builtin:python-stdlb; did you mean builtin:",
         ),
-        (("python-stdlib",), 1, "did you mean builtin:python-stdlib? Known: "),
+        (("python-stdlb",), 1, "did you mean builtin:python-stdlib? known: "),
         (
             ("openwebtext2",),
             1,
-            "unknown corpus Known: builtin:python-stdlib; text files of your own",
+            "unknown corpus; known: builtin:python-stdlib; text files of your own",
         ),
         (("builtin:python-stdlib", "-t", "ByteTokenizer"), 1, "did you mean ByteLevelTokenizer?"),
+        (("builtin:python-stdlib", "-d", "file"), 2, "-d file: is a file, not a folder"),
         ((), 2, "give either a corpus (builtin:python-stdlib) or --input FILES"),
         (("builtin:python-stdlib", "--input", "a.txt"), 2, "give either a corpus"),
         (("--input", "a.txt"), 2, "--input needs --name NAME"),
@@ -150,7 +153,8 @@ def test_faulty_input(run, tmp_path, arguments, message):
         (("builtin:python-stdlib", "--name", "x"), 2, "go with --input"),
     ],
 )
-def test_wrong_commands(run, arguments, status, message):
+def test_wrong_commands(run, tmp_path, arguments, status, message):
+    (tmp_path / "file").touch()
     found, _, err = run(*arguments)
     assert found == status and message in err and "Traceback" not in err
 

@@ -129,7 +129,7 @@ def test_wandb_offline_records_on_disk_and_a_resumed_run_adds_its_own(tmp_path, 
         log.metrics(20, {"loss": 0.5})
     assert [row["step"] for row in rows(tmp_path)] == [10, 20]
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(found := finished_runs(tmp_path)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -1,0 +1,77 @@
+"""The walk of the blocked attention: which queries of which heads are worked on together.
+
+A tile is R query rows of some heads, with the n keys that its last row sees. Its score matrices
+[sequences, heads, R, n] should stay in the processor's cache while half a dozen operations pass
+over them, and be large enough to make those operations worth their call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BUFFER_ELEMENTS = 1 << 20
+"""Scores of a tile: 4 MB in fp32. Measured: a quarter to four times that differ by 10% at most."""
+MIN_ROWS, MAX_ROWS = 32, 128
+MAX_ROW_ELEMENTS = 1 << 23
+"""One head's R x S never exceeds this (32 MB in fp32); very long rows come fewer at a time."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some query rows of some heads of one sequence, or of all heads of several sequences.
+
+    Attributes:
+        index: counts the tiles; fixes the dropout mask.
+        batch: how many sequences.
+        heads: which of the H heads, the same in each sequence.
+        items: sequences and heads together, as a slice of the flattened B H.
+        rows: which of the T queries.
+        keys: n; the tile sees keys 0 ... n-1.
+    """
+
+    index: int
+    batch: int
+    heads: slice
+    items: slice
+    rows: slice
+    keys: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads.stop - self.heads.start
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[batch, heads, rows, keys]."""
+        return self.batch, self.num_heads, self.num_rows, self.keys
+
+
+def block_rows(queries: int, keys: int) -> int:
+    """R: 32 to 128 for efficient products, but at most half of the queries where there are enough,
+    so that a part of the future is never touched, and fewer where rows are very long."""
+    rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
+    return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))
+
+
+def walk(batch: int, heads: int, queries: int, keys: int) -> Iterator[Tile]:
+    """All tiles, in an order that depends on the shapes alone; the last query sees the last key."""
+    rows = block_rows(queries, keys)
+    items = max(1, BUFFER_ELEMENTS // (rows * keys))
+    batch_step, head_step = max(1, items // heads), min(items, heads)
+    index = 0
+    for b in range(0, batch, batch_step):
+        b_end = min(b + batch_step, batch)
+        for h in range(0, heads, head_step):
+            h_end = min(h + head_step, heads)
+            # Contiguous in B H, since several sequences always come with all their heads.
+            items_slice = slice(b * heads + h, (b_end - 1) * heads + h_end)
+            for r in range(0, queries, rows):
+                r_end = min(r + rows, queries)
+                seen = keys - queries + r_end
+                yield Tile(index, b_end - b, slice(h, h_end), items_slice, slice(r, r_end), seen)
+                index += 1

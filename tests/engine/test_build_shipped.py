@@ -1,0 +1,47 @@
+"""Every shipped YAML describes a model that can be built; width and vocabulary are the file's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import load_config
+from megatron.config.schema import Config
+from megatron.engine.build import build_model, padded_vocab_size, shape_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml"))
+BASE = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml", "cluster/cpu.yml")
+
+
+def compose(name: str, *overrides: str) -> Config:
+    base = () if name == "quickstart.yml" else BASE
+    world_size = 8 if name == "cluster/gpu8_zero1.yml" else 1
+    files = [CONFIGS / part for part in (*base, name)]
+    return load_config(files, overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_its_model_is_built(name):
+    config = compose(name, "num_layers=1")  # the layers are alike; their number is checked below
+    model = build_model(config, 300, device_type="cpu")
+    assert model.layers[0].mlp.dense_4h_to_h.weight.shape[0] == config.model.hidden_size
+    assert model.pos.name == config.model.pos_emb
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert shape_of(compose(name), 300).num_layers == compose(name).model.num_layers
+
+
+@pytest.mark.parametrize(
+    ("size", "divisible_by", "tp", "padded"),
+    [(50257, 128, 1, 50304), (50257, 128, 2, 50432), (512, 128, 1, 512), (257, 64, 1, 320)],
+)
+def test_vocabulary_padding(size, divisible_by, tp, padded):
+    assert padded_vocab_size(size, divisible_by, tp) == padded
+
+
+def test_rpe_gets_its_options_and_the_published_scale():
+    config = compose("pos_emb/rpe.yml", "num_layers=1", "rpe_num_buckets=16")
+    model = build_model(config, 300, device_type="cpu")
+    assert model.theta.shape == (12, 16)
+    one = model.pos.bias(torch.ones(12, 16), torch.zeros(1))
+    assert torch.allclose(one, torch.full_like(one, 8.0))  # sqrt(head size 64)

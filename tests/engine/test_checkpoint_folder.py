@@ -1,0 +1,80 @@
+"""Finding, pruning and reading checkpoint folders; what is wrong is said with what to do."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.engine import checkpoint
+from megatron.engine.checkpoint import CheckpointError
+
+
+def make(folder, step, weights=None, zero_stage=1):
+    tag = checkpoint.tag_of(step)
+    (folder / tag).mkdir(parents=True)
+    record = {"layout": {"zero_stage": zero_stage}, "progress": {}}
+    (folder / tag / "kerple.json").write_text(json.dumps(record))
+    torch.save({"module": weights or {}}, folder / tag / "mp_rank_00_model_states.pt")
+    return tag
+
+
+def test_no_latest_is_no_checkpoint(tmp_path):
+    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.newest(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("content", ["global_step7", "", "../elsewhere"])
+def test_a_latest_that_names_nothing_lists_what_is_there(tmp_path, content):
+    make(tmp_path, 5)
+    (tmp_path / "latest").write_text(content)
+    with pytest.raises(CheckpointError, match="there: global_step5"):
+        checkpoint.newest(tmp_path)
+
+
+def test_pruning_counts_numbers_not_letters_and_spares_what_it_does_not_know(tmp_path):
+    for step in (5, 100, 20, 9):
+        make(tmp_path, step)
+    (tmp_path / "global_step_mine").mkdir()
+    checkpoint._prune(tmp_path, 2, "global_step100")
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"global_step100", "global_step20", "global_step_mine"}
+
+
+def test_the_newest_is_never_pruned_even_below_older_numbers(tmp_path):
+    for step in (5, 100, 20):
+        make(tmp_path, step)
+    checkpoint._prune(tmp_path, 1, "global_step5")  # a run that started over in a used folder
+    assert (tmp_path / "global_step5").is_dir() and not (tmp_path / "global_step20").exists()
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+    make(tmp_path, 5)
+    (tmp_path / ".unfinished-global_step9").mkdir()
+    assert checkpoint.remove_unfinished(tmp_path) == [".unfinished-global_step9"]
+    assert (tmp_path / "global_step5").is_dir()
+
+
+def test_weights_that_do_not_fit_are_all_listed(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}
+    tag = make(tmp_path, 1, stored)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load_weights(model, tmp_path, tag)
+    for text in (
+        "0.weight: (3, 5) in the checkpoint, (3, 2) here",
+        "1.weight: missing in the checkpoint",
+        "9.bias: not in this model",
+        "config.yml",
+    ):
+        assert text in str(error.value)
+
+
+def test_a_damaged_or_foreign_folder_is_named(tmp_path):
+    tag = make(tmp_path, 1)
+    (tmp_path / tag / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt: cannot be read"):
+        checkpoint.read_weights(tmp_path, tag)
+    (tmp_path / tag / "kerple.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not written by this code, or it is damaged"):
+        checkpoint.read_record(tmp_path, tag)

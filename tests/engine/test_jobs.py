@@ -1,0 +1,225 @@
+"""Whole jobs from the command line: faults, resuming, and what a user can get wrong."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "distributed"))
+
+from jobs import digest, rewind, rows, write_config, write_shards  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+def command(script, *args):
+    return [sys.executable, str(ROOT / script), *map(str, args)]
+
+
+def call(script, *args, cwd=ROOT, code=0, **env):
+    done = subprocess.run(
+        command(script, *args),
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def config_at(folder, prefix, **changes):
+    run = folder / "run"
+    keys = {"save": str(run), "load": str(run), "train_micro_batch_size_per_gpu": 4}
+    return write_config(folder / "config.yml", prefix, **(keys | changes)), run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, prefix):
+    """A run of six steps with checkpoints at 3 and 6, left alone."""
+    folder = tmp_path_factory.mktemp("finished")
+    lengths = {"eval_lengths": [16, 32], "eval_tokens": 256, "eval_context_baseline": 4}
+    config, run = config_at(folder, prefix, save_interval=3, **lengths)
+    return config, run, call("train.py", config)
+
+
+def test_kill_9_then_the_same_command_gives_the_same_weights(tmp_path, prefix):
+    settings = {"train_iters": 60, "save_interval": 10, "hidden_dropout": 0.1}
+    alone, whole = config_at(tmp_path / "alone", prefix, **settings)
+    call("train.py", alone)
+    config, run = config_at(tmp_path / "killed", prefix, **settings)
+    with subprocess.Popen(
+        command("train.py", config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or max(rows(run), default=0) < 23:
+            assert process.poll() is None, process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    reached = max(rows(run))
+    assert reached < 60, "the run ended before it was killed: the test tests nothing"
+    text = call("train.py", config)
+    assert f"resuming from {run / 'global_step'}" in text
+    assert digest(run) == digest(whole)
+    assert rows(run) == rows(whole)
+
+
+def test_it_needs_no_compiler_and_no_ninja(tmp_path, prefix):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    extensions = tmp_path / "extensions"
+    config, run = config_at(tmp_path, prefix, train_iters=2)
+    for tool in ("cc", "gcc", "g++", "c++", "ninja"):
+        assert shutil.which(tool, path=str(tools)) is None
+    call("train.py", config, PATH=str(tools), TORCH_EXTENSIONS_DIR=str(extensions), CXX="", CC="")
+    assert (run / "global_step2").is_dir()
+    assert not extensions.exists() or not any(extensions.iterdir())
+
+
+def test_the_log_is_quiet_and_says_what_matters(finished):
+    _, run, text = finished
+    lines = text.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 6
+    for word in ("loss", "lr", "grad norm", "tokens/s", "ETA", "theta"):
+        assert all(word in line for line in steps), word
+    assert f"starting fresh: {run} holds no checkpoint" in text
+    assert "attention: blocked (auto" in text
+    for noise in ("[INFO]", "[WARNING]", "Warning", "DeepSpeed info"):
+        assert noise not in text, noise
+
+
+def test_the_run_folder_holds_everything(finished):
+    _, run, text = finished
+    names = {path.name for path in run.iterdir()}
+    assert {"config.yml", "metrics.jsonl", "latest", "global_step3", "global_step6"} <= names
+    header, *rest = (run / "extrapolation.csv").read_text().splitlines()
+    assert header == "length,sequences,loss,perplexity,bits_per_byte,stderr"
+    assert [line.split(",")[:2] for line in rest] == [["16", "16"], ["32", "8"]]
+    for picture in ("extrapolation.png", "kernels.png"):
+        assert (run / picture).read_bytes().startswith(b"\x89PNG")
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_a_finished_run_is_evaluated_again_not_trained_again(finished, tmp_path, prefix):
+    config, run, _ = finished
+    before = digest(run)
+    text = call("train.py", config)
+    assert "step 1/6" not in text and "resuming from" in text and "length 16" in text
+    assert digest(run) == before
+
+
+def test_evaluate_gives_the_numbers_that_training_printed(finished, tmp_path):
+    config, run, _ = finished
+    text = call("evaluate.py", config, "--load", run, "--lengths", "16,32,64", "--out", tmp_path)
+    ours = (run / "extrapolation.csv").read_text().splitlines()
+    theirs = (tmp_path / "extrapolation.csv").read_text().splitlines()
+    assert len(theirs) == 4 and "evaluating" in text
+    for a, b in zip(ours[1:], theirs[1:], strict=False):
+        a, b = [float(x) for x in a.split(",")], [float(x) for x in b.split(",")]
+        assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_raising_train_iters_keeps_what_was_consumed(finished, tmp_path, prefix):
+    config, run, _ = finished
+    longer = tmp_path / "run"
+    shutil.copytree(run, longer)
+    before = rows(run)
+    text = call(
+        "train.py", config, "-o", f"save={longer}", "-o", f"load={longer}", "-o", "train_iters=9"
+    )
+    assert "resuming from" in text
+    after = rows(longer)
+    assert list(after) == list(range(1, 10))
+    assert {step: after[step] for step in before} == before
+
+
+def test_finetune_takes_the_weights_alone(finished, tmp_path):
+    config, run, _ = finished
+    save = tmp_path / "tuned"
+    text = call(
+        "train.py", config, "-o", "finetune=true", "-o", f"save={save}", "-o", "train_iters=1"
+    )
+    assert "starting at step 0 from the weights of" in text
+    first = rows(save)[1]
+    assert first < rows(run)[1] - 0.3  # it starts where the other run ended
+
+
+def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_path):
+    config, run, _ = finished
+    text = call("train.py", config, "-o", "zero_optimization.stage=2", code=1)
+    assert "another layout (zero_stage: 1 in the checkpoint, 2 here)" in text
+    text = call("train.py", config, "-o", "seed=9", code=1)
+    assert "seed: 1234 in the checkpoint, 9 now" in text and "finetune" in text
+    assert "Traceback" not in text
+
+
+def test_two_processes_under_torchrun(finished, tmp_path, prefix):
+    config, run = config_at(tmp_path, prefix, train_micro_batch_size_per_gpu=2)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "train.py"), str(config)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = rows(finished[1])
+    for step, loss in rows(run).items():
+        assert loss == pytest.approx(alone[step], abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"pos_emb": "kerpel_log"}, ["config.yml:", "pos_emb", "did you mean kerple_log"]),
+        ({"hiden_size": 8}, ["config.yml:", "hiden_size", "hidden_size"]),
+    ],
+)
+def test_a_typo_is_answered_with_file_line_and_the_right_word(tmp_path, prefix, changes, texts):
+    config, _ = config_at(tmp_path, prefix, **changes)
+    text = call("train.py", config, code=2)
+    for expected in texts:
+        assert expected in text
+    assert "Traceback" not in text
+
+
+def test_check_prints_the_result_and_trains_nothing(tmp_path, prefix):
+    config, run = config_at(tmp_path, prefix)
+    text = call("train.py", config, "--check")
+    assert "kerple_log" in text and "derived" in text
+    assert not run.exists()
+
+
+def test_missing_shards_and_missing_checkpoints_are_named(tmp_path, prefix):
+    config, run = config_at(tmp_path, str(tmp_path / "nowhere"))
+    text = call("train.py", config, code=1)
+    assert "nowhere" in text and "Traceback" not in text
+    text = call("evaluate.py", config, "--load", run, "--lengths", "16", code=1)
+    assert "holds no checkpoint" in text and "Traceback" not in text
+
+
+def test_a_diverged_run_leaves_the_checkpoint_as_it_was(finished, tmp_path):
+    config, run, _ = finished
+    broken = tmp_path / "run"
+    rewind(run, broken, step=3)
+    path = broken / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["final_norm.weight"].fill_(float("nan"))
+    torch.save(state, path)
+    text = call("train.py", config, "-o", f"save={broken}", "-o", f"load={broken}", code=1)
+    assert "the loss is nan at step 4" in text
+    assert (broken / "latest").read_text() == "global_step3"
