@@ -10,4 +10,11 @@ The packages stand on floors and import only from floors strictly below their ow
     F0 config       the YAML dialect, validated into frozen sections
 """
 
+import os
+
+# OpenMP's threads spin while they wait. On a machine that does anything else besides, a training
+# step then takes up to ten times as long; sleeping costs nothing measurable. Read by the OpenMP
+# library when torch is first imported, hence here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 __version__ = "0.1.0"

@@ -1,0 +1,255 @@
+"""What every positional embedding owes: run over each file of ``megatron/positional``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from formulas64 import ENTRIES
+
+from megatron.attention import attend
+from megatron.positional import PositionalEmbedding, load, names
+
+DISTANCE = [name for name, entry in ENTRIES.items() if entry.kind == "distance"]
+KERNELS = [(name, part) for name in DISTANCE for part in ("bias", "weight")]
+KERNELS = [(name, part) for name, part in KERNELS if getattr(ENTRIES[name], part)]
+DISTANCES = torch.tensor([*range(200), 255, 256, 257, 511, 1000, 16_383, 65_535, 2**22 + 1])
+HEADS = 3
+
+
+def draw_theta(name: str, seed: int = 0, heads: int = HEADS) -> torch.Tensor:
+    """float64 theta inside the bounds, with the first head at its lower and the second at its
+    upper ones (for absent bounds: 2 above, below 0 for slopes and -2 for a free table)."""
+    columns = ENTRIES[name].columns
+    low = np.maximum([column.low for column in columns], 0.0 if ENTRIES[name].cpd else -2.0)
+    high = np.minimum([column.high for column in columns], 2.0)
+    theta = np.random.default_rng(seed).uniform(low, high, (heads, len(columns)))
+    theta[0], theta[1] = low, high
+    return torch.from_numpy(theta)
+
+
+def rebuilt(name: str, part: str, theta: torch.Tensor, d: torch.Tensor) -> np.ndarray:
+    """b or w [heads, distances] by the table's formula."""
+    formula = getattr(ENTRIES[name], part)
+    with np.errstate(under="ignore"):
+        return np.stack([formula(row, d.double().numpy()) for row in theta.double().numpy()])
+
+
+def test_every_file_has_an_entry_and_every_entry_a_file():
+    missing, stale = set(names()) - set(ENTRIES), set(ENTRIES) - set(names())
+    assert not missing, (
+        f"no independent formula for {sorted(missing)}: add an Entry to ENTRIES in "
+        "tests/positional/formulas64.py (kind, columns with bounds and first values, b and w)"
+    )
+    assert not stale, f"ENTRIES in tests/positional/formulas64.py has {sorted(stale)}, without file"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_declaration(name):
+    pos, entry = load(name), ENTRIES[name]
+    assert (pos.name, pos.kind, pos.learnable) == (name, entry.kind, entry.learnable)
+    assert [p.name for p in pos.parameters] == [c.name for c in entry.columns]
+    low, high = pos.bounds()
+    assert low.dtype == high.dtype == torch.float32
+    torch.testing.assert_close(low, torch.tensor([c.low for c in entry.columns]).float())
+    torch.testing.assert_close(high, torch.tensor([c.high for c in entry.columns]).float())
+    theta = draw_theta(name) if entry.columns else torch.zeros(HEADS, 0)
+    for part in ("bias", "weight"):
+        assert (getattr(pos, part)(theta, DISTANCES) is None) == (getattr(entry, part) is None)
+
+
+@pytest.mark.parametrize("name,part", KERNELS)
+def test_formula(name, part):
+    pos, theta = load(name), draw_theta(name)
+    exact = rebuilt(name, part, theta, DISTANCES)
+    got = getattr(pos, part)(theta, DISTANCES)
+    assert got.dtype == torch.float64 and got.shape == (HEADS, len(DISTANCES))
+    np.testing.assert_allclose(got.numpy(), exact, rtol=1e-12, atol=1e-300)
+    # Distances of any shape and floating dtype, as a matrix for example.
+    matrix = getattr(pos, part)(theta, DISTANCES.double().view(4, -1))
+    assert torch.equal(matrix.flatten(1), got)
+
+
+@pytest.mark.parametrize("name,part", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_formula_in_single_precision_whatever_thetas_dtype(name, part, dtype):
+    """bf16 theta is widened, and distances past 256, where bf16 has gaps, keep their values."""
+    theta = draw_theta(name).to(dtype)
+    got = getattr(load(name), part)(theta, DISTANCES)
+    assert got.dtype == torch.float32
+    exact = rebuilt(name, part, theta, DISTANCES)
+    # exp(-x) turns x's relative rounding into an absolute one: allow |x| times as much.
+    slack = 1.0 + np.abs(np.log(np.maximum(exact, 1e-38))) if part == "weight" else 1.0
+    assert (np.abs(got.double().numpy() - exact) <= 1e-6 * np.abs(exact) * slack + 1e-37).all()
+
+
+@pytest.mark.parametrize("name,part", KERNELS)
+def test_gradient_by_theta(name, part):
+    """Autograd against central differences of the independent formula, in float64."""
+    theta = draw_theta(name, seed=1).requires_grad_()
+    d = torch.tensor([0, 1, 2, 3, 7, 20, 100, 513])
+    coefficients = torch.from_numpy(np.random.default_rng(2).normal(size=(HEADS, len(d))))
+    (gradient,) = torch.autograd.grad(getattr(load(name), part)(theta, d), theta, coefficients)
+    step, values = 1e-5, theta.detach()
+    for head in range(HEADS):
+        for column in range(values.shape[1]):
+            shift = torch.zeros_like(values)
+            shift[head, column] = step
+            up, down = (rebuilt(name, part, values + sign * shift, d) for sign in (1, -1))
+            expected = (coefficients.numpy() * (up - down)).sum() / (2 * step)
+            scale = 1.0 + np.abs(up).max()
+            assert abs(gradient[head, column].item() - expected) < 1e-6 * scale
+
+
+@pytest.mark.parametrize("name,part", KERNELS)
+def test_distance_zero_is_neutral_and_without_gradient(name, part):
+    """b(0) = 0 and w(0) = 1 whatever theta is: d^p must not become 0 log 0 in the gradient."""
+    if name == "rpe":  # its bucket 0 is a free number: the value is that number, the gradient 1
+        theta = draw_theta(name).float().requires_grad_()
+        (value := load(name).bias(theta, torch.tensor([0]))).sum().backward()
+        assert torch.equal(value[:, 0], theta[:, 0])
+        assert torch.equal(theta.grad, torch.eye(32)[:1].expand(HEADS, -1))
+        return
+    theta = draw_theta(name).float().requires_grad_()
+    value = getattr(load(name), part)(theta, torch.tensor([0]))
+    assert torch.equal(value, torch.full((HEADS, 1), 0.0 if part == "bias" else 1.0))
+    value.sum().backward()
+    assert torch.equal(theta.grad, torch.zeros_like(theta))
+
+
+def gram(name: str, part: str, seed: int, highest: float = 2.0) -> np.ndarray:
+    """One head's kernel on random real positions, theta in its bounds and at most ``highest``."""
+    positions = torch.from_numpy(np.random.default_rng(seed).uniform(0, 60, 40))
+    distances = (positions[:, None] - positions).abs()
+    theta = draw_theta(name, seed, heads=4)[seed % 4][None].clamp(max=highest)
+    if ENTRIES[name].initial is not None:
+        theta = torch.from_numpy(ENTRIES[name].initial(8))[seed][None]
+    return getattr(load(name), part)(theta, distances)[0].numpy()
+
+
+def smallest_eigenvalue(matrix: np.ndarray) -> float:
+    return np.linalg.eigvalsh(matrix)[0] / np.abs(matrix).max()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", [name for name in DISTANCE if ENTRIES[name].cpd])
+def test_bias_is_conditionally_positive_definite(name, seed):
+    """c^T K c >= 0 for all c with sum 0, anywhere in the bounds."""
+    kernel = gram(name, "bias", seed)
+    centre = np.eye(len(kernel)) - 1.0 / len(kernel)
+    assert smallest_eigenvalue(centre @ kernel @ centre) > -1e-10
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", [name for name in DISTANCE if ENTRIES[name].cpd])
+def test_bias_plus_a_constant_is_positive_definite(name, seed):
+    """Exponents up to 1.5 here: -d^2 is only semidefinite where sum(c) = 0, and needs the limit
+    of ever larger constants."""
+    kernel = gram(name, "bias", seed, highest=1.5)
+    assert smallest_eigenvalue(kernel) < -0.1  # without a constant it is not
+    constant = -2.0 / np.linalg.inv(kernel).sum()  # twice the smallest that does it
+    assert constant > 0 and smallest_eigenvalue(kernel + constant) > -1e-10
+    assert smallest_eigenvalue(kernel + 0.4 * constant) < 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", [name for name in DISTANCE if ENTRIES[name].weight])
+def test_weight_is_positive_definite(name, seed):
+    assert smallest_eigenvalue(gram(name, "weight", seed)) > -1e-10
+
+
+def test_rpe_is_rightly_exempt_from_definiteness():
+    """A table of free numbers need not be CPD: this one rises with distance."""
+    theta = torch.linspace(0, 5, 32, dtype=torch.float64)[None]
+    positions = torch.arange(40)
+    kernel = load("rpe").bias(theta, (positions[:, None] - positions).abs())[0].numpy()
+    centre = np.eye(len(kernel)) - 1.0 / len(kernel)
+    assert smallest_eigenvalue(centre @ kernel @ centre) < -0.1
+
+
+class Shifted:
+    """An embedding with a constant added to its bias."""
+
+    kind = "distance"
+
+    def __init__(self, pos: PositionalEmbedding, constant: float):
+        self.inner, self.constant, self.parameters = pos, constant, pos.parameters
+
+    def bias(self, theta, d):
+        bias = self.inner.bias(theta, d)
+        zeros = theta.new_zeros(len(theta), *d.shape)
+        return (zeros if bias is None else bias) + self.constant
+
+    def weight(self, theta, d):
+        return self.inner.weight(theta, d)
+
+
+def random_inputs(length: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = 2, HEADS, length, 8
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "blocked"])
+@pytest.mark.parametrize("name", DISTANCE)
+def test_softmax_absorbs_a_constant(name, backend):
+    pos, theta, qkv = load(name), draw_theta(name), random_inputs(70)
+    plain = attend(*qkv, pos, theta, scale=0.3, backend=backend)
+    for constant in (-7.0, 300.0):
+        shifted = attend(*qkv, Shifted(pos, constant), theta, scale=0.3, backend=backend)
+        torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-12)
+
+
+def attention_of(name: str, qkv: list[torch.Tensor], backend: str) -> torch.Tensor:
+    """Attention as a model would call it with this embedding."""
+    pos, (q, k, v) = load(name), qkv
+    if pos.kind == "rotary":
+        q, k = pos.rotate(q, k, offset=0, rotary_ndims=8, base=10000)
+    theta = draw_theta(name) if pos.kind == "distance" else None
+    if pos.kind == "input" and not pos.learnable:
+        table = pos.table(torch.arange(q.shape[2]), 8)
+        q, k, v = q + table, k + table, v + table
+    return attend(q, k, v, pos, theta, scale=0.3, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "blocked"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_causality(name, backend):
+    """Other keys and values from position 41 on leave positions 0 ... 40 bit for bit alone."""
+    before, (_, k, v) = random_inputs(90), random_inputs(90, seed=1)
+    after = [x.clone() for x in before]
+    after[1][:, :, 41:], after[2][:, :, 41:] = k[:, :, 41:], 1e6 * v[:, :, 41:]
+    old, new = (attention_of(name, qkv, backend) for qkv in (before, after))
+    assert torch.equal(old[:, :, :41], new[:, :, :41])
+    assert (old[:, :, 41:] != new[:, :, 41:]).any(-1).all()
+
+
+@pytest.mark.parametrize("name", DISTANCE)
+def test_initial_theta(name):
+    pos, entry = load(name), ENTRIES[name]
+    heads = 3000
+    theta = pos.initial_theta(heads, torch.Generator().manual_seed(7))
+    assert theta.shape == (heads, len(entry.columns)) and theta.dtype == torch.float32
+    low, high = pos.bounds()
+    assert ((theta >= low) & (theta <= high)).all()
+    if entry.initial is not None:
+        for n in (*range(1, 26), 32, 40, 64):
+            exact = torch.from_numpy(entry.initial(n)).float()
+            assert torch.equal(pos.initial_theta(n), exact)
+        return
+    again, other = (pos.initial_theta(heads, torch.Generator().manual_seed(s)) for s in (7, 8))
+    assert torch.equal(theta, again) and not torch.equal(theta, other)
+    assert theta.is_contiguous() and len(theta.unique()) > 0.9 * theta.numel()
+    for column, values in zip(entry.columns, theta.T, strict=True):
+        if column.top is not None:
+            at_bound = (values == np.float32(column.low)).float().mean().item()
+            assert 0 < at_bound < 3 * column.low / column.top
+            # U(0, top): quartiles at a quarter, half and three quarters; 4 sigma of 3000 draws
+            quartiles = values.quantile(torch.tensor([0.25, 0.5, 0.75])) / column.top
+            assert (quartiles - torch.tensor([0.25, 0.5, 0.75])).abs().max() < 0.04
+            assert 0.99 * column.top < values.max() < column.top
+    if name == "rpe":
+        few = [pos.initial_theta(12, torch.Generator().manual_seed(s)) for s in range(60)]
+        std = (2.0 / (32 + 12)) ** 0.5  # Xavier-normal of a [32, 12] table
+        assert abs(torch.stack(few).std().item() / std - 1) < 0.02
+        assert abs(torch.stack(few).mean().item()) < 0.02

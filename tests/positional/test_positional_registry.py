@@ -1,0 +1,84 @@
+"""The folder as a registry, and what it may import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import megatron.positional as positional
+from megatron.positional import PositionalError, load, names
+
+
+def test_unknown_name_names_the_nearest_and_all():
+    with pytest.raises(PositionalError) as caught:
+        load("kerpel_log")
+    assert "'kerpel_log'" in str(caught.value) and "did you mean kerple_log?" in str(caught.value)
+    assert all(name in str(caught.value) for name in names())
+
+
+@pytest.mark.parametrize("name", ["base", "__init__", "kerple_log.py", "../positional/alibi", ""])
+def test_what_is_no_embedding_is_not_loaded(name):
+    with pytest.raises(PositionalError, match="no positional embedding"):
+        load(name)
+
+
+def test_options():
+    assert load("rpe", num_buckets=16, max_distance=40, scale=8.0).scale == 8.0
+    with pytest.raises(PositionalError, match="rpe has no option buckets.*num_buckets"):
+        load("rpe", buckets=3)
+    with pytest.raises(PositionalError, match="kerple_log has no option scale; it has no options"):
+        load("kerple_log", scale=2.0)
+    for wrong in ({"num_buckets": 2}, {"max_distance": 16}):
+        with pytest.raises(PositionalError, match="max_distance > num_buckets // 2"):
+            load("rpe", **wrong)
+
+
+def test_a_new_file_is_found_and_must_define_one_embedding(tmp_path, monkeypatch):
+    source = """
+        from megatron.positional.base import PositionalEmbedding, ThetaParameter
+
+        class Straight(PositionalEmbedding):
+            kind = "distance"
+            parameters = (ThetaParameter("m", low=0.0),)
+
+            def bias(self, theta_HN, d):
+                d, m = self.columns(theta_HN, d)
+                return -m * d
+    """
+    (tmp_path / "straight.py").write_text(textwrap.dedent(source))
+    (tmp_path / "empty.py").write_text("from megatron.positional.base import PositionalEmbedding\n")
+    monkeypatch.setattr(positional, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(positional, "__path__", [str(tmp_path), *positional.__path__])
+    assert names() == ("empty", "straight")
+    pos = load("straight")
+    assert pos.name == "straight"
+    theta = torch.tensor([[2.0], [3.0]])
+    assert pos.bias(theta, torch.tensor([0, 4])).tolist() == [[0.0, -8.0], [0.0, -12.0]]
+    with pytest.raises(PositionalError, match="empty.py must define exactly one .* it has 0"):
+        load("empty")
+
+
+def test_works_where_only_torch_is_installed():
+    """triton, pydantic, deepspeed and the rest cannot be imported; everything here still runs."""
+    script = """
+        import sys
+        for name in ("triton", "pydantic", "deepspeed", "yaml", "numpy.random", "wandb"):
+            sys.modules[name] = None
+        import torch
+        from megatron.attention import attend
+        from megatron.positional import load, names
+        for name in names():
+            pos = load(name)
+            theta = pos.initial_theta(2).requires_grad_() if pos.kind == "distance" else None
+            qkv = [torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3)]
+            for backend in ("eager", "blocked"):
+                attend(*qkv, pos, theta, scale=0.5, backend=backend).sum().backward()
+        print("ran", len(names()))
+    """
+    script = textwrap.dedent(script)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == f"ran {len(names())}\n", done.stderr
