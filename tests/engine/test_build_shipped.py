@@ -1,4 +1,4 @@
-"""Every shipped YAML describes a model that can be built; width and vocabulary are the file's own."""
+"""Every shipped YAML describes a model that can be built; width and names are the file's own."""
 
 from pathlib import Path
 

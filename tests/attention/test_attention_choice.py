@@ -1,0 +1,73 @@
+"""The choice of a backend, and the refusal of what makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.attention import AttentionError, attend, choose
+from megatron.positional import load, names
+
+Q, K, V = torch.randn(3, 2, 4, 6, 8).unbind()
+POS = load("kerple_log")
+THETA = POS.initial_theta(4)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["auto", "eager", "blocked"])
+def test_every_pair_works(name, dtype, backend):
+    pos = load(name)
+    chosen = choose(backend, pos, device_type="cpu", dtype=dtype)
+    assert chosen.name == ("blocked" if backend == "auto" else backend)
+    theta = pos.initial_theta(4) if pos.kind == "distance" else None
+    qkv = [x.to(dtype) for x in (Q, K, V)]
+    out = chosen(*qkv, pos, theta, scale=0.3)
+    exact = attend(*(x.double() for x in qkv), pos, theta, scale=0.3, backend="eager")
+    assert out.dtype == dtype and out.shape == Q.shape
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-2)
+
+
+def test_auto_says_why():
+    reason = choose("auto", POS, device_type="cpu", dtype=torch.bfloat16).reason
+    for part in ("auto: blocked", "kerple_log", "torch.bfloat16", "cpu"):
+        assert part in reason
+
+
+@pytest.mark.parametrize(
+    "backend,message",
+    [
+        ("fused", "'fused' is not built yet; use auto, eager, blocked"),
+        ("flex", "not built yet"),
+        ("sdpa", "not built yet"),
+        ("block", "no attention_backend 'block'; did you mean blocked? There are: auto, eager"),
+        ("", "no attention_backend ''; There are: auto, eager, blocked"),
+    ],
+)
+def test_what_cannot_be_had_names_alternatives(backend, message):
+    with pytest.raises(AttentionError) as caught:
+        choose(backend, POS, device_type="cpu", dtype=torch.float32)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["eager", "blocked"])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"k_BHSE": K[:, :, :5]}, "k and v in length"),
+        ({"k_BHSE": K[:1], "v_BHSE": V[:1]}, "agree in batch"),
+        ({"v_BHSE": V.double()}, "one dtype"),
+        ({"query_offset": 1}, "queries at positions 1 ... 6 need their own keys, .* are 6"),
+        ({"query_offset": -1}, "query_offset"),
+        ({"dropout_p": 1.0}, "dropout_p must lie in"),
+        ({"dropout_p": -0.1}, "dropout_p must lie in"),
+        ({"theta_HN": None}, r"kerple_log needs theta \[4, 2\], got none"),
+        ({"theta_HN": THETA[:2]}, r"needs theta \[4, 2\], got \[2, 2\]"),
+    ],
+)
+def test_inputs_that_make_no_sense(backend, change, message):
+    good = {"q_BHTE": Q, "k_BHSE": K, "v_BHSE": V, "pos": POS, "theta_HN": THETA, "scale": 0.3}
+    chosen = choose(backend, POS, device_type="cpu", dtype=torch.float32)
+    chosen(**good)
+    with pytest.raises(AttentionError, match=message):
+        chosen(**(good | change))

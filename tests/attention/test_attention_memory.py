@@ -1,0 +1,93 @@
+"""Blocked attention holds nothing quadratic, and keeps nothing that it need not keep."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron.attention import attend
+from megatron.positional import load
+
+MB = 1 << 20
+
+
+def peak_bytes(call, folder) -> int:
+    """Largest sum of allocations that torch made and had not freed during the call."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        call()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    live = peak = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
+
+
+def inputs(name, heads, queries, keys, size=8):
+    pos = load(name)
+    q, k, v = (torch.randn(1, heads, n, size, requires_grad=True) for n in (queries, keys, keys))
+    theta = pos.initial_theta(heads, torch.Generator().manual_seed(0)).requires_grad_()
+    return pos, q, k, v, theta
+
+
+def test_the_meter_sees_a_quadratic_buffer(tmp_path):
+    pos, *case = inputs("kerple_log", 2, 1024, 1024)
+    peak = peak_bytes(lambda: attend(*case[:3], pos, case[3], scale=1.0, backend="eager"), tmp_path)
+    assert peak > 2 * 1024 * 1024 * 4
+
+
+def test_forward_and_backward_at_16384(tmp_path):
+    """One fp32 score matrix would take 1 GB, half of it in the past."""
+    pos, *case = inputs("kerple_log", 1, 16_384, 16_384)
+
+    def call():
+        out = attend(*case[:3], pos, case[3], scale=1.0, backend="blocked")
+        torch.autograd.grad(out.sum(), case)
+
+    assert peak_bytes(call, tmp_path) < 32 * MB
+
+
+def test_evaluation_rows_at_65536(tmp_path):
+    """The last 256 queries of 4 heads: right, and in the memory of a few rows."""
+    pos, *case = inputs("kerple_log", 4, 256, 65_536)
+    results = []
+
+    def call():
+        with torch.no_grad():
+            options = {"scale": 0.4, "query_offset": 65_536 - 256, "backend": "blocked"}
+            results.append(attend(*case[:3], pos, case[3], **options))
+
+    assert peak_bytes(call, tmp_path) < 96 * MB
+    rows = [0, 200, 255]
+    for row in rows:
+        q = case[0][:, :, row : row + 1]
+        options = {"scale": 0.4, "query_offset": 65_536 - 256 + row, "backend": "eager"}
+        exact = attend(*(x.double() for x in (q, *case[1:3])), pos, case[3].double(), **options)
+        torch.testing.assert_close(results[0][:, :, row : row + 1].double(), exact, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power_add_mul"])
+def test_only_inputs_are_kept_for_backward(name):
+    pos, *case = inputs(name, 2, 300, 300)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attend(*case[:3], pos, case[3], scale=1.0, backend="blocked")
+    own = {x.untyped_storage().data_ptr() for x in case}
+    extra = sum(x.numel() for x in kept if x.untyped_storage().data_ptr() not in own)
+    assert extra < 20 * 2 * 300  # a few vectors over distances
+
+
+def test_nothing_is_kept_without_gradients():
+    pos, *case = inputs("kerple_log", 2, 50, 50)
+    with torch.no_grad():
+        out = attend(*case[:3], pos, case[3], scale=1.0, backend="blocked")
+    assert out.grad_fn is None and not out.requires_grad
