@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from .errors import CorpusError, DataError, DataExhausted, ShardError, TokenizerError
+from .manifest import check_tokenizer
 from .mmap import MMapIndexedDataset
-from .prepare import check_tokenizer
 from .sample_index import split_documents
 from .tokenizer import Tokenizer
 
