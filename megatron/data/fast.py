@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -23,9 +24,12 @@ BACKENDS = ("auto", "tiktoken", "tokenizers", "gigatoken")
 
 # SHA-256 of the JSON list of GPT-2's 50,000 merges.
 GPT2_MERGES = "980ca8f2d4b0964c87a762e901db0656ce92d3f1ecd940b25ba97463da5c68fa"
-# GPT-2's rule for cutting text into words before merging, with possessive quantifiers (the same
-# language, without backtracking).
-_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# GPT-2's rule for cutting text into words before merging, written so that all but runs of white
+# space is one automaton without backtracking (twice as fast as the usual spelling, same matches).
+_WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\S)|\s"
+# Its matcher gives up on longer runs of white space (its stack holds a million places); texts with
+# such a run go through the reference.
+_LONG_RUN = 250_000
 _CHECK_EVERY = 64
 _DIFFICULT = (
     "",
@@ -67,10 +71,13 @@ def build(backend: str, vocabulary: dict[str, int], reference) -> Encode | None:
     """The function that encodes a batch; None where the reference itself does."""
     if backend == "tokenizers":
         return None
-    return _tiktoken(vocabulary) if backend == "tiktoken" else _gigatoken(reference)
+    by_reference = _by_tokenizers(reference)
+    if backend == "tiktoken":
+        return _tiktoken(vocabulary, by_reference)
+    return _gigatoken(reference, by_reference)
 
 
-def _tiktoken(vocabulary: dict[str, int]) -> Encode:
+def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
     try:
         import tiktoken
     except ImportError:
@@ -85,10 +92,22 @@ def _tiktoken(vocabulary: dict[str, int]) -> Encode:
     encoding = tiktoken.Encoding(
         "gpt2-from-files", pat_str=_WORDS, mergeable_ranks=ranks, special_tokens={}
     )
-    return lambda texts: [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+    long_run = re.compile(r"\s{%d}" % _LONG_RUN)
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        out = []
+        for text in texts:
+            if len(text) >= _LONG_RUN and long_run.search(text):
+                out += reference([text])
+            else:
+                ids = encoding.encode_ordinary(text)
+                out.append(np.fromiter(ids, np.int32, len(ids)))
+        return out
+
+    return encode
 
 
-def _gigatoken(reference) -> Encode:
+def _gigatoken(reference, by_reference: Encode) -> Encode:
     try:
         import gigatoken
     except ImportError:
@@ -99,7 +118,7 @@ def _gigatoken(reference) -> Encode:
         # Text as bytes, so that no text is ever taken for a special token's name.
         return [np.asarray(backend.encode(text)) for text in texts]
 
-    return CheckedBatches("gigatoken", encode, _by_tokenizers(reference))
+    return CheckedBatches("gigatoken", encode, by_reference)
 
 
 class CheckedBatches:
