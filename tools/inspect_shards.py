@@ -96,7 +96,7 @@ def print_counts(shards: MMapIndexedDataset, manifest: dict | None) -> None:
 
 
 def check_tokens(shards: MMapIndexedDataset, manifest: dict | None, vocab_size: int | None) -> None:
-    """ShardError for counts that the manifest contradicts, and for tokens outside the vocabulary."""
+    """ShardError for counts that the manifest denies, and for tokens outside the vocabulary."""
     for key, found in (("documents", len(shards)), ("tokens", len(shards.tokens))):
         if manifest and manifest.get(key, found) != found:
             raise ShardError(

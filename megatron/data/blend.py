@@ -46,9 +46,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
     shares = [n / total for n in documents]
     powers = [share**alpha for share in shares]
     total = sum(powers)
-    weights = [
-        power / total * (1 - share) for power, share in zip(powers, shares, strict=True)
-    ]
+    weights = [power / total * (1 - share) for power, share in zip(powers, shares, strict=True)]
     total = sum(weights)
     return [weight / total for weight in weights]
 

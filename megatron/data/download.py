@@ -7,7 +7,6 @@ its name only when its length and, where known, its SHA-256 are right.
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import time
@@ -20,6 +19,7 @@ from .errors import CorpusError
 from .locks import one_at_a_time
 from .progress import Progress
 from .registry import RemoteFile
+from .streams import hash_file
 
 _BLOCK = 1 << 20
 _TIMEOUT = 60.0  # seconds without a byte
@@ -105,7 +105,7 @@ def _from_address(url: str, file: RemoteFile, path: Path) -> str:
             if idle >= _ATTEMPTS:
                 raise _Wrong(f"stops after {have} of {total} bytes")
         time.sleep(min(0.1 * 2**idle, 10.0))
-    found = _sha256(part)
+    found = hash_file(part)
     expected = (file.size, file.sha256)
     if file.size not in (None, part.stat().st_size) or file.sha256 not in (None, found):
         size = part.stat().st_size
@@ -156,11 +156,6 @@ def _append(url: str, file: RemoteFile, part: Path, note: Path) -> int | None:
 def _open(url: str, headers: dict | None = None, method: str = "GET"):
     request = urllib.request.Request(url, headers=headers or {}, method=method)
     return urllib.request.urlopen(request, timeout=_TIMEOUT)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _reason(error: Exception) -> str:

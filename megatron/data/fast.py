@@ -92,7 +92,7 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
     encoding = tiktoken.Encoding(
         "gpt2-from-files", pat_str=_WORDS, mergeable_ranks=ranks, special_tokens={}
     )
-    long_run = re.compile(r"\s{%d}" % _LONG_RUN)
+    long_run = re.compile(rf"\s{{{_LONG_RUN}}}")
 
     def encode(texts: list[str]) -> list[np.ndarray]:
         out = []

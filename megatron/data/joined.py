@@ -1,4 +1,4 @@
-"""Several shards as one data set: read side by side (`open_shards`), or written as one (`merge`)."""
+"""Several shards as one data set: read side by side (`open_shards`) or written as one (`merge`)."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ A truncated or damaged file raises Fault where reading stops, after the chunks b
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tarfile
@@ -22,9 +23,9 @@ from .chunks import (
     positioned,
     text_chunks,
 )
-from .errors import CorpusError
-from .sources import HUB, Source, kind_of
-from .streams import DAMAGE, CountedFile, decompressed, read_out
+from .sources import Source, kind_of
+from .streams import DAMAGE, CountedFile, decompressed, hash_file, read_out
+from .tables import read_hub, read_parquet
 
 Read = Iterator[Chunk]
 
@@ -159,7 +160,7 @@ def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
         facts["sha256"] = digests[0]
     else:
         facts["files"] = len(source.paths)
-        facts["sha256_of_sha256s"] = _digest("\n".join(digests))
+        facts["sha256_of_sha256s"] = hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
@@ -177,79 +178,7 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
                 yield from positioned(_members(members(), source.path, place), file.tell)
         except (*DAMAGE, NotImplementedError, RuntimeError) as error:
             raise Fault(place[0], damaged(error)) from error
-    _hash_whole(source, facts)
-
-
-def _read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise CorpusError(f"{source.path}: reading parquet needs `pip install pyarrow`") from None
-    row = 0
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            names = file.schema_arrow.names
-            if missing := [key for key in keys if key not in names]:
-                raise Fault(
-                    f"{source.path}:1", f"has no column {missing[0]!r} (its columns: {names})"
-                )
-            columns = [*keys, *(name for name in ("meta",) if name in names)]
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for chunk in rows_chunk(batch.to_pylist(), source.path, row + 1):
-                    row += chunk.lines.count(b"\n")
-                    chunk.position = source.size * row // max(1, file.metadata.num_rows)
-                    yield chunk
-    except (pyarrow.ArrowException, *DAMAGE) as error:
-        raise Fault(f"{source.path}:{row + 1}", damaged(error)) from error
-    _hash_whole(source, facts)
-
-
-def _read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
-    try:
-        import datasets
-    except ImportError:
-        raise CorpusError(f"{source.path}: a hub's data set needs `pip install datasets`") from None
-    if source.path.startswith(HUB):
-        name, _, split = source.path[len(HUB) :].partition(":")
-        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
-    else:
-        rows = datasets.load_from_disk(source.path)
-        if isinstance(rows, dict):
-            raise Fault(source.path, f"holds several splits; give one of {sorted(rows)}'s folder")
-        facts["fingerprint"] = rows._fingerprint
-    row, batch = 0, []
-    for record in rows:
-        batch.append(record)
-        if len(batch) == 256:
-            for chunk in rows_chunk(batch, source.path, row + 1):
-                row += chunk.lines.count(b"\n")
-                yield chunk
-            batch = []
-    yield from rows_chunk(batch, source.path, row + 1)
-    facts["rows"] = row + len(batch)
-
-
-def rows_chunk(rows: list[dict], where: str, first: int) -> Read:
-    """Rows of a table as JSON lines: one way through the workers for all records."""
-    import json
-
-    if rows:
-        lines = (json.dumps(row, default=str, ensure_ascii=False) for row in rows)
-        text = "".join(line + "\n" for line in lines)
-        yield Chunk(where, first, text.encode("utf-8", "surrogatepass"))
-
-
-def _digest(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _hash_whole(source: Source, facts: dict) -> None:
-    raw = CountedFile(source.path)
-    facts["sha256"] = raw.digest()
-    raw.close()
+    facts["sha256"] = hash_file(source.path)
 
 
 _READERS: dict[str, Callable[..., Read]] = {
@@ -258,6 +187,6 @@ _READERS: dict[str, Callable[..., Read]] = {
     "dat": _sequential(_read_dat),
     "text": _read_text,
     "zip": _read_zip,
-    "parquet": _read_parquet,
-    "hub": _read_hub,
+    "parquet": read_parquet,
+    "hub": read_hub,
 }

@@ -117,6 +117,11 @@ def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception |
     return b"".join(pieces), None
 
 
+def hash_file(path: str | os.PathLike) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_out(stream: io.BufferedIOBase) -> None:
     """Read to the end: checksums stand there, and a truncation shows only there."""
     while stream.read(_BUFFER):

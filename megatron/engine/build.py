@@ -89,13 +89,11 @@ def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
 
 
-def data_prefix(config: Config, tokenizer: Tokenizer) -> str:
-    """Prefix of the run's shards; a `builtin:` corpus is tokenised by the first to come."""
+def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
+    """Where the run's shards are; a `builtin:` corpus is tokenised by the first to come."""
     path = config.data.data_path
     if path is None:
         raise ValueError("data_path is not set; name a shard prefix or builtin:python-stdlib")
-    if not path.startswith("builtin:"):
+    if not isinstance(path, str) or not path.startswith("builtin:"):
         return path
-    return prepare_builtin(
-        path.removeprefix("builtin:"), Path(config.data.data_dir), tokenizer
-    )
+    return prepare_builtin(path.removeprefix("builtin:"), Path(config.data.data_dir), tokenizer)

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from megatron.config import Config
-from megatron.data import open_splits
 from megatron.data.evaluation import eval_sequences, eval_span
 from megatron.data.mmap import MMapIndexedDataset
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine import checkpoint, distributed
-from megatron.engine.build import DTYPES, build_model, data_prefix, tokenizer_of
+from megatron.engine.build import DTYPES, build_model, tokenizer_of
 from megatron.engine.evaluate import LossFn, by_length, limited_context
-from megatron.engine.job_data import SPLITS
+from megatron.engine.job_data import SPLITS, evaluation_text
 from megatron.engine.report import LengthResult, write_extrapolation, write_kernels
 from megatron.parallel import Groups, build_groups
 from megatron.positional import PositionalEmbedding
@@ -53,8 +52,7 @@ def evaluate(
     model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
     checkpoint.load_weights(model, load, tag)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
-    prefix = data_prefix(config, tokenizer)
-    shards, splits = open_splits(prefix, config.data.split, tokenizer)
+    shards, splits = evaluation_text(config, tokenizer)
     if groups.is_main:
         say(f"evaluating {load / tag}")
     return extrapolate(

@@ -7,8 +7,8 @@ import pytest
 
 from megatron.data import CorpusError, corpora, open_splits
 from megatron.data.corpora import prepare_builtin, resolve_data_path, stdlib_files, stdlib_root
-from megatron.data.mmap import MMapIndexedDataset
 from megatron.data.manifest import read_manifest
+from megatron.data.mmap import MMapIndexedDataset
 from megatron.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("ByteLevelTokenizer")

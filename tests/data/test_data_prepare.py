@@ -10,8 +10,8 @@ import pytest
 
 import prepare_data
 from megatron.data import CorpusError, ShardError, open_splits
-from megatron.data.mmap import MMapIndexedDataset
 from megatron.data.manifest import read_manifest
+from megatron.data.mmap import MMapIndexedDataset
 from megatron.data.prepare import PrepareOptions, write_shards
 from megatron.data.sources import find_sources
 from megatron.data.tokenizer import build_tokenizer
