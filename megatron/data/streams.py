@@ -88,17 +88,33 @@ class ZstdStream(io.RawIOBase):
         return count
 
 
+class _Unlost(io.RawIOBase):
+    """The standard library's decompressors by small reads: where the data breaks off, they would
+    else drop what they had decompressed for the read that fails."""
+
+    def __init__(self, stream: io.BufferedIOBase) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        piece = self._stream.read1(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
 def decompressed(name: str, source: io.RawIOBase | io.BufferedIOBase) -> io.BufferedReader:
     """`source` decompressed as the suffix of `name` says; `read(n)` gives n bytes up to the end."""
     suffix = Path(name.lower()).suffix
     if suffix in (".gz", ".tgz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=source, mode="rb"), _BUFFER)
+        return io.BufferedReader(_Unlost(gzip.GzipFile(fileobj=source, mode="rb")), _BUFFER)
     if suffix == ".zst":
         return io.BufferedReader(ZstdStream(source), _BUFFER)
     if suffix == ".xz":
-        return io.BufferedReader(lzma.LZMAFile(source), _BUFFER)
+        return io.BufferedReader(_Unlost(lzma.LZMAFile(source)), _BUFFER)
     if suffix == ".bz2":
-        return io.BufferedReader(bz2.BZ2File(source), _BUFFER)
+        return io.BufferedReader(_Unlost(bz2.BZ2File(source)), _BUFFER)
     return io.BufferedReader(source, _BUFFER)
 
 
