@@ -85,6 +85,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="processes that encode; the output is the same [one a core: %(default)s]",
     )
     add(
+        "--checkpoint-seconds",
+        type=float,
+        default=10.0,
+        help="a killed run loses at most so much work [%(default)s]",
+    )
+    add(
         "--partition",
         default="1/1",
         metavar="I/N",
@@ -194,6 +200,7 @@ def prepare(arguments: argparse.Namespace) -> str:
         arguments.workers,
         arguments.on_error,
         arguments.partition,
+        arguments.checkpoint_seconds,
     )
     write_shards(
         sources, [prefix], tokenizer, options, about=about, label=f"tokenising {arguments.name}"

@@ -79,7 +79,7 @@ class MMapIndexedDatasetWriter:
 
     def rewind(self, documents: int, tokens: int) -> None:
         """Drop whatever was written after the first `documents` documents with `tokens` tokens."""
-        self._open_sizes()
+        self._sizes = self._sizes or _open(self._idx_part)
         for file, end in (
             (self._file, tokens * self.dtype.itemsize),
             (self._sizes, HEADER.size + documents * 4),
@@ -178,7 +178,6 @@ class MMapIndexedDatasetWriter:
     def _open_sizes(self) -> None:
         """Open the .idx part at the first use, when the lock is ours; start anew unless told."""
         if self._sizes is None:
-            self._sizes = _open(self._idx_part)
             self.rewind(0, 0)
 
     def _remove_parts(self) -> None:
