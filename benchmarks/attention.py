@@ -14,7 +14,8 @@ Variants take turns within every repetition and medians are compared; ratios of 
 repetitions stand beside them, because on a busy machine whatever uses many short parallel loops is
 slowed more than it would be alone. Peak memory counts what torch's allocator hands out during one
 call (outputs and gradients included, inputs not), accuracy is the largest error against float64
-eager attention as a fraction of the largest true value. Writes attention.json and attention.md to ``--out``.
+eager attention as a fraction of the largest true value. Writes attention.json and attention.md to
+``--out``.
 
 Legend: B batch, H heads, T positions, E head size.
 """

@@ -32,7 +32,6 @@ from megatron.attention.tiles import Tile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 from megatron.positional import PositionalEmbedding
 
-
 KEPT_SHARE = 1.5
 """P is kept for the backward pass while it is at most this many times as large as q, k, v and the
 output together: up to about 10 E positions, whatever the batch; memory stays linear in T."""
@@ -139,7 +138,7 @@ class Blocks:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: Tile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """P's place and each buffer as a contiguous [m, R, n]; P's is the first buffer if not kept."""
+        """Contiguous [m, R, n] of this tile: P's place, which is a buffer if not kept, and more."""
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
         if kept is not None:
