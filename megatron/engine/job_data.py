@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from megatron.config import Config
-from megatron.data import open_checked, open_splits
+from megatron.data import ShardError, open_checked, open_splits
 from megatron.data.blend import BlendedDataset, weights_by_documents
 from megatron.data.dataset import TokenDataset
 from megatron.data.index_cache import cache_folder
@@ -36,6 +38,25 @@ def evaluation_text(config: Config, tokenizer: Tokenizer) -> tuple[Shards, list[
     return JoinedShards(names), [(ends[i], ends[i + 1]) for i in range(3)]
 
 
+class CheckedLoader(TrainLoader):
+    """A loader that refuses token ids which the tokenizer does not have.
+
+    Shards made elsewhere carry no tokenizer's name; on a GPU such an id ends in a device assert.
+    """
+
+    vocab_size: int
+
+    def __next__(self) -> np.ndarray:
+        batch_BT = super().__next__()
+        if (largest := int(batch_BT.max())) >= self.vocab_size:
+            raise ShardError(
+                f"{self.dataset.where}: holds token {largest}, but the tokenizer has only "
+                f"{self.vocab_size}; set tokenizer_type, vocab_file and merge_file to what the "
+                "shards were made with"
+            )
+        return batch_BT
+
+
 class JobData:
     """Opens the config's shards (every rank may do so at once).
 
@@ -51,13 +72,12 @@ class JobData:
         self.corpora = {name: self._corpora(i) for i, name in enumerate(SPLITS)}
         self.identity: dict[str, Any] = {
             "seed": config.training.seed,
-            "split": config.data.split,
+            "splits": [list(documents) for documents in self.splits],
             "seq_length": config.model.seq_length,
             "documents": len(self.shards),
             "tokens": int(self.shards.sizes.sum(dtype="int64")),
         }
         if config.data.train_data_paths:
-            del self.identity["split"]
             self.identity["corpora"] = {
                 name: [[end - start, weight] for _, (start, end), weight in corpora]
                 for name, corpora in self.corpora.items()
@@ -70,6 +90,7 @@ class JobData:
             config.batch.train_batch_size,
         )
         self.wanted = dict(zip(SPLITS, counts, strict=True))
+        self._held_out: dict[str, TokenDataset | None] = {}
 
     def training(self, *, index_samples: int, consumed: int) -> TrainLoader | None:
         """Training batches from sample `consumed` on, in the order built for `index_samples`."""
@@ -78,7 +99,9 @@ class JobData:
 
     def held_out(self, name: str, *, evaluations_before: int) -> TrainLoader | None:
         """Batches of `valid` or `test` for one evaluation: each reads new samples, in turn."""
-        dataset = self._dataset(name, self.wanted[name])
+        if name not in self._held_out:
+            self._held_out[name] = self._dataset(name, self.wanted[name])
+        dataset = self._held_out[name]
         per_evaluation = self.config.training.eval_iters * self.config.batch.train_batch_size
         return dataset and self._loader(dataset, evaluations_before * per_evaluation)
 
@@ -129,7 +152,7 @@ class JobData:
 
     def _loader(self, dataset: TokenDataset | BlendedDataset, consumed: int) -> TrainLoader:
         batch = self.config.batch
-        return TrainLoader(
+        loader = CheckedLoader(
             dataset,
             batch.train_batch_size,
             batch.train_micro_batch_size_per_gpu,
@@ -137,3 +160,5 @@ class JobData:
             self.groups.data_size,
             consumed,
         )
+        loader.vocab_size = self.tokenizer.vocab_size
+        return loader
