@@ -13,7 +13,9 @@ from megatron.attention import choose
 from megatron.config import Config
 from megatron.data.corpora import prepare_builtin
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.schedule import Schedule
 from megatron.model import GPT, BlockShape, GPTShape
+from megatron.positional import PositionalEmbedding
 from megatron.positional import load as load_positional
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,8 +71,8 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
     )
 
 
-def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
-    """The model on the CPU in fp32, initialised from the config's seed."""
+def positional_of(config: Config) -> PositionalEmbedding:
+    """The config's positional embedding."""
     m = config.model
     options = dict(m.pos_emb_options)
     if m.pos_emb == "rpe":
@@ -80,13 +82,33 @@ def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
             "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
         }
     pos = load_positional(m.pos_emb, **options)
+    if m.published_numerics:
+        pos.published = DTYPES[config.training.precision]
+    return pos
+
+
+def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
+    """The model on the CPU in fp32, initialised from the config's seed."""
+    pos = positional_of(config)
     attend = choose(
-        m.attention_backend,
+        config.model.attention_backend,
         pos,
         device_type=device_type,
         dtype=DTYPES[config.training.precision],
     )
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The config's learning-rate curve."""
+    decay_iters = config.lr.decay_iters or max(1, config.training.train_iters)
+    return Schedule(
+        start_lr=config.optimizer.lr,
+        end_iter=decay_iters,
+        warmup_iter=config.lr.warmup * decay_iters,
+        decay_style=config.lr.decay_style,
+        min_lr=config.lr.min_lr,
+    )
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str:

@@ -16,21 +16,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
 
 from megatron import __version__
+from megatron.engine.neox_checkpoint import is_published
+from megatron.engine.safe_load import CheckpointError, safe_load
 from megatron.parallel import Groups, rng_state, set_rng_state
 
+if TYPE_CHECKING:
+    import deepspeed
+
 UNFINISHED = ".unfinished-"
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read or does not fit this run; the text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,16 @@ def newest(folder: Path) -> str | None:
     """Tag that `latest` names in `folder`; None where there is no checkpoint at all.
 
     Raises:
-        CheckpointError: `latest` names a folder that is not there, or cannot be a tag.
+        CheckpointError: `latest` names a folder that is not there, or cannot be a tag; or `folder`
+            is itself one of the checkpoints, not what holds them.
     """
     latest = folder / "latest"
     if not latest.is_file():
+        if (folder / "kerple.json").is_file() or is_published(folder):
+            raise CheckpointError(
+                f"{folder} is one checkpoint; name the folder that holds it, {folder.parent}, with "
+                f"a file `latest` in it that says {folder.name}"
+            )
         return None
     tag = latest.read_text().strip()
     if not tag or "/" in tag or not (folder / tag).is_dir():
@@ -103,15 +111,31 @@ def save(
     if groups.is_main:
         record = {"version": __version__, "progress": asdict(progress), **about}
         (unfinished / "kerple.json").write_text(json.dumps(record, indent=1))
-        for path in unfinished.iterdir():
-            _flush(path)
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
-        _flush(folder)
-        _replace_text(folder / "latest", tag)
+        publish(folder, tag)
         _prune(folder, keep_last, tag)
     groups.barrier()
     return final
+
+
+@contextmanager
+def appears_whole(folder: Path, tag: str) -> Iterator[Path]:
+    """A new folder to be filled, that becomes `folder/tag` and is named by `latest` in the end."""
+    unfinished = folder / f"{UNFINISHED}{tag}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    publish(folder, tag)
+
+
+def publish(folder: Path, tag: str) -> None:
+    """Flush `.unfinished-TAG` to disk, rename it, and let `latest` name it."""
+    unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
+    for path in unfinished.rglob("*"):
+        _flush(path)
+    shutil.rmtree(final, ignore_errors=True)
+    unfinished.rename(final)
+    _flush(folder)
+    _replace_text(folder / "latest", tag)
 
 
 def read_record(folder: Path, tag: str) -> dict[str, Any]:
@@ -137,25 +161,17 @@ def restore(
     tag: str,
     *,
     layout: dict[str, Any],
-    weights_only: bool = False,
 ) -> Progress:
     """Load weights, optimizer, schedule and random streams; every rank must call it.
 
     Args:
         layout: this run's layout; it must equal the checkpoint's, since the optimizer's state is
             cut over the ranks.
-        weights_only: take the weights alone (`finetune`), whatever the layout.
 
     Raises:
         CheckpointError: unreadable, or written under another layout.
     """
     record = read_record(folder, tag)
-    if weights_only:
-        load_weights(engine.module, folder, tag)
-        refresh = getattr(engine.optimizer, "_restore_from_bit16_weights", None)
-        if refresh is not None:
-            refresh()
-        return Progress(0, 0, 0)
     differing = [
         f"{key}: {record['layout'].get(key)!r} in the checkpoint, {value!r} here"
         for key, value in layout.items()
@@ -184,35 +200,7 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
-    path = folder / tag / "mp_rank_00_model_states.pt"
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)["module"]
-    except (OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-
-
-def load_weights(model: torch.nn.Module, folder: Path, tag: str) -> None:
-    """Copy a checkpoint's weights into `model`, which must have the same parameters.
-
-    Raises:
-        CheckpointError: lists what is missing, unknown or of another shape.
-    """
-    stored = read_weights(folder, tag)
-    own = model.state_dict()
-    wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
-    wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
-    wrong += [
-        f"{name}: {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name].shape)} here"
-        for name in own.keys() & stored.keys()
-        if stored[name].shape != own[name].shape
-    ]
-    if wrong:
-        listed = "\n  ".join(sorted(wrong))
-        raise CheckpointError(
-            f"{folder / tag} does not fit the model that the config describes:\n  {listed}\n"
-            f"use the config it was trained with: {folder / 'config.yml'}"
-        )
-    model.load_state_dict(stored)
+    return safe_load(folder / tag / "mp_rank_00_model_states.pt")["module"]
 
 
 def remove_unfinished(folder: Path) -> list[str]:
@@ -226,7 +214,8 @@ def remove_unfinished(folder: Path) -> list[str]:
 def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
     if not keep_last:
         return
-    done = [p for p in folder.glob("global_step*") if p.name[len("global_step") :].isdigit()]
+    done = [path.parent for path in folder.glob("global_step*/kerple.json")]  # ours alone
+    done = [p for p in done if p.name[len("global_step") :].isdigit()]
     done.sort(key=lambda p: int(p.name[len("global_step") :]))
     for path in done[:-keep_last]:
         if path.name != newest_tag:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from megatron.attention import AttentionError
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
-from megatron.engine.checkpoint import CheckpointError
 from megatron.engine.log import RunLogError
 from megatron.engine.loop import DivergedError
+from megatron.engine.safe_load import CheckpointError
 
 
 @dataclass

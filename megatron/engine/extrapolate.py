@@ -19,6 +19,7 @@ from megatron.engine.build import DTYPES, build_model, data_prefix, tokenizer_of
 from megatron.engine.evaluate import LossFn, by_length, limited_context
 from megatron.engine.job_data import SPLITS
 from megatron.engine.report import LengthResult, write_extrapolation, write_kernels
+from megatron.engine.weights import load_weights
 from megatron.parallel import Groups, build_groups
 from megatron.positional import PositionalEmbedding
 
@@ -51,12 +52,12 @@ def evaluate(
         )
     tokenizer = tokenizer_of(config)
     model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
-    checkpoint.load_weights(model, load, tag)
+    notes = load_weights(model, load, tag)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     prefix = data_prefix(config, tokenizer)
     shards, splits = open_splits(prefix, config.data.split, tokenizer)
     if groups.is_main:
-        say(f"evaluating {load / tag}")
+        say("\n".join([f"evaluating {load / tag}", *notes]))
     return extrapolate(
         config,
         groups,

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.data import open_splits
 from megatron.data.dataset import TokenDataset
-from megatron.data.loader import TrainLoader, sample_counts
+from megatron.data.loader import TrainLoader, published_start, sample_counts
 from megatron.engine.build import data_prefix, tokenizer_of
 from megatron.parallel import Groups
 
@@ -53,6 +53,27 @@ class JobData:
         dataset = self._dataset(name, self.wanted[name])
         per_evaluation = self.config.training.eval_iters * self.config.batch.train_batch_size
         return dataset and self._loader(dataset, evaluations_before * per_evaluation)
+
+    def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
+        """Batches of `valid` or `test` where the published program, resumed at `iteration`, starts.
+
+        The same as `held_out` after the evaluations of a run without accumulation.
+        """
+        dataset = self._dataset(name, self.wanted[name])
+        if dataset is None:
+            return None
+        loader = self._loader(dataset, 0)
+        loader.consumed_samples = published_start(
+            name,
+            dataset,
+            iteration,
+            micro_batch=loader.micro_batch,
+            dp_size=loader.dp_size,
+            micro_steps=loader.micro_steps,
+            eval_interval=self.config.training.eval_interval,
+            eval_iters=self.config.training.eval_iters,
+        )
+        return loader
 
     def _dataset(self, name: str, index_samples: int) -> TokenDataset | None:
         """The split `name`; None where it has no documents or nothing is wanted of it."""

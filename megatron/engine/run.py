@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
-from megatron.engine.build import build_model
+from megatron.engine.build import build_model, schedule_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
@@ -23,7 +24,8 @@ from megatron.engine.optim import (
     full_theta,
     parameter_groups,
 )
-from megatron.engine.schedule import AnnealingLR, Schedule
+from megatron.engine.schedule import AnnealingLR
+from megatron.engine.start import Start, choose_start
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -59,8 +61,9 @@ class Job:
         torch.manual_seed(config.training.seed + groups.rank)  # dropout: each rank its own stream
         vocab_size = self.data.tokenizer.vocab_size
         self.model = build_model(config, vocab_size, device_type=groups.device.type)
+        self.start = self._choose_start()
         self.engine = self._build_engine()
-        self.progress, self.origin = self._resume()
+        self.progress = self.start.finish(self.engine, groups, self.layout)
 
     def run(self) -> None:
         """Train to `train_iters`, then evaluate."""
@@ -72,14 +75,14 @@ class Job:
             use_wandb=config.logging.use_wandb,
             wandb_options=self._wandb_options(),
             config=config.to_flat_dict(),
-            append=step > 0,
-            last_step=step,
+            append=step > 0 or config.training.train_iters == 0,
+            last_step=step if config.training.train_iters else None,
         ) as log:
             self._announce(log)
             if step < config.training.train_iters:
                 self._train(log)
-            if config.training.train_iters > 0 and config.training.eval_iters > 0:
-                self._final_losses(log)
+            if config.training.eval_iters > 0:
+                (self._final_losses if config.training.train_iters else self._evaluate)(log)
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
 
@@ -98,16 +101,8 @@ class Job:
             eps=c.optimizer.eps,
             momentum=c.optimizer.momentum,
         )
-        decay_iters = c.lr.decay_iters or max(1, c.training.train_iters)
-        schedule = Schedule(
-            start_lr=c.optimizer.lr,
-            end_iter=decay_iters,
-            warmup_iter=c.lr.warmup * decay_iters,
-            decay_style=c.lr.decay_style,
-            min_lr=c.lr.min_lr,
-        )
         annealing = AnnealingLR(
-            optimizer, schedule, use_checkpoint=c.lr.use_checkpoint_lr_scheduler
+            optimizer, schedule_of(c), use_checkpoint=c.lr.use_checkpoint_lr_scheduler
         )
         settings = engine_config(
             micro_batch=c.batch.train_micro_batch_size_per_gpu,
@@ -122,49 +117,17 @@ class Job:
         )
         return build_engine(self.model, optimizer, annealing, settings)
 
-    def _resume(self) -> tuple[Progress, str]:
-        """Where the run starts, and a line that says why."""
-        fresh = Progress(0, 0, self.data.wanted["train"])
-        load, save = self.config.checkpoint.load, self.config.checkpoint.save
+    def _choose_start(self) -> Start:
+        """Where the run starts; weights alone are put into the model before it is sharded."""
+        save = self.config.checkpoint.save
         if save and self.groups.is_main:
             left = checkpoint.remove_unfinished(Path(save))
             if left:
                 print(f"removed what a killed run left half written: {', '.join(left)}")
         self.groups.barrier()
-        if not load:
-            return fresh, "starting fresh: no `load` in the config"
-        folder = Path(load)
-        tag = checkpoint.newest(folder)
-        if tag is None:
-            return fresh, f"starting fresh: {folder} holds no checkpoint"
-        finetune = self.config.checkpoint.finetune
-        if not finetune:
-            self._check_data(folder, tag)
-        progress = checkpoint.restore(
-            self.engine,
-            self.groups,
-            folder,
-            tag,
-            layout=self.layout,
-            weights_only=finetune,
-        )
-        if finetune:
-            return fresh, f"starting at step 0 from the weights of {folder / tag} (finetune)"
-        return progress, f"resuming from {folder / tag}"
-
-    def _check_data(self, folder: Path, tag: str) -> None:
-        recorded = checkpoint.read_record(folder, tag)["data"]
-        differing = [
-            f"{key}: {recorded.get(key)!r} in the checkpoint, {value!r} now"
-            for key, value in self.data.identity.items()
-            if recorded.get(key) != value
-        ]
-        if differing:
-            raise checkpoint.CheckpointError(
-                f"{folder / tag} was trained on other data or in another order "
-                f"({'; '.join(differing)}), so it cannot be continued exactly. Restore those "
-                "settings, or set `finetune: true` to start a new run from its weights"
-            )
+        start = choose_start(self.config, self.data.identity, self.data.wanted["train"])
+        start.load_weights(self.model)
+        return start
 
     def _announce(self, log: RunLog) -> None:
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
@@ -179,8 +142,9 @@ class Job:
             f"{self.data.identity['tokens']:,} tokens in "
             f"{self.data.identity['documents']:,} documents"
         )
-        log.line(self.origin)
-        if groups.is_main:
+        log.line(self.start.text)
+        evaluates_another = c.training.train_iters == 0 and (self.run_dir / "config.yml").exists()
+        if groups.is_main and not evaluates_another:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             temporary = self.run_dir / ".config.yml.unfinished"
             temporary.write_text(c.to_yaml())
@@ -263,6 +227,28 @@ class Job:
                     {f"final/{name}_loss": value},
                     text=f"{name} loss after training: {value:.4f}",
                 )
+
+    def _evaluate(self, log: RunLog) -> None:
+        """`train_iters: 0`: the losses that the published program prints, on its batches."""
+        b, step = self.config.batch, self.progress.step
+        wanted = self.config.training.eval_iters * b.gradient_accumulation_steps
+        for name in ("valid", "test"):
+            loader = self.data.held_out_at(name, iteration=step)
+            count = 0 if loader is None else min(wanted, loader.batches_left)
+            if count == 0:
+                log.line(f"{name}: the split holds no batch to evaluate")
+                continue
+            first = loader.consumed_samples
+            value = validation_loss(self.engine, loader, count, self.groups)
+            short = f", all that are left of {wanted} wanted" if count < wanted else ""
+            sequences = count * loader.micro_batch * loader.dp_size
+            text = (
+                f"{name} loss at iteration {step}: {value:.6f} | perplexity "
+                f"{math.exp(value):.4f} | {sequences} sequences of "
+                f"{self.config.model.seq_length_val} tokens, from sample {first} on{short}"
+            )
+            values = {f"final/{name}_loss": value, f"final/{name}_ppl": math.exp(value)}
+            log.metrics(step, values, text=text)
 
     def _extrapolate(self, log: RunLog) -> None:
         self.engine.eval()

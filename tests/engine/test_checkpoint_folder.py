@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine import checkpoint
+from megatron.engine import checkpoint, weights
 from megatron.engine.checkpoint import CheckpointError
 
 
@@ -60,7 +60,7 @@ def test_weights_that_do_not_fit_are_all_listed(tmp_path):
     stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}
     tag = make(tmp_path, 1, stored)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.load_weights(model, tmp_path, tag)
+        weights.load_weights(model, tmp_path, tag)
     for text in (
         "0.weight: (3, 5) in the checkpoint, (3, 2) here",
         "1.weight: missing in the checkpoint",
