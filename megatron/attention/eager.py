@@ -36,7 +36,12 @@ def eager(
     query_T = torch.arange(q_BHTE.shape[2], device=device) + query_offset
     key_S = torch.arange(k_BHSE.shape[2], device=device)
     distance_TS = query_T[:, None] - key_S
-    scores_BHTS = scale * (q_BHTE.to(dtype) @ k_BHSE.to(dtype).mT)
+    if pos.published is None:
+        scores_BHTS = scale * (q_BHTE.to(dtype) @ k_BHSE.to(dtype).mT)
+    else:  # scaled before it is rounded
+        flat_q, flat_k = q_BHTE.flatten(0, 1), k_BHSE.flatten(0, 1)
+        scores_BHTS = torch.baddbmm(flat_q.new_zeros(1), flat_q, flat_k.mT, beta=0, alpha=scale)
+        scores_BHTS = scores_BHTS.unflatten(0, q_BHTE.shape[:2])
     if pos.kind == "distance":
         wide = torch.promote_types(theta_HN.dtype, dtype)
         theta_HN = theta_HN.to(wide if pos.published is None else dtype)

@@ -41,6 +41,7 @@ class LoopSettings:
     save_interval: int | None
     extra_save_iters: tuple[int, ...] = ()
     skips_overflow: bool = False
+    clamps_copy_only: bool = False
 
 
 @dataclass
@@ -135,7 +136,8 @@ def train_loop(
         lr = engine.optimizer.param_groups[0]["lr"]
         loss, norm = train_step(engine, batches, settings.accumulation, groups)
         if theta is not None and theta_bounds is not None:
-            master = project_theta(engine, theta, *theta_bounds)
+            only = settings.clamps_copy_only
+            master = project_theta(engine, theta, *theta_bounds, copy_only=only)
         meter.losses.append(loss)
         meter.steps += 1
         last = step == settings.train_iters

@@ -26,6 +26,7 @@ from megatron.engine.optim import (
 )
 from megatron.engine.schedule import AnnealingLR
 from megatron.engine.start import Start, choose_start
+from megatron.model import GPT
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -45,6 +46,40 @@ def train(config: Config, *, verbose: bool = False) -> None:
         distributed.stop()
 
 
+def engine_for(config: Config, model: GPT, groups: Groups) -> Any:
+    """The DeepSpeed engine around `model`: optimizer, schedule, precision, ZeRO as configured."""
+    optimizer = build_optimizer(
+        config.optimizer.type,
+        parameter_groups(
+            model,
+            config.optimizer.weight_decay,
+            decay_theta=config.optimizer.weight_decay_positional,
+        ),
+        lr=config.optimizer.lr,
+        betas=tuple(config.optimizer.betas),
+        eps=config.optimizer.eps,
+        momentum=config.optimizer.momentum,
+    )
+    annealing = AnnealingLR(
+        optimizer, schedule_of(config), use_checkpoint=config.lr.use_checkpoint_lr_scheduler
+    )
+    training = config.training
+    scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis")
+    settings = engine_config(
+        micro_batch=config.batch.train_micro_batch_size_per_gpu,
+        accumulation=config.batch.gradient_accumulation_steps,
+        world_size=groups.data_size,
+        precision=training.precision,
+        gradient_clipping=config.optimizer.gradient_clipping,
+        zero_stage=config.parallel.zero_stage,
+        zero_options=dict(config.parallel.zero),
+        grad_accum_dtype=training.grad_accum_dtype,
+        fp16_options={key: getattr(training, key) for key in (*scaling, "min_loss_scale")},
+    )
+    published = config.model.published_numerics
+    return build_engine(model, optimizer, annealing, settings, count_empty_step=published)
+
+
 class Job:
     """The parts of one training job, built in the order in which data flows."""
 
@@ -62,7 +97,7 @@ class Job:
         vocab_size = self.data.tokenizer.vocab_size
         self.model = build_model(config, vocab_size, device_type=groups.device.type)
         self.start = self._choose_start()
-        self.engine = self._build_engine()
+        self.engine = engine_for(config, self.model, groups)
         self.progress = self.start.finish(self.engine, groups, self.layout)
 
     def run(self) -> None:
@@ -85,37 +120,6 @@ class Job:
                 (self._final_losses if config.training.train_iters else self._evaluate)(log)
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
-
-    def _build_engine(self) -> Any:
-        c = self.config
-        groups = parameter_groups(
-            self.model,
-            c.optimizer.weight_decay,
-            decay_theta=c.optimizer.weight_decay_positional,
-        )
-        optimizer = build_optimizer(
-            c.optimizer.type,
-            groups,
-            lr=c.optimizer.lr,
-            betas=tuple(c.optimizer.betas),
-            eps=c.optimizer.eps,
-            momentum=c.optimizer.momentum,
-        )
-        annealing = AnnealingLR(
-            optimizer, schedule_of(c), use_checkpoint=c.lr.use_checkpoint_lr_scheduler
-        )
-        settings = engine_config(
-            micro_batch=c.batch.train_micro_batch_size_per_gpu,
-            accumulation=c.batch.gradient_accumulation_steps,
-            world_size=self.groups.data_size,
-            precision=c.training.precision,
-            gradient_clipping=c.optimizer.gradient_clipping,
-            zero_stage=c.parallel.zero_stage,
-            zero_options=dict(c.parallel.zero),
-            grad_accum_dtype=c.training.grad_accum_dtype,
-            fp16_options=dict(c.training.fp16) if c.training.precision == "fp16" else None,
-        )
-        return build_engine(self.model, optimizer, annealing, settings)
 
     def _choose_start(self) -> Start:
         """Where the run starts; weights alone are put into the model before it is sharded."""
@@ -206,6 +210,7 @@ class Job:
                 save_interval=c.checkpoint.save_interval,
                 extra_save_iters=tuple(c.checkpoint.extra_save_iters),
                 skips_overflow=c.training.precision == "fp16",
+                clamps_copy_only=c.model.published_numerics and c.training.precision != "fp32",
             ),
             self.groups,
             log,
