@@ -2,10 +2,10 @@
 
     python tools/check_parity.py DIR [DIR ...] [--backend NAME ...] [--device cuda] [--configs DIR]
 
-A DIR holds cases, at any depth: `models/NAME` (config.yml, manifest.json, expected.npz, a
+A DIR holds cases, at any depth: `models/NAME` (config.yml, manifest.json, expected.npz and a
 checkpoint), `training/NAME` (the same with curve.npz), `kernels` (probes.npz), `config`
-(lr_schedule.json, derived_args.json), `data` (shards, samples_*, iterators, tokenizer_cases.json). A
-case is recognised by its files, and its configuration is read from it alone.
+(lr_schedule.json, derived_args.json), `data` (shards, samples_*, iterators, tokenizer_cases.json).
+A case is recognised by its files, and its configuration is read from it alone.
 
 One line a case: the greatest error of each quantity, its tolerance, ok or FAIL. Exit code 1 if a
 case fails, or if there is none; 2 for what cannot be run.
@@ -18,6 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: threads would only wait
@@ -93,14 +94,13 @@ def cases_in(
 ) -> Iterator[Case]:
     """The cases that the files of one folder make."""
     # Imported where a case needs them: data cases need no torch, data and models no DeepSpeed.
-    if {"expected.npz", "manifest.json", "config.yml"} <= files:
-        from tools.parity.models import check_model
-
-        for backend in args.backend:
-            yield name, lambda b=backend: check_model(folder, name, backend=b, device=args.device)
-    if {"curve.npz", "manifest.json", "config.yml"} <= files:
-        for backend in args.backend:
-            yield name, lambda b=backend: training(folder, name, b)
+    if {"manifest.json", "config.yml"} <= files:
+        if not files & {"expected.npz", "curve.npz"}:
+            lacks = Result(name, faults=["neither expected.npz nor curve.npz is there"])
+            yield name, lambda: lacks
+        for number, backend in enumerate(args.backend):
+            run = partial(model_case if "expected.npz" in files else training_case, folder, name)
+            yield name, partial(run, backend, device=args.device, again=number > 0)
     if "probes.npz" in files:
         from tools.parity.kernels import check_kernels
 
@@ -132,12 +132,23 @@ def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
         yield name, lambda: data.check_iterators(folder, name)
 
 
-def training(folder: Path, name: str, backend: str) -> Result:
-    """A training case, in a job of one process."""
+def model_case(
+    folder: Path, name: str, backend: str, *, device: str, again: bool
+) -> Iterator[Result]:
+    """A model with one backend; `again` leaves out what does not depend on the backend."""
+    from tools.parity.models import check_model
+
+    return check_model(folder, name, backend=backend, device=device, again=again)
+
+
+def training_case(
+    folder: Path, name: str, backend: str, *, device: str, again: bool
+) -> Iterator[Result]:
+    """Training steps with one backend, in a job of one process."""
     from megatron.engine import distributed
     from tools.parity.training import check_training
 
-    return check_training(folder, name, distributed.start(), backend=backend)
+    return check_training(folder, name, distributed.start(), backend=backend, again=again)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         hidden_dropout=m.hidden_dropout,
         rotary_pct=m.rotary_pct,
         rotary_base=m.rotary_emb_base,
-        bias_apart=m.published_numerics,
+        rounds_as_published=m.published_numerics,
     )
     padded = padded_vocab_size(
         vocab_size, m.make_vocab_size_divisible_by, config.parallel.model_parallel_size

@@ -203,6 +203,13 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     return safe_load(folder / tag / "mp_rank_00_model_states.pt")["module"]
 
 
+def imported_buffers(folder: Path, tag: str) -> dict[str, torch.Tensor]:
+    """What an imported checkpoint's files held although it follows from the configuration."""
+    if "imported" not in read_record(folder, tag):
+        return {}
+    return safe_load(folder / tag / "mp_rank_00_model_states.pt")["neox_buffers"]
+
+
 def remove_unfinished(folder: Path) -> list[str]:
     """Delete what a killed run left half written; returns the names."""
     leftovers = sorted(folder.glob(f"{UNFINISHED}*"))

@@ -23,11 +23,11 @@ from megatron import __version__
 from megatron.config import Config, load_config
 from megatron.engine import checkpoint, neox_checkpoint
 from megatron.engine import neox_layout as layout
-from megatron.engine.build import DTYPES, positional_of
+from megatron.engine.build import DTYPES, positional_of, shape_of
 from megatron.engine.neox_checkpoint import Published, Shape
-from megatron.engine.safe_load import CheckpointError, safe_load
+from megatron.engine.safe_load import CheckpointError
+from megatron.engine.weights import implied_buffers
 from megatron.positional import PositionalEmbedding
-from megatron.positional.rotary import frequencies
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
@@ -80,13 +80,14 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     if "imported" in record:
         about = record["imported"]
         shape = Shape(**about["shape"] | {"theta": tuple(about["shape"]["theta"])})
-        buffers = safe_load(source / tag / "mp_rank_00_model_states.pt")["neox_buffers"]
+        buffers = checkpoint.imported_buffers(source, tag)
     else:
         config = _config_of(record)
         dtype = DTYPES[config.training.precision]
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
         pos = positional_of(config)
-        shape, buffers = _shape_of(config, pos), _buffers_of(config, pos, dtype)
+        block = shape_of(config, len(weights["embedding.word_embeddings.weight"])).block
+        shape, buffers = _shape_of(config, pos), implied_buffers(block, pos, dtype)
         about = {"schedule": None, "args": _args_of(config, weights)}
     shape = replace(shape, parts=parts or shape.parts)
     args = about["args"] | {"model_parallel_size": shape.parts}
@@ -169,22 +170,6 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
         summed_biases=m.gpt_j_residual,
         row_output=m.output_layer_parallelism == "row",
     )
-
-
-def _buffers_of(config: Config, pos: PositionalEmbedding, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the published files hold although it follows from the configuration."""
-    m = config.model
-    if pos.name == "sinusoidal":
-        return {layout.BUFFERS[0]: frequencies(m.hidden_size, 10000.0, dtype, None)}
-    if pos.name == "rotary":
-        turned = int(m.hidden_size // m.num_attention_heads * m.rotary_pct)
-        return {layout.BUFFERS[1]: frequencies(turned, m.rotary_emb_base, dtype, None)}
-    if pos.kind != "distance" or pos.learnable:
-        return {}
-    slopes = pos.initial_theta(m.num_attention_heads).to(dtype)
-    if pos.name == "alibi":
-        return {layout.BUFFERS[2]: slopes.flatten()}
-    return {layout.FIXED: slopes.reshape(-1, 1, 1)}
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:

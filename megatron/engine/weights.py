@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 
 from megatron.engine import neox_checkpoint
-from megatron.engine.checkpoint import read_weights
+from megatron.engine import neox_layout as layout
+from megatron.engine.checkpoint import imported_buffers, read_weights
 from megatron.engine.safe_load import CheckpointError
-from megatron.model import GPT
+from megatron.model import GPT, BlockShape
+from megatron.positional import PositionalEmbedding
+from megatron.positional.rotary import frequencies
 
 
 def load_weights(model: GPT, folder: Path, tag: str) -> list[str]:
@@ -30,13 +33,16 @@ def load_weights(model: GPT, folder: Path, tag: str) -> list[str]:
         block = model.shape.block
         published = neox_checkpoint.read(checkpoint, summed_biases=block.gpt_j_residual)
         stored, wrong, notes = published.weights, published.problems, published.notes
+        buffers = published.buffers
         notes += _about_biases(published.shape, block.gpt_j_residual)
         config = f"the files in {checkpoint / 'configs'}"
     else:
-        stored, config = read_weights(folder, tag), str(folder / "config.yml")
+        stored, buffers = read_weights(folder, tag), imported_buffers(folder, tag)
+        config = str(folder / "config.yml")
     own = model.state_dict()
     if not wrong:  # else what is missing follows from what could not be read
         wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
+    wrong += wrong_buffers(model, buffers)
     wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
     shapes = {
         name: (tuple(stored[name].shape), tuple(own[name].shape))
@@ -70,6 +76,35 @@ def project_loaded_theta(model: GPT) -> list[str]:
     theta.copy_(bounded)
     text = f"{moved} of {theta.numel()} kernel parameters lay beyond their bounds: projected"
     return [text] if moved else []
+
+
+def implied_buffers(
+    block: BlockShape, pos: PositionalEmbedding, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """What published files hold although it follows from the configuration, rounded to `dtype`."""
+    sinusoidal, rotary, alibi = layout.BUFFERS
+    if pos.name == "sinusoidal":
+        return {sinusoidal: frequencies(block.hidden_size, 10000.0, dtype, None)}
+    if pos.name == "rotary":
+        turned = int(block.head_size * block.rotary_pct)
+        return {rotary: frequencies(turned, block.rotary_base, dtype, None)}
+    if pos.kind != "distance" or pos.learnable:
+        return {}
+    slopes = pos.initial_theta(block.num_heads).to(dtype)
+    return {alibi: slopes.flatten()} if pos.name == "alibi" else {layout.FIXED: slopes[..., None]}
+
+
+def wrong_buffers(model: GPT, stored: dict[str, torch.Tensor]) -> list[str]:
+    """Stored slopes and frequencies that this model would not compute; none need be stored."""
+    block, wrong = model.shape.block, []
+    for name, tensor in stored.items():
+        own = implied_buffers(block, model.pos, tensor.dtype).get(name)
+        if name == layout.FIXED:
+            tensor = tensor.clamp(min=0.01)  # the published code clamps them when it first runs
+        near = own is not None and own.shape == tensor.shape
+        if not near or not torch.allclose(own.float(), tensor.float(), rtol=1e-2, atol=0.0):
+            wrong.append(f"{name}: other values than pos_emb {model.pos.name} has here")
+    return wrong
 
 
 def _about_biases(shape: neox_checkpoint.Shape, gpt_j_residual: bool) -> list[str]:

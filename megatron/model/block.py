@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,8 @@ class BlockShape:
 
     Attributes:
         tanh_gelu: the tanh form of gelu.
-        bias_apart: biases of the output projections and the MLP are added by an operation of their
-            own, as in the published code: 16-bit activations are then rounded twice.
+        rounds_as_published: 16-bit activations are rounded where the published code rounds them:
+            in the norms, and before the biases of output projections and MLP are added.
     """
 
     hidden_size: int
@@ -45,7 +46,7 @@ class BlockShape:
     hidden_dropout: float = 0.0
     rotary_pct: float = 1.0
     rotary_base: float = 10000.0
-    bias_apart: bool = False
+    rounds_as_published: bool = False
 
     @property
     def head_size(self) -> int:
@@ -75,7 +76,8 @@ class SelfAttention(nn.Module):
         hidden = shape.hidden_size
         self.rotary_ndims = int(shape.head_size * shape.rotary_pct)
         self.query_key_value = skip_init(nn.Linear, hidden, 3 * hidden)
-        self.dense = skip_init(BiasApart if shape.bias_apart else nn.Linear, hidden, hidden)
+        linear = BiasApart if shape.rounds_as_published else nn.Linear
+        self.dense = skip_init(linear, hidden, hidden)
 
     def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
         s = self.shape
@@ -104,8 +106,8 @@ class MLP(nn.Module):
     def __init__(self, shape: BlockShape):
         super().__init__()
         self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
-        self.bias_apart = shape.bias_apart
-        linear = BiasApart if shape.bias_apart else nn.Linear
+        self.rounds_as_published = shape.rounds_as_published
+        linear = BiasApart if shape.rounds_as_published else nn.Linear
         halves = 2 if shape.activation == "geglu" else 1
         self.dense_h_to_4h = skip_init(linear, shape.hidden_size, halves * shape.mlp_size)
         self.dense_4h_to_h = skip_init(linear, shape.mlp_size, shape.hidden_size)
@@ -116,7 +118,7 @@ class MLP(nn.Module):
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation == "gelu" and self.tanh_gelu:
             # torch's constant differs in the tenth digit, which float64 alone can see.
-            exact = self.bias_apart or x.dtype == torch.float64
+            exact = self.rounds_as_published or x.dtype == torch.float64
             return published_tanh_gelu(x) if exact else F.gelu(x, approximate="tanh")
         if self.activation == "gelu":
             return F.gelu(x)
@@ -145,9 +147,12 @@ class Block(nn.Module):
     def __init__(self, shape: BlockShape, pos: PositionalEmbedding, attend: AttentionFn):
         super().__init__()
         self.gpt_j_residual = shape.gpt_j_residual
-        self.input_layernorm = build_norm(shape.norm, shape.hidden_size, shape.norm_eps)
+        norm = partial(
+            build_norm, shape.norm, shape.hidden_size, shape.norm_eps, shape.rounds_as_published
+        )
+        self.input_layernorm = norm()
         self.attention = SelfAttention(shape, pos, attend)
-        self.post_attention_layernorm = build_norm(shape.norm, shape.hidden_size, shape.norm_eps)
+        self.post_attention_layernorm = norm()
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.hidden_dropout)
 

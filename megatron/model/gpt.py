@@ -142,7 +142,9 @@ class GPT(nn.Module):
         block = shape.block
         self.embedding = EmbeddingLayer(shape, pos, seed)
         self.layers = nn.ModuleList(Block(block, pos, attend) for _ in range(shape.num_layers))
-        self.final_norm = build_norm(block.norm, block.hidden_size, block.norm_eps)
+        self.final_norm = build_norm(
+            block.norm, block.hidden_size, block.norm_eps, block.rounds_as_published
+        )
         self.output: nn.Linear | None = None
         if not shape.tie_weights:
             self.output = skip_init(nn.Linear, block.hidden_size, shape.vocab_size, bias=False)
