@@ -96,9 +96,9 @@ def implied_buffers(
 
 def wrong_buffers(model: GPT, stored: dict[str, torch.Tensor]) -> list[str]:
     """Stored slopes and frequencies that this model would not compute; none need be stored."""
-    block, wrong = model.shape.block, []
+    wrong = []
     for name, tensor in stored.items():
-        own = implied_buffers(block, model.pos, tensor.dtype).get(name)
+        own = implied_buffers(model.shape.block, model.pos, tensor.dtype).get(name)
         if name == layout.FIXED:
             tensor = tensor.clamp(min=0.01)  # the published code clamps them when it first runs
         near = own is not None and own.shape == tensor.shape
