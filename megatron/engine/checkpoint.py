@@ -6,18 +6,15 @@
         kerple.json                                       layout, progress, versions, config
     SAVE/latest                 name of the newest whole checkpoint
 
-A checkpoint is written as `.unfinished-global_stepN`, flushed to disk, renamed, and only then named
-by `latest` (itself replaced by a rename): a process killed at any moment leaves the previous one
-usable.
+A process killed at any moment leaves the previous one usable: see `folders`.
+
+DeepSpeed unpickles its files when a run resumes: load checkpoints of your own only.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron import __version__
+from megatron.engine.folders import UNFINISHED, publish
 from megatron.engine.neox_checkpoint import is_published
 from megatron.engine.safe_load import CheckpointError, safe_load
 from megatron.parallel import Groups, rng_state, set_rng_state
 
 if TYPE_CHECKING:
     import deepspeed
-
-UNFINISHED = ".unfinished-"
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -117,27 +112,6 @@ def save(
     return final
 
 
-@contextmanager
-def appears_whole(folder: Path, tag: str) -> Iterator[Path]:
-    """A new folder to be filled, that becomes `folder/tag` and is named by `latest` in the end."""
-    unfinished = folder / f"{UNFINISHED}{tag}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    yield unfinished
-    publish(folder, tag)
-
-
-def publish(folder: Path, tag: str) -> None:
-    """Flush `.unfinished-TAG` to disk, rename it, and let `latest` name it."""
-    unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
-    for path in unfinished.rglob("*"):
-        _flush(path)
-    shutil.rmtree(final, ignore_errors=True)
-    unfinished.rename(final)
-    _flush(folder)
-    _replace_text(folder / "latest", tag)
-
-
 def read_record(folder: Path, tag: str) -> dict[str, Any]:
     """The checkpoint's `kerple.json`.
 
@@ -154,40 +128,64 @@ def read_record(folder: Path, tag: str) -> dict[str, Any]:
         ) from error
 
 
+WAYS_OUT = {
+    "model": "Use the config it was trained with, or another `load` and `save`",
+    "data": (
+        "Restore those settings to continue its order of samples exactly, or set `finetune: true` "
+        "and another `save` to start a new run from its weights"
+    ),
+    "layout": (
+        "Resume with the layout it was written under, or set `finetune: true` and another `save` "
+        "to take only its weights"
+    ),
+}
+"""What a checkpoint must agree with a run about, and what to do where it does not."""
+
+
+def require_same(folder: Path, tag: str, about: dict[str, dict[str, Any]]) -> None:
+    """Compare `about` (any of model, data, layout) with what the checkpoint says of itself.
+
+    Raises:
+        CheckpointError: names every entry that differs.
+    """
+    record = read_record(folder, tag)
+    for subject, here in about.items():
+        there = record.get(subject, {})
+        here = json.loads(json.dumps(here))  # as it would be read back
+        differing = [
+            f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
+            for key, value in here.items()
+            if there.get(key) != value
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{folder / tag} was written with another {subject} ({'; '.join(differing)}). "
+                f"{WAYS_OUT[subject]}"
+            )
+
+
 def restore(
-    engine: deepspeed.DeepSpeedEngine,
-    groups: Groups,
-    folder: Path,
-    tag: str,
-    *,
-    layout: dict[str, Any],
+    engine: deepspeed.DeepSpeedEngine, groups: Groups, folder: Path, tag: str
 ) -> Progress:
     """Load weights, optimizer, schedule and random streams; every rank must call it.
 
-    Args:
-        layout: this run's layout; it must equal the checkpoint's, since the optimizer's state is
-            cut over the ranks.
-
     Raises:
-        CheckpointError: unreadable, or written under another layout.
+        CheckpointError: a file is missing or damaged.
     """
-    record = read_record(folder, tag)
-    differing = [
-        f"{key}: {record['layout'].get(key)!r} in the checkpoint, {value!r} here"
-        for key, value in layout.items()
-        if record["layout"].get(key) != value
-    ]
-    if differing:
+    progress = Progress(**read_record(folder, tag)["progress"])
+    try:
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+        path = folder / tag / f"rng_rank_{groups.rank:05d}.pt"
+        set_rng_state(torch.load(path, weights_only=True))
+    except Exception as error:  # whatever a torn file makes the readers below it raise
         raise CheckpointError(
-            f"{folder / tag} was written under another layout ({'; '.join(differing)}). Resume "
-            "with the layout it was written under, or set `finetune: true` to take only its weights"
-        )
-    loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+            f"{folder / tag}: cannot be loaded on rank {groups.rank} "
+            f"({type(error).__name__}: {error}); if a file is damaged, write the name of an older "
+            f"checkpoint into {folder / 'latest'}"
+        ) from error
     if loaded is None:
         raise CheckpointError(f"{folder / tag}: DeepSpeed found nothing to load there")
-    path = folder / tag / f"rng_rank_{groups.rank:05d}.pt"
-    set_rng_state(torch.load(path, weights_only=True))
-    return Progress(**record["progress"])
+    return progress
 
 
 def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
@@ -203,19 +201,16 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     return safe_load(folder / tag / "mp_rank_00_model_states.pt")["module"]
 
 
+def is_foreign(folder: Path, tag: str) -> bool:
+    """Whether the checkpoint is a published one, or was imported from one."""
+    return is_published(folder / tag) or "imported" in read_record(folder, tag)
+
+
 def imported_buffers(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     """What an imported checkpoint's files held although it follows from the configuration."""
-    if "imported" not in read_record(folder, tag):
+    if not is_foreign(folder, tag):
         return {}
     return safe_load(folder / tag / "mp_rank_00_model_states.pt")["neox_buffers"]
-
-
-def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what a killed run left half written; returns the names."""
-    leftovers = sorted(folder.glob(f"{UNFINISHED}*"))
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in leftovers]
 
 
 def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
@@ -227,22 +222,3 @@ def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
     for path in done[:-keep_last]:
         if path.name != newest_tag:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".unfinished")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder, so that a rename never outlives the bytes it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,6 +24,7 @@ from megatron.config import Config, load_config
 from megatron.engine import checkpoint, neox_checkpoint
 from megatron.engine import neox_layout as layout
 from megatron.engine.build import DTYPES, positional_of, shape_of
+from megatron.engine.folders import appears_whole
 from megatron.engine.neox_checkpoint import Published, Shape
 from megatron.engine.safe_load import CheckpointError
 from megatron.engine.weights import implied_buffers
@@ -50,7 +51,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         "layout": {"zero_stage": 0},
         "imported": found.about(),
     }
-    with checkpoint.appears_whole(target, tag) as folder:
+    with appears_whole(target, tag) as folder:
         state = {"module": found.weights, "neox_buffers": found.buffers}
         torch.save(state, folder / "mp_rank_00_model_states.pt")
         if (source / "configs").is_dir():
@@ -95,7 +96,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     target.mkdir(parents=True, exist_ok=True)
     if (target / tag).exists():
         raise CheckpointError(f"{target / tag} exists already; remove it, or name another folder")
-    with checkpoint.appears_whole(target, tag) as folder:
+    with appears_whole(target, tag) as folder:
         _write(folder, shape, weights, buffers, record["progress"]["step"], state)
         if (source / tag / "configs").is_dir():
             shutil.copytree(source / tag / "configs", folder / "configs")

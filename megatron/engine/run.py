@@ -11,22 +11,15 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
-from megatron.engine.build import build_model, schedule_of
+from megatron.engine.build import build_model, identity_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
+from megatron.engine.job_engine import job_engine
 from megatron.engine.log import RunLog
 from megatron.engine.loop import LoopSettings, train_loop, validation_loss
-from megatron.engine.optim import (
-    build_engine,
-    build_optimizer,
-    engine_config,
-    full_theta,
-    parameter_groups,
-)
-from megatron.engine.schedule import AnnealingLR
-from megatron.engine.start import Start, choose_start
-from megatron.model import GPT
+from megatron.engine.optim import full_theta
+from megatron.engine.start import choose_start
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -46,40 +39,6 @@ def train(config: Config, *, verbose: bool = False) -> None:
         distributed.stop()
 
 
-def engine_for(config: Config, model: GPT, groups: Groups) -> Any:
-    """The DeepSpeed engine around `model`: optimizer, schedule, precision, ZeRO as configured."""
-    optimizer = build_optimizer(
-        config.optimizer.type,
-        parameter_groups(
-            model,
-            config.optimizer.weight_decay,
-            decay_theta=config.optimizer.weight_decay_positional,
-        ),
-        lr=config.optimizer.lr,
-        betas=tuple(config.optimizer.betas),
-        eps=config.optimizer.eps,
-        momentum=config.optimizer.momentum,
-    )
-    annealing = AnnealingLR(
-        optimizer, schedule_of(config), use_checkpoint=config.lr.use_checkpoint_lr_scheduler
-    )
-    training = config.training
-    scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis")
-    settings = engine_config(
-        micro_batch=config.batch.train_micro_batch_size_per_gpu,
-        accumulation=config.batch.gradient_accumulation_steps,
-        world_size=groups.data_size,
-        precision=training.precision,
-        gradient_clipping=config.optimizer.gradient_clipping,
-        zero_stage=config.parallel.zero_stage,
-        zero_options=dict(config.parallel.zero),
-        grad_accum_dtype=training.grad_accum_dtype,
-        fp16_options={key: getattr(training, key) for key in (*scaling, "min_loss_scale")},
-    )
-    published = config.model.published_numerics
-    return build_engine(model, optimizer, annealing, settings, count_empty_step=published)
-
-
 class Job:
     """The parts of one training job, built in the order in which data flows."""
 
@@ -92,13 +51,21 @@ class Job:
             "data_parallel_size": groups.data_size,
             "zero_stage": config.parallel.zero_stage,
             "precision": config.training.precision,
+            "optimizer": config.optimizer.type,
+            "weight_decay_positional": config.optimizer.weight_decay_positional,
         }
         torch.manual_seed(config.training.seed + groups.rank)  # dropout: each rank its own stream
         vocab_size = self.data.tokenizer.vocab_size
         self.model = build_model(config, vocab_size, device_type=groups.device.type)
-        self.start = self._choose_start()
-        self.engine = engine_for(config, self.model, groups)
-        self.progress = self.start.finish(self.engine, groups, self.layout)
+        self.about = {
+            "model": identity_of(config, self.model, self.data.tokenizer),
+            "data": self.data.identity,
+            "layout": self.layout,
+        }
+        self.start = choose_start(config, groups, self.data.wanted["train"])
+        self.start.load_weights(self.model, self.about)
+        self.engine, self.schedule = job_engine(config, self.model, groups)
+        self.progress = self.start.finish(self.engine, self.schedule, groups, self.about)
 
     def run(self) -> None:
         """Train to `train_iters`, then evaluate."""
@@ -121,18 +88,6 @@ class Job:
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
 
-    def _choose_start(self) -> Start:
-        """Where the run starts; weights alone are put into the model before it is sharded."""
-        save = self.config.checkpoint.save
-        if save and self.groups.is_main:
-            left = checkpoint.remove_unfinished(Path(save))
-            if left:
-                print(f"removed what a killed run left half written: {', '.join(left)}")
-        self.groups.barrier()
-        start = choose_start(self.config, self.data.identity, self.data.wanted["train"])
-        start.load_weights(self.model)
-        return start
-
     def _announce(self, log: RunLog) -> None:
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
         c, groups = self.config, self.groups
@@ -147,6 +102,8 @@ class Job:
             f"{self.data.identity['documents']:,} documents"
         )
         log.line(self.start.text)
+        if self.progress.step >= c.training.train_iters > 0:
+            log.line(f"step {self.progress.step} of {c.training.train_iters}: nothing to train")
         evaluates_another = c.training.train_iters == 0 and (self.run_dir / "config.yml").exists()
         if groups.is_main and not evaluates_another:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -187,11 +144,7 @@ class Job:
                     self.groups,
                     Path(c.checkpoint.save),
                     self.progress,
-                    about={
-                        "layout": self.layout,
-                        "data": self.data.identity,
-                        "config": c.to_flat_dict(),
-                    },
+                    about={**self.about, "config": c.to_flat_dict()},
                     keep_last=c.checkpoint.keep_last_n_checkpoints,
                 )
                 log.line(f"  saved {folder}")
@@ -209,6 +162,7 @@ class Job:
                 eval_iters=c.training.eval_iters,
                 save_interval=c.checkpoint.save_interval,
                 extra_save_iters=tuple(c.checkpoint.extra_save_iters),
+                exit_interval=c.training.exit_interval,
                 skips_overflow=c.training.precision == "fp16",
                 clamps_copy_only=c.model.published_numerics and c.training.precision != "fp32",
             ),
@@ -245,7 +199,7 @@ class Job:
                 continue
             first = loader.consumed_samples
             value = validation_loss(self.engine, loader, count, self.groups)
-            short = f", all that are left of {wanted} wanted" if count < wanted else ""
+            short = f", all that are left of {wanted} batches" if count < wanted else ""
             sequences = count * loader.micro_batch * loader.dp_size
             text = (
                 f"{name} loss at iteration {step}: {value:.6f} | perplexity "

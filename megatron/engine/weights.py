@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron.engine import neox_checkpoint
 from megatron.engine import neox_layout as layout
-from megatron.engine.checkpoint import imported_buffers, read_weights
+from megatron.engine.checkpoint import imported_buffers, is_foreign, read_weights, require_same
 from megatron.engine.safe_load import CheckpointError
 from megatron.model import GPT, BlockShape
 from megatron.positional import PositionalEmbedding
 from megatron.positional.rotary import frequencies
 
 
-def load_weights(model: GPT, folder: Path, tag: str) -> list[str]:
+def load_weights(
+    model: GPT, folder: Path, tag: str, identity: dict[str, Any] | None = None
+) -> list[str]:
     """Copy the checkpoint `folder/tag` into `model`, which must have the same parameters.
 
     Call it before an engine casts or shards the model: masters then start from the stored values.
     Theta beyond its bounds, as the published code leaves it, is projected, in the model's dtype.
+
+    Args:
+        identity: what makes weights interchangeable (`build.identity_of`). A checkpoint of our own
+            must have the same; what was published records none.
 
     Returns:
         What the user should know, a line each.
@@ -37,6 +44,8 @@ def load_weights(model: GPT, folder: Path, tag: str) -> list[str]:
         notes += _about_biases(published.shape, block.gpt_j_residual)
         config = f"the files in {checkpoint / 'configs'}"
     else:
+        if identity is not None and not is_foreign(folder, tag):
+            require_same(folder, tag, {"model": identity})
         stored, buffers = read_weights(folder, tag), imported_buffers(folder, tag)
         config = str(folder / "config.yml")
     own = model.state_dict()

@@ -23,9 +23,9 @@ import torch
 from megatron.config import Config
 from megatron.engine import checkpoint
 from megatron.engine.build import build_model
+from megatron.engine.job_engine import job_engine
 from megatron.engine.loop import train_step
 from megatron.engine.optim import full_theta, parameter_groups, project_theta
-from megatron.engine.run import engine_for
 from megatron.engine.weights import load_weights
 from megatron.parallel import Groups
 from tools.parity.models import case_config, positional_tensors, published_tensors
@@ -75,7 +75,7 @@ class TrainingCase:
         self.model = build_model(config, vocab_size, device_type=groups.device.type)
         start = folder / "checkpoint_init"
         load_weights(self.model, start, checkpoint.newest(start))
-        self.engine = engine_for(config, self.model, groups)
+        self.engine, _ = job_engine(config, self.model, groups)
         self.seen: dict[str, list] = {}
 
     def run(self, tokens: np.ndarray) -> None:
