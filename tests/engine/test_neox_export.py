@@ -65,10 +65,10 @@ def test_what_is_exported_is_the_same_model(tmp_path, pos_emb, parts):
     found = neox_checkpoint.read(written)
     assert found.shape.parts == parts and found.step == 5 and not found.problems
     assert found.args["padded_vocab_size"] == VOCAB
-    other = build_model(config, VOCAB, device_type="cpu").to(DTYPES[config.training.precision])
+    dtype = DTYPES[config.training.precision]
+    other = build_model(config, VOCAB, device_type="cpu").to(dtype)
     load_weights(other, tmp_path / "out", written.name)
-    stored = {tensor.dtype for tensor in found.weights.values()}
-    assert stored == {DTYPES[config.training.precision]}
+    assert {tensor.dtype for tensor in found.weights.values()} == {dtype}
     for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 

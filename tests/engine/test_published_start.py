@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +17,17 @@ from megatron.config import load_config
 from megatron.data import open_splits
 from megatron.data.sample_index import build_sample_index
 from megatron.engine import checkpoint
-from megatron.engine.build import build_model
+from megatron.engine.build import build_model, schedule_of
+from megatron.engine.extrapolate import evaluate
 from megatron.engine.job_data import JobData
+from megatron.engine.schedule import AnnealingLR
+from megatron.engine.start import choose_start
 from megatron.engine.weights import load_weights
 from megatron.parallel import Groups
 
-PARITY = Path(__file__).parents[1] / "fixtures" / "parity"
-PUBLISHED = PARITY / "models" / "kerple_log" / "checkpoint"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+PUBLISHED = FIXTURES / "parity" / "models" / "kerple_log" / "checkpoint"
+ALONE = Groups(0, 1, None, 0, 1, torch.device("cpu"))
 SHAPE = {
     "num_layers": 3,
     "hidden_size": 64,
@@ -121,25 +126,47 @@ def test_a_published_checkpoint_is_continued_from_its_step(tmp_path, prefix, run
     assert f"resuming from {run / 'global_step50004'}" in text and "moments" not in text
 
 
-def test_finetune_starts_at_0_and_evaluate_reads_the_folder(tmp_path, prefix, run):
+def test_finetune_starts_at_0_from_the_weights(tmp_path, prefix, run):
     path = config_at(tmp_path, prefix, run, train_iters=1)
     options = ["-o", "finetune=true", "-o", f"save={tmp_path / 'tuned'}"]
     text = call("train.py", path, *options)
     assert "starting at step 0 from the weights of" in text
     assert list(rows(tmp_path / "tuned")) == [1]
-    out = tmp_path / "out"
-    text = call("evaluate.py", path, "--load", run, "--lengths", "16,32", "--out", out)
-    assert "evaluating" in text and (out / "extrapolation.csv").is_file()
-    text = call("evaluate.py", path, "--load", run / "global_step50000", "--lengths", "16", code=1)
-    assert "is one checkpoint; name the folder that holds it" in text
-    text = call("train.py", path, "-o", "train_iters=0", "-o", f"load={tmp_path}", code=1)
-    assert "holds no checkpoint" in text and "Traceback" not in text
+
+
+def test_evaluate_reads_the_folder(tmp_path, prefix, run):
+    config = load_config([config_at(tmp_path, prefix, run, train_iters=1, eval_tokens=512)])
+    said = []
+    evaluate(config, run, [16, 32], out=tmp_path / "out", say=said.append)
+    assert said[0] == f"evaluating {run / 'global_step50000'}"
+    assert len((tmp_path / "out" / "extrapolation.csv").read_text().splitlines()) == 3
+
+
+def test_nothing_to_evaluate_is_an_error(tmp_path, prefix):
+    config = load_config([config_at(tmp_path, prefix, tmp_path, train_iters=0)])
+    with pytest.raises(checkpoint.CheckpointError, match="train_iters: 0 does nothing but"):
+        choose_start(config, ALONE, 0)
+
+
+def test_the_recorded_curve_is_taken_where_the_config_asks_for_it(tmp_path, prefix, run):
+    """The release was trained with another rate than this config's 0.01."""
+    for use, rate in ((True, 6e-4), (False, 0.01)):
+        path = config_at(
+            tmp_path, prefix, run, train_iters=60000, use_checkpoint_lr_scheduler=use
+        )
+        config = load_config([path])
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        annealing = AnnealingLR(optimizer, schedule_of(config), use_checkpoint=use)
+        start = choose_start(config, ALONE, 60000 * 2)
+        start.finish(SimpleNamespace(), annealing, ALONE, {})
+        assert annealing.num_iters == 50000 and annealing.schedule.start_lr == rate
+        assert start.progress.consumed_samples == 50000 * 2
 
 
 @pytest.mark.parametrize("iteration", [0, 1, 999, 1000, 2500])
 def test_without_accumulation_both_rules_read_the_same_batches(tmp_path, prefix, iteration):
     path = config_at(tmp_path, prefix, tmp_path, train_iters=3000)
-    data = JobData(load_config([path]), Groups(0, 1, None, 0, 1, torch.device("cpu")))
+    data = JobData(load_config([path]), ALONE)
     for name, evaluations in (("valid", iteration // 1000), ("test", 0)):
         ours = data.held_out(name, evaluations_before=evaluations)
         published = data.held_out_at(name, iteration=iteration)
