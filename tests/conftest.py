@@ -22,12 +22,17 @@ os.environ["WANDB_ERROR_REPORTING"] = "false"
 GPU_COMMAND = "python -m pytest -m gpu"
 
 if importlib.util.find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     # Few and always the same examples where every change is tested; HYPOTHESIS_PROFILE=search
     # looks further, with new examples each time.
     settings.register_profile(
-        "house", max_examples=25, deadline=None, derandomize=True, database=None
+        "house",
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no defect
     )
     settings.register_profile("search", max_examples=1000, deadline=None, database=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
