@@ -23,7 +23,8 @@ from megatron.data import split_documents
 from megatron.data.dataset import TokenDataset
 from megatron.data.loader import TrainLoader, published_start, sample_counts
 from megatron.data.mmap import MMapIndexedDataset
-from megatron.data.prepare import text_documents, write_shards
+from megatron.data.prepare import PrepareOptions, write_shards
+from megatron.data.sources import find_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.build import padded_vocab_size
 from tools.parity.result import Result
@@ -38,7 +39,9 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
         result = Result(f"{name} {corpus.name}")
         with tempfile.TemporaryDirectory() as temporary:
             prefix = Path(temporary) / f"{corpus.stem}_text_document"
-            write_shards(text_documents([corpus]), prefix, tokenizer, source={}, quiet=True)
+            write_shards(
+                find_sources([corpus]), [prefix], tokenizer, PrepareOptions(quiet=True)
+            )
             for end in (".bin", ".idx"):
                 published = (folder / (prefix.name + end)).read_bytes()
                 ours = prefix.with_name(prefix.name + end).read_bytes()
