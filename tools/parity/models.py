@@ -5,7 +5,9 @@ would give it. float64 and float32 use the asked attention backend; the numbers 
 code computed in bf16 are compared under `published_numerics`, which the eager backend alone has.
 
 Gradients are compared by their norm and, against the norm, by their sum (per sqrt of the number of
-elements) and first four values; those of the kernel's parameters and of T5's table whole.
+elements) and first four values; those of the kernel's parameters and of T5's table whole. A case of
+several tensor-parallel parts may have recorded the first rank's part of each instead of the whole:
+the norm of the embedding's gradient tells which, and all others are then taken alike.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from megatron.engine.weights import load_weights
 from megatron.model import GPT
 from tools.parity.result import Result
 
+EMBEDDING = "0.word_embeddings.weight"
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 # Absolute for logits and losses of single tokens; float32 losses relative, as are gradients.
 TOLERANCES = {
@@ -91,6 +94,7 @@ class ModelCase:
         checkpoint = folder / manifest.get("checkpoint", "checkpoint")
         tag = manifest.get("tag") or (checkpoint / "latest").read_text().strip()
         stored = neox_checkpoint.read(checkpoint / tag)
+        self.shape = stored.shape
         coarse = any(tensor.dtype == torch.bfloat16 for tensor in stored.weights.values())
         if coarse:  # then its buffers are rounded too, whatever computes with them
             self.model.pos.published = torch.bfloat16
@@ -127,10 +131,14 @@ class ModelCase:
             self._check_gradients(end)
 
     def _check_gradients(self, end: str) -> None:
-        ours = {name: _numpy(g) for name, g in gradients(self.model).items()}
-        names = self.manifest["grad_param_names"]
-        self.result.expect("parameters with a gradient", sorted(ours), sorted(names))
-        norms = self.expected[f"grad_l2_{end}"]
+        names, norms = self.manifest["grad_param_names"], self.expected[f"grad_l2_{end}"]
+        whole = gradients(self.model)
+        self.result.expect("parameters with a gradient", sorted(whole), sorted(names))
+        recorded = dict(zip(names, norms, strict=True)).get(EMBEDDING, 0.0)
+        part = self._first_parts({EMBEDDING: whole[EMBEDDING]})[EMBEDDING]
+        apart = [abs(tensor.norm().item() - recorded) for tensor in (whole[EMBEDDING], part)]
+        alone = apart[1] < apart[0]
+        ours = {k: _numpy(g) for k, g in (self._first_parts(whole) if alone else whole).items()}
         floor = 1e-6 * np.linalg.norm(norms)  # a gradient of zero has only rounding in it
         norm_tolerance, tolerance = self.tolerances["norms"], self.tolerances["values"]
         for i, name in enumerate(names):
@@ -151,13 +159,23 @@ class ModelCase:
 
     def _check_clamped(self, tolerance: float) -> None:
         """The kernel's parameters after the published forward pass has clamped them."""
+        whole = positional_tensors(self.model, self.model.theta)
+        parts = self._first_parts(whole)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
-            name = key.removeprefix("after_forward/")
-            ours = positional_tensors(self.model, self.model.theta).get(name)
-            if ours is None:
+            name, stored = key.removeprefix("after_forward/"), self.expected[key]
+            if name not in whole:
                 self.result.faults.append(f"{name}: not in this model")
-            else:
-                self.result.compare("clamped kernel", _numpy(ours), self.expected[key], tolerance)
+                continue
+            ours = parts[name] if stored.size < whole[name].numel() else whole[name]
+            self.result.compare("clamped kernel", _numpy(ours), stored, tolerance)
+
+    def _first_parts(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the first tensor-parallel rank has of each; the whole where there is one rank."""
+        cut, shape = layout.cut, self.shape
+        return {
+            name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]
+            for name, tensor in tensors.items()
+        }
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
