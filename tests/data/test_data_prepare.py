@@ -204,3 +204,27 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ShardError, match=r"x\.json: is not a manifest"):
         open_splits(prefix, "1", other)
+
+
+def test_a_mended_input_is_read_anew_and_a_skipping_run_goes_on(tmp_path):
+    """A stopped run keeps its journal; it counts only while the inputs are the same."""
+    path, options = tmp_path / "x.jsonl", {"checkpoint_seconds": 0.0, "quiet": True}
+    good = [f"{i} " * 400 for i in range(3000)]  # several chunks
+    lines = [json.dumps({"text": text}) + "\n" for text in good]
+    path.write_text("".join(lines) + '{"text": 1}\n')
+    sources = find_sources([path])
+    stop, skip = (PrepareOptions(on_error=how, **options) for how in ("stop", "skip"))
+    with pytest.raises(CorpusError, match="x.jsonl:3001: .* goes on after the first 2,"):
+        write_shards(sources, [tmp_path / "x"], BYTES, stop)
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert {"x.journal", "x.bin.part", "x.idx.part"} <= kept and "x.idx" not in kept
+    [manifest] = write_shards(sources, [tmp_path / "x"], BYTES, skip)
+    assert (manifest["documents"], manifest["source"]["skipped"]) == (3000, 1)
+    expected = (tmp_path / "x.bin").read_bytes()
+    with pytest.raises(CorpusError, match="x.jsonl:3001"):
+        write_shards(sources, [tmp_path / "y"], BYTES, stop)
+    path.write_text("".join(lines[1:]))  # mended, and changed at its begin
+    [manifest] = write_shards(find_sources([path]), [tmp_path / "y"], BYTES, stop)
+    assert manifest["documents"] == 2999
+    assert (tmp_path / "y.bin").read_bytes() == expected[len(good[0]) * 2 + 2 :]
+    assert sorted(path.name for path in tmp_path.glob("y*")) == ["y.bin", "y.idx", "y.json"]

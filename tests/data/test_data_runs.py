@@ -279,3 +279,30 @@ def test_gpt_neox_flags_give_gpt_neox_files(parity, gpt2_files, tmp_path):
     )
     assert "Vocab size: 50257" in text
     assert content(tmp_path / "corpus_text_document") == content(parity / "corpus_text_document")
+
+
+PEAK = """
+import resource, sys
+import prepare_data
+assert prepare_data.main(sys.argv[1:]) == 0
+kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+print("peak", *(resource.getrusage(kind).ru_maxrss for kind in kinds))
+"""
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    """Peak resident KiB of the run and of its largest worker: 5 MB against 50 MB of text."""
+    line = '{"text": "' + "some words in a row " * 50 + '"}\n'
+    peaks = []
+    for count in (5_000, 50_000):
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text(line * count)
+        arguments = ["--input", path, "--name", f"n{count}", "-d", tmp_path, "--workers", 2]
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, *map(str, arguments)],
+            cwd=ROOT, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        peaks.append(list(map(int, done.stdout.split("peak")[1].split())))
+    for small, large in zip(*peaks, strict=True):
+        assert large < small + 15_000, peaks
