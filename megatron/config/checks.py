@@ -32,6 +32,15 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
     parts = [values.get("pipe_parallel_size"), values.get("model_parallel_size")]
     if None in parts:
         return
+    stages, slices = parts
+    if world_size % math.prod(parts):
+        yield (
+            "pipe_parallel_size" if stages > 1 else "model_parallel_size",
+            f"{world_size} process(es) cannot form groups of pipe_parallel_size {stages} x "
+            f"model_parallel_size {slices} = {stages * slices}; start a multiple of "
+            f"{stages * slices}, e.g. torchrun --nproc-per-node {stages * slices} train.py ...",
+        )
+        return
     values["data_parallel_size"] = world_size // math.prod(parts)
     yield from _derive_batch(values)
 
@@ -116,6 +125,37 @@ def _kv_heads(kv: int, heads: int) -> Found | None:
         return None
     text = f"{kv} differs from num_attention_heads {heads}: grouped queries are not built yet"
     return "num_kv_heads", f"{text}; leave num_kv_heads out"
+
+
+@_relation("model_parallel_size", "num_attention_heads")
+def _cut_heads(slices: int, heads: int) -> Found | None:
+    if heads % slices == 0:
+        return None
+    text = f"{slices} cannot share num_attention_heads {heads} out evenly"
+    return "model_parallel_size", f"{text}; write a divisor of {heads}"
+
+
+@_relation("model_parallel_size", "make_vocab_size_divisible_by")
+def _cut_vocabulary(slices: int, multiple: int) -> Found | None:
+    if multiple % slices == 0:
+        return None
+    return (
+        "make_vocab_size_divisible_by",
+        f"{multiple} is not a multiple of model_parallel_size {slices}, and the padded vocabulary "
+        f"does not depend on the layout; write e.g. {math.lcm(multiple, slices)}",
+    )
+
+
+@_relation("model_parallel_size", "activation", "hidden_size")
+def _cut_gates(slices: int, activation: str, hidden: int) -> Found | None:
+    inner = int(8 * hidden / 3)
+    if activation != "geglu" or inner % slices == 0:
+        return None
+    return (
+        "model_parallel_size",
+        f"{slices} cannot cut geglu's inner width int(8/3 x hidden_size {hidden}) = {inner} "
+        "evenly; write another hidden_size, or activation: gelu",
+    )
 
 
 @_relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")

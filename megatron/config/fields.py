@@ -174,6 +174,11 @@ def undivided(what: str) -> Callable:
     return check
 
 
+def degree(value: Any) -> int:
+    """Checks a degree of parallelism; NeoX writes 0 for 1 too."""
+    return max(1, whole(0, write="1 for none")(value))
+
+
 def whole_list(low: int) -> Callable:
     """Checks a list of whole numbers; ``128,256`` (handy after ``-o``) is read as one too."""
     each = whole(low)
@@ -220,6 +225,7 @@ Positive = Annotated[int, BeforeValidator(whole(1))]
 Count = Annotated[int, BeforeValidator(whole(0))]
 PositiveNumber = Annotated[float, BeforeValidator(number(0, above=True))]
 Epsilon = Annotated[float, BeforeValidator(number(0, above=True, write="e.g. 1e-8"))]
+Degree = Annotated[int, BeforeValidator(degree)]
 Amount = Annotated[float, BeforeValidator(number(0))]
 Probability = Annotated[float, BeforeValidator(number(0, 1))]
 Flag = Annotated[bool, BeforeValidator(flag)]

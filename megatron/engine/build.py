@@ -14,6 +14,7 @@ from megatron.config import Config
 from megatron.data.corpora import prepare_builtin
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model import GPT, BlockShape, GPTShape
+from megatron.parallel import ALONE, TensorGroup
 from megatron.positional import load as load_positional
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,10 +26,13 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
-    """GPT-NeoX's padding: the next multiple of divisible_by * model_parallel_size."""
-    multiple = divisible_by * model_parallel_size
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
+    """The next multiple of `divisible_by`.
+
+    GPT-NeoX multiplies by model_parallel_size, so that its model changes with the layout; here
+    `divisible_by` must be a multiple of it instead.
+    """
+    return -(-vocab_size // divisible_by) * divisible_by
 
 
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
@@ -52,12 +56,9 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         rotary_pct=m.rotary_pct,
         rotary_base=m.rotary_emb_base,
     )
-    padded = padded_vocab_size(
-        vocab_size, m.make_vocab_size_divisible_by, config.parallel.model_parallel_size
-    )
     return GPTShape(
         num_layers=m.num_layers,
-        vocab_size=padded,
+        vocab_size=padded_vocab_size(vocab_size, m.make_vocab_size_divisible_by),
         block=block,
         max_positions=m.max_position_embeddings,
         tie_weights=not m.no_weight_tying,
@@ -66,11 +67,14 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         init_std=m.init_method_std,
         position_offset=m.opt_pos_emb_offset,
         checkpoint_activations=m.checkpoint_activations,
+        cut_output_inputs=m.output_layer_parallelism == "row",
     )
 
 
-def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
-    """The model on the CPU in fp32, initialised from the config's seed."""
+def build_model(
+    config: Config, vocab_size: int, *, device_type: str, tp: TensorGroup = ALONE
+) -> GPT:
+    """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed."""
     m = config.model
     options = dict(m.pos_emb_options)
     if m.pos_emb == "rpe":
@@ -86,7 +90,7 @@ def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
         device_type=device_type,
         dtype=DTYPES[config.training.precision],
     )
-    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
+    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp)
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str:

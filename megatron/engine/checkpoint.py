@@ -1,9 +1,9 @@
 """Checkpoints: DeepSpeed's files in a folder that appears whole or not at all.
 
     SAVE/global_stepN/          one checkpoint
-        mp_rank_00_model_states.pt, *_optim_states.pt     DeepSpeed's
+        mp_rank_TT_model_states.pt, *_optim_states.pt     DeepSpeed's
         rng_rank_RRRRR.pt                                 dropout streams, one a rank
-        kerple.json                                       layout, progress, versions, config
+        kerple.json                                       layout, cuts, progress, versions, config
     SAVE/latest                 name of the newest whole checkpoint
 
 A checkpoint is written as `.unfinished-global_stepN`, flushed to disk, renamed, and only then named
@@ -24,6 +24,7 @@ import deepspeed
 import torch
 
 from megatron import __version__
+from megatron.engine import weights
 from megatron.parallel import Groups, rng_state, set_rng_state
 
 UNFINISHED = ".unfinished-"
@@ -179,16 +180,10 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
 
     16-bit weights come as stored; ZeRO-3, where no rank holds them whole, gives the fp32 masters.
     """
-    record = read_record(folder, tag)
-    if record["layout"]["zero_stage"] == 3:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
-    path = folder / tag / "mp_rank_00_model_states.pt"
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)["module"]
+        return weights.read_whole(folder, tag, read_record(folder, tag))
     except (OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        raise CheckpointError(f"{folder / tag}: its weights cannot be read ({error})") from error
 
 
 def load_weights(model: torch.nn.Module, folder: Path, tag: str) -> None:
@@ -198,21 +193,14 @@ def load_weights(model: torch.nn.Module, folder: Path, tag: str) -> None:
         CheckpointError: lists what is missing, unknown or of another shape.
     """
     stored = read_weights(folder, tag)
-    own = model.state_dict()
-    wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
-    wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
-    wrong += [
-        f"{name}: {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name].shape)} here"
-        for name in own.keys() & stored.keys()
-        if stored[name].shape != own[name].shape
-    ]
+    wrong = weights.misfits(model, stored)
     if wrong:
-        listed = "\n  ".join(sorted(wrong))
+        listed = "\n  ".join(wrong)
         raise CheckpointError(
             f"{folder / tag} does not fit the model that the config describes:\n  {listed}\n"
             f"use the config it was trained with: {folder / 'config.yml'}"
         )
-    model.load_state_dict(stored)
+    weights.fill(model, stored)
 
 
 def remove_unfinished(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron.engine.log import RunLog
-from megatron.engine.optim import project_theta
+from megatron.engine.optim import all_heads, gradient_norm, project_theta
 from megatron.parallel import Groups
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
@@ -80,8 +80,7 @@ def train_step(
         engine.backward(loss)
         if engine.is_gradient_accumulation_boundary() and not engine.zero_optimization():
             # Plain data parallelism clips without saying what the norm was.
-            grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
+            norm = gradient_norm(engine.module, groups.model)
         engine.step()
     if norm is None:
         norm = engine.get_global_grad_norm()
@@ -152,7 +151,8 @@ def train_loop(
                 )
         meter.seconds += time.monotonic() - start
         if logs:
-            _report(log, step, mean, lr, norm, meter, settings, master, theta_names)
+            whole = None if master is None else all_heads(master, groups)
+            _report(log, step, mean, lr, norm, meter, settings, whole, theta_names)
             meter.reset()
         if step % settings.eval_interval == 0:
             value = validate(step)

@@ -10,20 +10,15 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
+from megatron.engine.assemble import assemble
 from megatron.engine.build import build_model
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
 from megatron.engine.log import RunLog
 from megatron.engine.loop import LoopSettings, train_loop, validation_loss
-from megatron.engine.optim import (
-    build_engine,
-    build_optimizer,
-    engine_config,
-    full_theta,
-    parameter_groups,
-)
-from megatron.engine.schedule import AnnealingLR, Schedule
+from megatron.engine.optim import all_heads, full_theta
+from megatron.engine.weights import describe_cuts
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -47,19 +42,25 @@ class Job:
     """The parts of one training job, built in the order in which data flows."""
 
     def __init__(self, config: Config, groups: Groups):
+        parallel = config.parallel
+        groups = groups.divided(model_size=parallel.model_parallel_size)
         self.config, self.groups = config, groups
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
         self.data = JobData(config, groups)
         self.layout = {
             "data_parallel_size": groups.data_size,
-            "zero_stage": config.parallel.zero_stage,
+            "model_parallel_size": groups.model.size,
+            "zero_stage": parallel.zero_stage,
             "precision": config.training.precision,
         }
-        torch.manual_seed(config.training.seed + groups.rank)  # dropout: each rank its own stream
+        # Dropout: each data-parallel rank its own stream.
+        torch.manual_seed(config.training.seed + groups.data_rank)
         vocab_size = self.data.tokenizer.vocab_size
-        self.model = build_model(config, vocab_size, device_type=groups.device.type)
-        self.engine = self._build_engine()
+        self.model = build_model(
+            config, vocab_size, device_type=groups.device.type, tp=groups.model
+        )
+        self.engine = assemble(config, self.model, groups)
         self.progress, self.origin = self._resume()
 
     def run(self) -> None:
@@ -82,45 +83,6 @@ class Job:
                 self._final_losses(log)
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
-
-    def _build_engine(self) -> Any:
-        c = self.config
-        groups = parameter_groups(
-            self.model,
-            c.optimizer.weight_decay,
-            decay_theta=c.optimizer.weight_decay_positional,
-        )
-        optimizer = build_optimizer(
-            c.optimizer.type,
-            groups,
-            lr=c.optimizer.lr,
-            betas=tuple(c.optimizer.betas),
-            eps=c.optimizer.eps,
-            momentum=c.optimizer.momentum,
-        )
-        decay_iters = c.lr.decay_iters or max(1, c.training.train_iters)
-        schedule = Schedule(
-            start_lr=c.optimizer.lr,
-            end_iter=decay_iters,
-            warmup_iter=c.lr.warmup * decay_iters,
-            decay_style=c.lr.decay_style,
-            min_lr=c.lr.min_lr,
-        )
-        annealing = AnnealingLR(
-            optimizer, schedule, use_checkpoint=c.lr.use_checkpoint_lr_scheduler
-        )
-        settings = engine_config(
-            micro_batch=c.batch.train_micro_batch_size_per_gpu,
-            accumulation=c.batch.gradient_accumulation_steps,
-            world_size=self.groups.data_size,
-            precision=c.training.precision,
-            gradient_clipping=c.optimizer.gradient_clipping,
-            zero_stage=c.parallel.zero_stage,
-            zero_options=dict(c.parallel.zero),
-            grad_accum_dtype=c.training.grad_accum_dtype,
-            fp16_options=dict(c.training.fp16) if c.training.precision == "fp16" else None,
-        )
-        return build_engine(self.model, optimizer, annealing, settings)
 
     def _resume(self) -> tuple[Progress, str]:
         """Where the run starts, and a line that says why."""
@@ -167,12 +129,16 @@ class Job:
             )
 
     def _announce(self, log: RunLog) -> None:
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+        parameters = sum(
+            getattr(p, "ds_numel", p.numel()) * getattr(p, "cut_size", 1)
+            for p in self.model.parameters()
+        )
         c, groups = self.config, self.groups
         attend = self.model.layers[0].attention.attend
         log.line(
             f"{parameters:,} parameters, {c.model.pos_emb}, {c.training.precision}, "
-            f"ZeRO-{c.parallel.zero_stage}, {groups.data_size} x {groups.device.type}"
+            f"ZeRO-{c.parallel.zero_stage}, {groups.data_size} x {groups.model.size} x "
+            f"{groups.device.type} (data x tensor parallel)"
         )
         log.line(f"attention: {attend.name} ({attend.reason})")
         log.line(
@@ -221,6 +187,7 @@ class Job:
                     self.progress,
                     about={
                         "layout": self.layout,
+                        "cuts": describe_cuts(self.model),
                         "data": self.data.identity,
                         "config": c.to_flat_dict(),
                     },
@@ -267,12 +234,14 @@ class Job:
     def _extrapolate(self, log: RunLog) -> None:
         self.engine.eval()
         theta = self.model.theta
+        if theta is not None:
+            theta = all_heads(full_theta(self.engine, theta), self.groups).cpu()
         extrapolate(
             self.config,
             self.groups,
             loss_fn=self.engine,
             pos=self.model.pos,
-            theta_HN=full_theta(self.engine, theta).cpu() if theta is not None else None,
+            theta_HN=theta,
             shards=self.data.shards,
             splits=self.data.splits,
             tokenizer=self.data.tokenizer,

@@ -9,10 +9,13 @@ Legend: B batch, T positions, D hidden size, V padded vocabulary, H heads, N the
 Theta flows as data: the embedding layer emits it in at least fp32 beside the hidden states and
 every block reads that same tensor, so autograd sums its gradient over the layers in fp32. Under
 bf16 the stored parameter is bf16; the optimizer's master is fp32.
+
+Under tensor parallelism (`tp`) every value is drawn whole and then cut, theta by heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +27,20 @@ from megatron.attention import AttentionFn
 from megatron.model.block import Block, BlockShape
 from megatron.model.init import draw
 from megatron.model.norm import build_norm
-from megatron.parallel import named_generator, token_losses
+from megatron.parallel import (
+    ALONE,
+    ColumnLinear,
+    Cut,
+    RowLinear,
+    TensorGroup,
+    VocabEmbedding,
+    gather_from,
+    mark_cut,
+    named_generator,
+    own_part,
+    token_losses,
+    whole_shape,
+)
 from megatron.positional import PositionalEmbedding
 
 LOGITS_AT_ONCE = 1 << 26
@@ -40,6 +56,8 @@ class GPTShape:
         max_positions: rows of the position table (`learned` only).
         position_offset: added to every position of `learned` (OPT uses 2).
         checkpoint_activations: recompute each block in the backward pass.
+        cut_output_inputs: cut an untied output layer by its inputs (published: "row"), not by
+            tokens. The same function.
     """
 
     num_layers: int
@@ -52,6 +70,7 @@ class GPTShape:
     init_std: float = 0.02
     position_offset: int = 0
     checkpoint_activations: bool = False
+    cut_output_inputs: bool = False
 
 
 class FixedTheta(nn.Module):
@@ -71,27 +90,16 @@ class FixedTheta(nn.Module):
         return self
 
 
-class WordEmbeddings(nn.Embedding):
-    """Token ids -> vectors, or (`project=True`) vectors -> logits with the same matrix.
-
-    The tied output calls this module instead of reading its weight, so that a parameter-sharding
-    engine gathers the weight around both uses.
-    """
-
-    def forward(self, x: torch.Tensor, project: bool = False) -> torch.Tensor:
-        if project:
-            return nn.functional.linear(x, self.weight)
-        return super().forward(x)
-
-
 class EmbeddingLayer(nn.Module):
     """Tokens [B, T] -> (x [B, T, D], theta [H, N] fp32 or None)."""
 
-    def __init__(self, shape: GPTShape, pos: PositionalEmbedding, seed: int):
+    def __init__(
+        self, shape: GPTShape, pos: PositionalEmbedding, seed: int, tp: TensorGroup = ALONE
+    ):
         super().__init__()
         self.pos, self.offset = pos, shape.position_offset
         hidden, heads = shape.block.hidden_size, shape.block.num_heads
-        self.word_embeddings = skip_init(WordEmbeddings, shape.vocab_size, hidden)
+        self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
         if pos.name == "learned":
             self.position_embeddings = skip_init(
                 nn.Embedding, shape.max_positions + shape.position_offset, hidden
@@ -99,9 +107,12 @@ class EmbeddingLayer(nn.Module):
         self.fixed_theta: FixedTheta | None = None
         self.theta: nn.Parameter | None = None
         if pos.kind == "distance":
+            by_heads = Cut(0)
             theta_HN = pos.initial_theta(heads, named_generator(seed, "embedding.theta"))
+            theta_HN = by_heads.part(theta_HN, tp.rank, tp.size)
             if pos.learnable:
                 self.theta = nn.Parameter(theta_HN)
+                mark_cut(self.theta, by_heads, tp)
             else:
                 self.fixed_theta = FixedTheta(theta_HN)
         self.dropout = nn.Dropout(shape.block.hidden_dropout)
@@ -137,16 +148,22 @@ class EmbeddingLayer(nn.Module):
 class GPT(nn.Module):
     """Decoder-only language model. `forward(tokens)` gives logits, with targets token losses."""
 
-    def __init__(self, shape: GPTShape, pos: PositionalEmbedding, attend: AttentionFn, seed: int):
+    def __init__(
+        self,
+        shape: GPTShape,
+        pos: PositionalEmbedding,
+        attend: AttentionFn,
+        seed: int,
+        tp: TensorGroup = ALONE,
+    ):
         super().__init__()
         self.shape, self.pos = shape, pos
         block = shape.block
-        self.embedding = EmbeddingLayer(shape, pos, seed)
-        self.layers = nn.ModuleList(Block(block, pos, attend) for _ in range(shape.num_layers))
+        self.embedding = EmbeddingLayer(shape, pos, seed, tp)
+        self.layers = nn.ModuleList(Block(block, pos, attend, tp) for _ in range(shape.num_layers))
         self.final_norm = build_norm(block.norm, block.hidden_size, block.norm_eps)
-        self.output: nn.Linear | None = None
-        if not shape.tie_weights:
-            self.output = skip_init(nn.Linear, block.hidden_size, shape.vocab_size, bias=False)
+        self.output = None if shape.tie_weights else output_layer(shape, tp)
+        self.logits_tp = logits_group(shape, tp)
         self._initialise(seed)
 
     def forward(
@@ -162,15 +179,19 @@ class GPT(nn.Module):
                 x_BTD = layer(x_BTD, theta_HN)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
-            return self._logits(x_BTD)
+            return gather_from(self._logits(x_BTD), self.logits_tp)
         # Without gradients the logits of a long sequence need not exist all at once.
         width = x_BTD.shape[1]
         if not torch.is_grad_enabled():
             width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * self.shape.vocab_size))
         pieces = zip(x_BTD.split(width, dim=1), targets_BT.split(width, dim=1), strict=True)
-        return torch.cat([token_losses(self._logits(x), targets) for x, targets in pieces], dim=1)
+        return torch.cat([self._losses(x, targets) for x, targets in pieces], dim=1)
+
+    def _losses(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        return token_losses(self._logits(x_BTD), targets_BT, self.logits_tp)
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V], or this rank's part of V where the output is cut by tokens."""
         if self.output is None:
             return self.embedding.word_embeddings(x_BTD, project=True)
         return self.output(x_BTD)
@@ -180,26 +201,45 @@ class GPT(nn.Module):
         """The learned kernel parameters [H, N], or None."""
         return self.embedding.theta
 
-    @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        shape = self.shape
-        for name, param in self.named_parameters():
-            leaf = name.rsplit(".", 1)[-1]
-            if name == "embedding.theta":
-                continue  # drawn by the embedding itself
-            if leaf == "bias":
-                param.zero_()
-            elif param.ndim == 1:
-                param.fill_(1.0)  # norm weights
-            else:
-                residual = ".attention.dense." in name or ".mlp.dense_4h_to_h." in name
-                method = shape.output_init_method if residual else shape.init_method
-                value = draw(
-                    method,
-                    param.shape,
-                    named_generator(seed, name),
-                    std=shape.init_std,
-                    num_layers=shape.num_layers,
-                    hidden_size=shape.block.hidden_size,
-                )
-                param.copy_(value)
+        initialise(self.named_parameters(), self.shape, seed)
+
+
+def output_layer(shape: GPTShape, tp: TensorGroup) -> nn.Linear:
+    """The output layer of untied weights."""
+    hidden, vocab = shape.block.hidden_size, shape.vocab_size
+    if shape.cut_output_inputs:
+        return RowLinear(hidden, vocab, tp, bias=False, scatter=True)
+    return ColumnLinear(hidden, vocab, tp, bias=False)
+
+
+def logits_group(shape: GPTShape, tp: TensorGroup) -> TensorGroup:
+    """The group over which the logits' vocabulary is cut."""
+    return ALONE if shape.cut_output_inputs and not shape.tie_weights else tp
+
+
+@torch.no_grad()
+def initialise(
+    parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int
+) -> None:
+    """Give each named parameter its first value, a function of seed and name alone."""
+    for name, param in parameters:
+        leaf = name.rsplit(".", 1)[-1]
+        if name == "embedding.theta":
+            continue  # drawn by the embedding itself
+        if leaf == "bias":
+            param.zero_()
+        elif param.ndim == 1:
+            param.fill_(1.0)  # norm weights
+        else:
+            residual = ".attention.dense." in name or ".mlp.dense_4h_to_h." in name
+            method = shape.output_init_method if residual else shape.init_method
+            value = draw(
+                method,
+                whole_shape(param),
+                named_generator(seed, name),
+                std=shape.init_std,
+                num_layers=shape.num_layers,
+                hidden_size=shape.block.hidden_size,
+            )
+            param.copy_(own_part(param, value))

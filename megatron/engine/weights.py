@@ -1,0 +1,93 @@
+"""The whole model's weights, out of a checkpoint that many ranks wrote, and into a model that many
+ranks hold.
+
+Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel rank):
+
+    0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank t
+    3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 pieces
+
+`kerple.json` holds under "cuts" which weights are slices, and of which dimension.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from megatron.parallel import Cut, cuts_of, own_part, whole_shape
+
+Weights = dict[str, Tensor]
+
+
+def describe_cuts(model: nn.Module) -> dict[str, list[int]]:
+    """Parameter name -> [dimension, blocks], fit for JSON; see `megatron.parallel.Cut`."""
+    return {name: [cut.dim, cut.blocks] for name, cut in cuts_of(model).items()}
+
+
+def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
+    """Every weight by name, whole. 16-bit weights come as stored, those of ZeRO-3 as fp32 masters.
+
+    Args:
+        record: the checkpoint's `kerple.json`.
+
+    Raises:
+        OSError, RuntimeError, KeyError: a file is missing or damaged.
+    """
+    layout, cuts = record["layout"], record.get("cuts", {})
+    read = _read_stage3 if layout["zero_stage"] == 3 else _read_rank
+    ranks = [read(folder, tag, rank) for rank in range(layout.get("model_parallel_size", 1))]
+    first = ranks[0]
+    return {
+        name: Cut(*cuts[name]).join([rank[name] for rank in ranks]) if name in cuts else value
+        for name, value in first.items()
+    }
+
+
+def _read_rank(folder: Path, tag: str, rank: int) -> Weights:
+    path = folder / tag / f"mp_rank_{rank:02d}_model_states.pt"
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)["module"]
+
+
+def _read_stage3(folder: Path, tag: str, rank: int) -> Weights:
+    """DeepSpeed's converter knows no tensor parallelism: it is shown one such rank at a time."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with tempfile.TemporaryDirectory() as shown:
+        for path in (folder / tag).glob(f"*zero_pp_rank_*_mp_rank_{rank:02d}_*_states.pt"):
+            (Path(shown) / path.name).symlink_to(path.resolve())
+        return get_fp32_state_dict_from_zero_checkpoint(shown, tag=".")
+
+
+def misfits(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
+    """What of `stored` is missing, unknown or of another shape than the (whole) model's."""
+    own = {name: _whole_shape(param) for name, param in model.named_parameters()}
+    wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
+    wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
+    wrong += [
+        f"{name}: {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name])} here"
+        for name in own.keys() & stored.keys()
+        if stored[name].shape != own[name]
+    ]
+    return sorted(wrong)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Copy each whole weight's own part into `model`; under ZeRO-3 every rank must call it."""
+    for name, param in model.named_parameters():
+        sharded = hasattr(param, "ds_id")
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=sharded):
+            param.copy_(own_part(param, stored[name]))
+
+
+def _whole_shape(param: nn.Parameter) -> torch.Size:
+    if not hasattr(param, "ds_shape"):
+        return whole_shape(param)
+    cut = getattr(param, "cut", None)
+    return param.ds_shape if cut is None else cut.whole_shape(param.ds_shape, param.cut_size)
