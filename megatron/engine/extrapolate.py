@@ -101,22 +101,33 @@ def extrapolate(
         say=say,
     )
     train_length = config.model.seq_length
-    baseline = None
-    if chosen.eval_context_baseline:
-        baseline = limited_context(
+    baselines = {}
+    if context := chosen.eval_context_baseline:
+        options = {
+            "token_bytes": tokenizer.token_bytes,
+            "batch_tokens": chosen.eval_batch_tokens,
+        }
+        [cut] = by_length(
+            loss_fn,
+            lambda length: eval_sequences(shards, documents, length, span),
+            [context],
+            groups,
+            **options,
+        )
+        baselines[f"the text cut into pieces of {context} tokens"] = cut
+        baselines[f"the {context} tokens before each scored one"] = limited_context(
             loss_fn,
             eval_sequences(shards, documents, train_length, span),
-            chosen.eval_context_baseline,
+            context,
             groups,
-            targets=max(1, span // chosen.eval_context_baseline),
-            token_bytes=tokenizer.token_bytes,
-            batch_tokens=chosen.eval_batch_tokens,
+            targets=max(1, span // context),
+            **options,
         )
     if groups.is_main:
         title = f"{config.model.pos_emb}, trained at {train_length}"
         say(
             write_extrapolation(
-                results, run_dir, train_length=train_length, baseline=baseline, title=title
+                results, run_dir, train_length=train_length, baselines=baselines, title=title
             )
         )
         if pos.kind == "distance":
