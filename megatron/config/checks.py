@@ -127,6 +127,30 @@ def _kv_heads(kv: int, heads: int) -> Found | None:
     return "num_kv_heads", f"{text}; leave num_kv_heads out"
 
 
+@_relation("pipe_parallel_size", "num_layers")
+def _stages(stages: int, layers: int) -> Found | None:
+    if stages <= layers:
+        return None
+    text = f"{stages} stages cannot share out num_layers {layers}"
+    return "pipe_parallel_size", f"{text}; write at most {layers}"
+
+
+@_relation("pipe_parallel_size", "zero_stage")
+def _pipeline_stage(stages: int, zero: int) -> Found | None:
+    if stages == 1 or zero == 1:
+        return None
+    why = {
+        0: "without ZeRO, DeepSpeed clips each stage of a pipeline by itself",
+        2: "ZeRO-2 cuts gradients that a pipeline still adds to",
+        3: "ZeRO-3 cuts parameters that a pipeline already shares out",
+    }[zero]
+    return (
+        "zero_stage",
+        f"{zero} with pipe_parallel_size {stages}: {why}; write stage: 1, or "
+        "pipe_parallel_size: 1 (with model_parallel_size, where a model needs several devices)",
+    )
+
+
 @_relation("model_parallel_size", "num_attention_heads")
 def _cut_heads(slices: int, heads: int) -> Found | None:
     if heads % slices == 0:

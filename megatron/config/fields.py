@@ -162,18 +162,6 @@ def off(reason: str) -> Callable:
     return check
 
 
-def undivided(what: str) -> Callable:
-    """Checks a degree of parallelism that can only be 1 for now (NeoX writes 0 for it too)."""
-    each = whole(0, write="1")
-
-    def check(value: Any) -> int:
-        if each(value) > 1:
-            raise ValueError(f"{value} is refused: {what} is not built yet; write 1")
-        return max(1, int(value))
-
-    return check
-
-
 def degree(value: Any) -> int:
     """Checks a degree of parallelism; NeoX writes 0 for 1 too."""
     return max(1, whole(0, write="1 for none")(value))

@@ -48,7 +48,6 @@ from megatron.config.fields import (
     Text,
     number,
     off,
-    undivided,
     whole,
 )
 
@@ -156,7 +155,7 @@ class TrainingConfig(Section):
 
 
 class ParallelConfig(Section):
-    pipe_parallel_size: Annotated[int, BeforeValidator(undivided("pipeline parallelism"))] = 1
+    pipe_parallel_size: Degree = 1
     model_parallel_size: Degree = 1  # tensor parallelism
     zero_stage: Annotated[
         int, Key("zero_optimization.stage"), BeforeValidator(whole(0, 3, write="e.g. 1"))

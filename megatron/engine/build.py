@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.attention import choose
+from megatron.attention import AttentionFn, choose
 from megatron.config import Config
 from megatron.data.corpora import prepare_builtin
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import ALONE, TensorGroup
+from megatron.positional import PositionalEmbedding
 from megatron.positional import load as load_positional
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,10 +72,8 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
     )
 
 
-def build_model(
-    config: Config, vocab_size: int, *, device_type: str, tp: TensorGroup = ALONE
-) -> GPT:
-    """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed."""
+def positional_of(config: Config) -> PositionalEmbedding:
+    """The config's positional embedding."""
     m = config.model
     options = dict(m.pos_emb_options)
     if m.pos_emb == "rpe":
@@ -83,13 +82,21 @@ def build_model(
             "max_distance": m.rpe_max_distance,
             "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
         }
-    pos = load_positional(m.pos_emb, **options)
-    attend = choose(
-        m.attention_backend,
-        pos,
-        device_type=device_type,
-        dtype=DTYPES[config.training.precision],
-    )
+    return load_positional(m.pos_emb, **options)
+
+
+def attention_of(config: Config, pos: PositionalEmbedding, device_type: str) -> AttentionFn:
+    """The config's attention backend, chosen."""
+    dtype = DTYPES[config.training.precision]
+    return choose(config.model.attention_backend, pos, device_type=device_type, dtype=dtype)
+
+
+def build_model(
+    config: Config, vocab_size: int, *, device_type: str, tp: TensorGroup = ALONE
+) -> GPT:
+    """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed."""
+    pos = positional_of(config)
+    attend = attention_of(config, pos, device_type)
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp)
 
 

@@ -1,9 +1,9 @@
 """Checkpoints: DeepSpeed's files in a folder that appears whole or not at all.
 
     SAVE/global_stepN/          one checkpoint
-        mp_rank_TT_model_states.pt, *_optim_states.pt     DeepSpeed's
+        mp_rank_TT_*.pt, layer_*.pt, *_optim_states.pt    DeepSpeed's
         rng_rank_RRRRR.pt                                 dropout streams, one a rank
-        kerple.json                                       layout, cuts, progress, versions, config
+        kerple.json       layout, cuts, names of layers, progress, version, config
     SAVE/latest                 name of the newest whole checkpoint
 
 A checkpoint is written as `.unfinished-global_stepN`, flushed to disk, renamed, and only then named
@@ -152,7 +152,7 @@ def restore(
     """
     record = read_record(folder, tag)
     if weights_only:
-        load_weights(engine.module, folder, tag)
+        load_weights(engine.module, folder, tag, groups)
         refresh = getattr(engine.optimizer, "_restore_from_bit16_weights", None)
         if refresh is not None:
             refresh()
@@ -186,14 +186,14 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{folder / tag}: its weights cannot be read ({error})") from error
 
 
-def load_weights(model: torch.nn.Module, folder: Path, tag: str) -> None:
+def load_weights(model: torch.nn.Module, folder: Path, tag: str, groups: Groups) -> None:
     """Copy a checkpoint's weights into `model`, which must have the same parameters.
 
     Raises:
         CheckpointError: lists what is missing, unknown or of another shape.
     """
     stored = read_weights(folder, tag)
-    wrong = weights.misfits(model, stored)
+    wrong = weights.misfits(model, stored, groups)
     if wrong:
         listed = "\n  ".join(wrong)
         raise CheckpointError(

@@ -51,7 +51,7 @@ def evaluate(
         )
     tokenizer = tokenizer_of(config)
     model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
-    checkpoint.load_weights(model, load, tag)
+    checkpoint.load_weights(model, load, tag, groups)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     prefix = data_prefix(config, tokenizer)
     shards, splits = open_splits(prefix, config.data.split, tokenizer)

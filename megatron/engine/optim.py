@@ -80,6 +80,8 @@ def engine_config(
         "wall_clock_breakdown": False,
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16", **(fp16_options or {})},
+        # Partitioned, only the first tensor between stages may have a gradient; theta is another.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
     if grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
@@ -102,7 +104,8 @@ def build_engine(
     """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    mpu = Mpu(groups) if groups is not None and groups.model.size > 1 else None
+    sliced = groups is not None and groups.model.size > 1 and groups.pipe_size == 1
+    mpu = Mpu(groups) if sliced else None  # a pipeline brings its own
     deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep an earlier engine's
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, mpu=mpu

@@ -10,15 +10,14 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
-from megatron.engine.assemble import assemble
-from megatron.engine.build import build_model
+from megatron.engine.assemble import assemble, build_own_part, count_parameters
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
 from megatron.engine.log import RunLog
-from megatron.engine.loop import LoopSettings, train_loop, validation_loss
+from megatron.engine.loop import LoopSettings, losses_of, train_loop, validation_loss
 from megatron.engine.optim import all_heads, full_theta
-from megatron.engine.weights import describe_cuts
+from megatron.engine.weights import describe
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -43,7 +42,9 @@ class Job:
 
     def __init__(self, config: Config, groups: Groups):
         parallel = config.parallel
-        groups = groups.divided(model_size=parallel.model_parallel_size)
+        groups = groups.divided(
+            model_size=parallel.model_parallel_size, pipe_size=parallel.pipe_parallel_size
+        )
         self.config, self.groups = config, groups
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
@@ -51,15 +52,15 @@ class Job:
         self.layout = {
             "data_parallel_size": groups.data_size,
             "model_parallel_size": groups.model.size,
+            "pipe_parallel_size": groups.pipe_size,
             "zero_stage": parallel.zero_stage,
             "precision": config.training.precision,
         }
-        # Dropout: each data-parallel rank its own stream.
-        torch.manual_seed(config.training.seed + groups.data_rank)
-        vocab_size = self.data.tokenizer.vocab_size
-        self.model = build_model(
-            config, vocab_size, device_type=groups.device.type, tp=groups.model
-        )
+        # Dropout: each data-parallel rank and stage its own stream.
+        stream = groups.pipe_rank * groups.data_size + groups.data_rank
+        torch.manual_seed(config.training.seed + stream)
+        self.model = build_own_part(config, self.data.tokenizer.vocab_size, groups)
+        self.about_weights = describe(self.model, groups)
         self.engine = assemble(config, self.model, groups)
         self.progress, self.origin = self._resume()
 
@@ -129,16 +130,13 @@ class Job:
             )
 
     def _announce(self, log: RunLog) -> None:
-        parameters = sum(
-            getattr(p, "ds_numel", p.numel()) * getattr(p, "cut_size", 1)
-            for p in self.model.parameters()
-        )
+        parameters = count_parameters(self.model, self.groups)
         c, groups = self.config, self.groups
-        attend = self.model.layers[0].attention.attend
+        attend = self.model.attend
         log.line(
             f"{parameters:,} parameters, {c.model.pos_emb}, {c.training.precision}, "
-            f"ZeRO-{c.parallel.zero_stage}, {groups.data_size} x {groups.model.size} x "
-            f"{groups.device.type} (data x tensor parallel)"
+            f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
+            f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel)"
         )
         log.line(f"attention: {attend.name} ({attend.reason})")
         log.line(
@@ -187,7 +185,7 @@ class Job:
                     self.progress,
                     about={
                         "layout": self.layout,
-                        "cuts": describe_cuts(self.model),
+                        **self.about_weights,
                         "data": self.data.identity,
                         "config": c.to_flat_dict(),
                     },
@@ -239,7 +237,7 @@ class Job:
         extrapolate(
             self.config,
             self.groups,
-            loss_fn=self.engine,
+            loss_fn=losses_of(self.engine, self.groups),
             pos=self.model.pos,
             theta_HN=theta,
             shards=self.data.shards,

@@ -4,6 +4,7 @@ ranks hold.
 Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel rank):
 
     0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank t
+    pipeline  layer_LL-model_TT-model_states.pt: each layer's weights, by their names within it
     3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 pieces
 
 `kerple.json` holds under "cuts" which weights are slices, and of which dimension.
@@ -12,7 +13,7 @@ Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,20 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel import Cut, cuts_of, own_part, whole_shape
+from megatron.parallel import Cut, Groups, cuts_of, own_part, whole_shape
 
 Weights = dict[str, Tensor]
 
 
-def describe_cuts(model: nn.Module) -> dict[str, list[int]]:
-    """Parameter name -> [dimension, blocks], fit for JSON; see `megatron.parallel.Cut`."""
-    return {name: [cut.dim, cut.blocks] for name, cut in cuts_of(model).items()}
+def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
+    """What `kerple.json` keeps about the weights' files; every rank must call it.
+
+    cuts: parameter name -> [dimension, blocks], see `megatron.parallel.Cut`.
+    layers: names of a pipeline's layers, in the order of its files.
+    """
+    own = {name: [cut.dim, cut.blocks] for name, cut in cuts_of(model).items()}
+    cuts = {name: cut for stage in groups.gather_from_pipe(own) for name, cut in stage.items()}
+    return {"cuts": cuts, "layers": getattr(model, "layer_names", None)}
 
 
 def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
@@ -39,9 +46,13 @@ def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
     Raises:
         OSError, RuntimeError, KeyError: a file is missing or damaged.
     """
-    layout, cuts = record["layout"], record.get("cuts", {})
-    read = _read_stage3 if layout["zero_stage"] == 3 else _read_rank
-    ranks = [read(folder, tag, rank) for rank in range(layout.get("model_parallel_size", 1))]
+    layout, cuts, layers = record["layout"], record.get("cuts", {}), record.get("layers")
+    sizes = range(layout.get("model_parallel_size", 1))
+    if layers:
+        ranks = [_read_layers(folder / tag, layers, rank) for rank in sizes]
+    else:
+        read = _read_stage3 if layout["zero_stage"] == 3 else _read_rank
+        ranks = [read(folder, tag, rank) for rank in sizes]
     first = ranks[0]
     return {
         name: Cut(*cuts[name]).join([rank[name] for rank in ranks]) if name in cuts else value
@@ -54,6 +65,17 @@ def _read_rank(folder: Path, tag: str, rank: int) -> Weights:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)["module"]
 
 
+def _read_layers(folder: Path, layers: Sequence[str], rank: int) -> Weights:
+    found = {}
+    for index, name in enumerate(layers):
+        path = folder / f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
+        if name in layers[:index]:  # a tied layer is written where it comes first
+            continue
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        found |= {f"{name}.{key}": value for key, value in state.items()}
+    return found
+
+
 def _read_stage3(folder: Path, tag: str, rank: int) -> Weights:
     """DeepSpeed's converter knows no tensor parallelism: it is shown one such rank at a time."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -64,9 +86,10 @@ def _read_stage3(folder: Path, tag: str, rank: int) -> Weights:
         return get_fp32_state_dict_from_zero_checkpoint(shown, tag=".")
 
 
-def misfits(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
+def misfits(model: nn.Module, stored: Mapping[str, Tensor], groups: Groups) -> list[str]:
     """What of `stored` is missing, unknown or of another shape than the (whole) model's."""
-    own = {name: _whole_shape(param) for name, param in model.named_parameters()}
+    shapes = {name: _whole_shape(param) for name, param in model.named_parameters()}
+    own = {k: shape for stage in groups.gather_from_pipe(shapes) for k, shape in stage.items()}
     wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
     wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
     wrong += [

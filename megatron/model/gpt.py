@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +44,7 @@ from megatron.parallel import (
 )
 from megatron.positional import PositionalEmbedding
 
+BY_HEADS = Cut(0)
 LOGITS_AT_ONCE = 1 << 26
 """Logits held at a time when no gradient is asked for (256 MB in fp32)."""
 
@@ -90,16 +92,34 @@ class FixedTheta(nn.Module):
         return self
 
 
+def initial_theta(
+    pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup
+) -> torch.Tensor:
+    """Theta's first values for this rank's heads, fp32; drawn for all heads."""
+    theta_HN = pos.initial_theta(heads, named_generator(seed, "embedding.theta"))
+    return BY_HEADS.part(theta_HN, tp.rank, tp.size)
+
+
 class EmbeddingLayer(nn.Module):
-    """Tokens [B, T] -> (x [B, T, D], theta [H, N] fp32 or None)."""
+    """Tokens [B, T] -> (x [B, T, D], theta [H, N] fp32 or None).
+
+    With `words=False` another layer looks the words up, and their vectors x come in.
+    """
 
     def __init__(
-        self, shape: GPTShape, pos: PositionalEmbedding, seed: int, tp: TensorGroup = ALONE
+        self,
+        shape: GPTShape,
+        pos: PositionalEmbedding,
+        seed: int,
+        tp: TensorGroup = ALONE,
+        words: bool = True,
     ):
         super().__init__()
         self.pos, self.offset = pos, shape.position_offset
         hidden, heads = shape.block.hidden_size, shape.block.num_heads
-        self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
+        self.word_embeddings: VocabEmbedding | None = None
+        if words:
+            self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
         if pos.name == "learned":
             self.position_embeddings = skip_init(
                 nn.Embedding, shape.max_positions + shape.position_offset, hidden
@@ -107,21 +127,18 @@ class EmbeddingLayer(nn.Module):
         self.fixed_theta: FixedTheta | None = None
         self.theta: nn.Parameter | None = None
         if pos.kind == "distance":
-            by_heads = Cut(0)
-            theta_HN = pos.initial_theta(heads, named_generator(seed, "embedding.theta"))
-            theta_HN = by_heads.part(theta_HN, tp.rank, tp.size)
+            theta_HN = initial_theta(pos, heads, seed, tp)
             if pos.learnable:
                 self.theta = nn.Parameter(theta_HN)
-                mark_cut(self.theta, by_heads, tp)
+                mark_cut(self.theta, BY_HEADS, tp)
             else:
                 self.fixed_theta = FixedTheta(theta_HN)
         self.dropout = nn.Dropout(shape.block.hidden_dropout)
 
-    def forward(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x_BTD = self.word_embeddings(tokens_BT)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x_BTD = x if self.word_embeddings is None else self.word_embeddings(x)
         if self.pos.kind == "input":
-            length = tokens_BT.shape[1]
-            positions_T = torch.arange(length, device=tokens_BT.device)
+            positions_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
             x_BTD = x_BTD + self._position_vectors(positions_T, x_BTD)
         return self.dropout(x_BTD), self._theta(x_BTD.dtype)
 
@@ -157,12 +174,15 @@ class GPT(nn.Module):
         tp: TensorGroup = ALONE,
     ):
         super().__init__()
-        self.shape, self.pos = shape, pos
+        self.shape, self.pos, self.attend = shape, pos, attend
         block = shape.block
         self.embedding = EmbeddingLayer(shape, pos, seed, tp)
         self.layers = nn.ModuleList(Block(block, pos, attend, tp) for _ in range(shape.num_layers))
         self.final_norm = build_norm(block.norm, block.hidden_size, block.norm_eps)
-        self.output = None if shape.tie_weights else output_layer(shape, tp)
+        self.output: nn.Linear | None = None
+        if not shape.tie_weights:
+            output, arguments = output_layer(shape, tp)
+            self.output = output(**arguments)
         self.logits_tp = logits_group(shape, tp)
         self._initialise(seed)
 
@@ -205,12 +225,13 @@ class GPT(nn.Module):
         initialise(self.named_parameters(), self.shape, seed)
 
 
-def output_layer(shape: GPTShape, tp: TensorGroup) -> nn.Linear:
-    """The output layer of untied weights."""
-    hidden, vocab = shape.block.hidden_size, shape.vocab_size
+def output_layer(shape: GPTShape, tp: TensorGroup) -> tuple[type[nn.Linear], dict[str, Any]]:
+    """Class and arguments of the output layer of untied weights."""
+    sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
+    sizes |= {"tp": tp, "bias": False}
     if shape.cut_output_inputs:
-        return RowLinear(hidden, vocab, tp, bias=False, scatter=True)
-    return ColumnLinear(hidden, vocab, tp, bias=False)
+        return RowLinear, sizes | {"scatter": True}
+    return ColumnLinear, sizes
 
 
 def logits_group(shape: GPTShape, tp: TensorGroup) -> TensorGroup:

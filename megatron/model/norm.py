@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -38,12 +40,18 @@ class ScaleNorm(nn.Module):
         return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype) * self.g
 
 
-def build_norm(name: str, dim: int, eps: float) -> nn.Module:
-    """The norm called `name` in a config: layernorm, rmsnorm or scalenorm."""
+def norm_layer(name: str, dim: int, eps: float) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Class and arguments of the norm called `name` in a config: layernorm, rmsnorm, scalenorm."""
     if name == "layernorm":
-        return nn.LayerNorm(dim, eps=eps)
+        return nn.LayerNorm, {"normalized_shape": dim, "eps": eps}
     if name == "rmsnorm":
-        return RMSNorm(dim, eps)
+        return RMSNorm, {"dim": dim, "eps": eps}
     if name == "scalenorm":
-        return ScaleNorm(eps)
+        return ScaleNorm, {"eps": eps}
     raise ValueError(f"norm {name!r} is unknown; use layernorm, rmsnorm or scalenorm")
+
+
+def build_norm(name: str, dim: int, eps: float) -> nn.Module:
+    """The norm called `name`, built."""
+    kind, arguments = norm_layer(name, dim, eps)
+    return kind(**arguments)

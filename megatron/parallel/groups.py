@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,14 @@ class Groups:
         """Wait for every rank of the job."""
         if self.world_size > 1:
             dist.barrier()
+
+    def gather_from_pipe(self, value: Any) -> list[Any]:
+        """Each stage's `value`, on every stage (pickled: for small things only)."""
+        if self.pipe_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.pipe_size
+        dist.all_gather_object(found, value, group=self.pipe)
+        return found
 
     def broadcast_object(self, value: object) -> object:
         """The main rank's `value`, on every rank (pickled: for small control values only)."""

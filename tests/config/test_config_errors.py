@@ -80,7 +80,7 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("zero_optimization: {reduce_bucket_size: big}", "whole number"),
         ("zero_optimization: {cpu_offload: true}", "offloading to the CPU is not built"),
         ("zero_optimization: {offload_optimizer: {device: cpu}}", "offloading to the CPU"),
-        ("pipe_parallel_size: 2", "2 is refused: pipeline parallelism is not built yet; write 1"),
+        ("pipe_parallel_size: 2", "1 process(es) cannot form groups of pipe_parallel_size 2 x "),
         ("model-parallel-size: 4", "1 process(es) cannot form groups of pipe_parallel_size 1 x "),
         ("attention_backend: fused", "not built yet; write one of auto, eager, blocked"),
         ("attention_config: [[[local, global], all]]", "attention types local are not built"),

@@ -12,6 +12,7 @@ import pytest
     [
         ("model_parallel_size: 2", 2, 1),
         ("model_parallel_size: 2", 8, 4),
+        ("model_parallel_size: 2\npipe_parallel_size: 2", 8, 2),
         ("model_parallel_size: 0\npipe_parallel_size: 0", 3, 3),
         ("model_parallel_size: 4\nactivation: geglu\nhidden_size: 48", 4, 1),
     ],
@@ -33,6 +34,15 @@ def test_the_data_parallel_size_is_what_is_left(
             "3 process(es) cannot form groups of pipe_parallel_size 1 x model_parallel_size 2 = 2; "
             "start a multiple of 2, e.g. torchrun --nproc-per-node 2 train.py",
         ),
+        ("pipe_parallel_size: 64", 64, "64 stages cannot share out num_layers "),
+        *(
+            (f"pipe_parallel_size: 2\nzero_optimization: {{stage: {stage}}}", 2, says)
+            for stage, says in {
+                0: "DeepSpeed clips each stage of a pipeline by itself; write stage: 1, or",
+                2: "2 with pipe_parallel_size 2: ZeRO-2 cuts gradients that a pipeline still adds",
+                3: "3 with pipe_parallel_size 2: ZeRO-3 cuts parameters that a pipeline already",
+            }.items()
+        ),
         ("model_parallel_size: 3", 3, "num_attention_heads 4 out evenly; write a divisor of 4"),
         (
             "model_parallel_size: 4\nmake_vocab_size_divisible_by: 6",
@@ -45,7 +55,7 @@ def test_the_data_parallel_size_is_what_is_left(
             4,
             "int(8/3 x hidden_size 64) = 170 evenly; write another hidden_size, or activation",
         ),
-        ("model_parallel_size: two", 2, "at least 0, got 'two'; write 1 for none"),
+        ("model_parallel_size: two", 2, "write 1 for none"),
     ],
 )
 def test_a_refused_layout_says_what_to_write(
