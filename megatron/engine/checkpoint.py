@@ -3,7 +3,7 @@
     SAVE/global_stepN/          one checkpoint
         mp_rank_TT_*.pt, layer_*.pt, *_optim_states.pt    DeepSpeed's
         rng_rank_RRRRR.pt                                 dropout streams, one a rank
-        kerple.json       layout, cuts, names of layers, progress, version, config
+        kerple.json       layout, shapes, cuts, progress, version, config; sizes and checksums
     SAVE/latest                 name of the newest whole checkpoint
 
 A checkpoint is written as `.unfinished-global_stepN`, flushed to disk, renamed, and only then named
@@ -24,10 +24,11 @@ import deepspeed
 import torch
 
 from megatron import __version__
-from megatron.engine import weights
+from megatron.engine import manifest, universal, weights
 from megatron.parallel import Groups, rng_state, set_rng_state
 
 UNFINISHED = ".unfinished-"
+ONE_SLICE = {"model_parallel_size": 1, "pipe_parallel_size": 1}
 
 
 class CheckpointError(Exception):
@@ -86,7 +87,8 @@ def save(
     """Write the state after `progress.step` steps; every rank must call it.
 
     Args:
-        about: JSON values kept beside the state (layout, data identity, resolved config).
+        about: JSON values kept beside the state (layout, data identity, resolved config, and
+            what `weights.describe` says).
         keep_last: remove all but this many newest checkpoints.
 
     Returns:
@@ -98,12 +100,16 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     groups.barrier()
-    engine.save_checkpoint(str(folder), tag=unfinished.name, save_latest=False)
+    client = {"universal_checkpoint_info": universal.conversion_info(about)}
+    engine.save_checkpoint(
+        str(folder), tag=unfinished.name, client_state=client, save_latest=False
+    )
     torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
     groups.barrier()
+    files = manifest.describe_files(unfinished, groups)
     if groups.is_main:
-        record = {"version": __version__, "progress": asdict(progress), **about}
-        (unfinished / "kerple.json").write_text(json.dumps(record, indent=1))
+        record = {"version": __version__, "progress": asdict(progress), **about, "files": files}
+        (unfinished / manifest.RECORD).write_text(manifest.sealed(record))
         for path in unfinished.iterdir():
             _flush(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -113,6 +119,42 @@ def save(
         _prune(folder, keep_last, tag)
     groups.barrier()
     return final
+
+
+def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[str | None, str]:
+    """(tag to resume from, what was found damaged); every rank must call it.
+
+    Args:
+        allow_fallback: pass over damaged checkpoints to the newest whole one.
+
+    Raises:
+        CheckpointError: names the damaged file, why it is damaged, and the checkpoint before it.
+    """
+    tag = newest(folder)
+    if tag is None:
+        return None, ""
+    tags = [tag, *(t for t in reversed(finished(folder)) if t != tag)]
+    found: list[str] = []
+    for number, each in enumerate(tags):
+        problem = manifest.damage(folder / each, groups)
+        if problem is None:
+            return each, "; ".join(found)
+        found.append(problem)
+        if not allow_fallback:
+            before = tags[number + 1 : number + 2]
+            way = f"resume from {folder / before[0]} with --allow-fallback, or " if before else ""
+            raise CheckpointError(
+                f"{folder / each} is damaged: {problem}. Restore that file, or {way}"
+                f"remove {folder / 'latest'} to start afresh"
+            )
+    raise CheckpointError(f"{folder} holds no whole checkpoint: " + "; ".join(found))
+
+
+def finished(folder: Path) -> list[str]:
+    """Tags of the checkpoints in `folder`, oldest first."""
+    prefix = tag_of(0)[:-1]
+    steps = [p.name[len(prefix) :] for p in folder.glob(f"{prefix}*")]
+    return [tag_of(step) for step in sorted(int(step) for step in steps if step.isdigit())]
 
 
 def read_record(folder: Path, tag: str) -> dict[str, Any]:
@@ -138,13 +180,15 @@ def restore(
     tag: str,
     *,
     layout: dict[str, Any],
+    optimizer: str,
     weights_only: bool = False,
 ) -> Progress:
     """Load weights, optimizer, schedule and random streams; every rank must call it.
 
     Args:
-        layout: this run's layout; it must equal the checkpoint's, since the optimizer's state is
-            cut over the ranks.
+        layout: this run's layout. Where it is not the checkpoint's, the main rank converts the
+            checkpoint first; the random streams of dropout then start anew.
+        optimizer: the config's `optimizer.type`.
         weights_only: take the weights alone (`finetune`), whatever the layout.
 
     Raises:
@@ -157,16 +201,16 @@ def restore(
         if refresh is not None:
             refresh()
         return Progress(0, 0, 0)
-    differing = [
-        f"{key}: {record['layout'].get(key)!r} in the checkpoint, {value!r} here"
-        for key, value in layout.items()
-        if record["layout"].get(key) != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{folder / tag} was written under another layout ({'; '.join(differing)}). Resume "
-            "with the layout it was written under, or set `finetune: true` to take only its weights"
-        )
+    written = ONE_SLICE | record["layout"]
+    if written != layout:
+        why = universal.refusal(written, layout, optimizer)
+        if why:
+            raise CheckpointError(
+                f"{folder / tag} was written under another layout, and {why}. Resume with the "
+                "layout it was written under, or set `finetune: true` to take only its weights"
+            )
+        universal.restore(engine, groups, folder / tag, folder / f"{UNFINISHED}universal", record)
+        return Progress(**record["progress"])
     loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
     if loaded is None:
         raise CheckpointError(f"{folder / tag}: DeepSpeed found nothing to load there")
@@ -182,8 +226,8 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     """
     try:
         return weights.read_whole(folder, tag, read_record(folder, tag))
-    except (OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{folder / tag}: its weights cannot be read ({error})") from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 def load_weights(model: torch.nn.Module, folder: Path, tag: str, groups: Groups) -> None:
@@ -214,11 +258,9 @@ def remove_unfinished(folder: Path) -> list[str]:
 def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
     if not keep_last:
         return
-    done = [p for p in folder.glob("global_step*") if p.name[len("global_step") :].isdigit()]
-    done.sort(key=lambda p: int(p.name[len("global_step") :]))
-    for path in done[:-keep_last]:
-        if path.name != newest_tag:
-            shutil.rmtree(path, ignore_errors=True)
+    for tag in finished(folder)[:-keep_last]:
+        if tag != newest_tag:
+            shutil.rmtree(folder / tag, ignore_errors=True)
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ UNSAVED = Path("runs/unsaved")
 """Where reports go when the config names no `save` folder."""
 
 
-def train(config: Config, *, verbose: bool = False) -> None:
+def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> None:
     """Train (resuming where `load` allows), save, and evaluate as the config says.
+
+    With `allow_fallback` a damaged newest checkpoint is passed over for the one before it.
 
     Raises:
         ConfigError, ShardError, CheckpointError, DivergedError: with what to do in the text.
     """
     groups = distributed.start(backend=config.parallel.distributed_backend, verbose=verbose)
     try:
-        Job(config, groups).run()
+        Job(config, groups, allow_fallback=allow_fallback).run()
     finally:
         distributed.stop()
 
@@ -40,7 +43,7 @@ def train(config: Config, *, verbose: bool = False) -> None:
 class Job:
     """The parts of one training job, built in the order in which data flows."""
 
-    def __init__(self, config: Config, groups: Groups):
+    def __init__(self, config: Config, groups: Groups, *, allow_fallback: bool = False):
         parallel = config.parallel
         groups = groups.divided(
             model_size=parallel.model_parallel_size, pipe_size=parallel.pipe_parallel_size
@@ -62,7 +65,7 @@ class Job:
         self.model = build_own_part(config, self.data.tokenizer.vocab_size, groups)
         self.about_weights = describe(self.model, groups)
         self.engine = assemble(config, self.model, groups)
-        self.progress, self.origin = self._resume()
+        self.progress, self.origin = self._resume(allow_fallback)
 
     def run(self) -> None:
         """Train to `train_iters`, then evaluate."""
@@ -85,7 +88,7 @@ class Job:
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
 
-    def _resume(self) -> tuple[Progress, str]:
+    def _resume(self, allow_fallback: bool) -> tuple[Progress, str]:
         """Where the run starts, and a line that says why."""
         fresh = Progress(0, 0, self.data.wanted["train"])
         load, save = self.config.checkpoint.load, self.config.checkpoint.save
@@ -97,7 +100,7 @@ class Job:
         if not load:
             return fresh, "starting fresh: no `load` in the config"
         folder = Path(load)
-        tag = checkpoint.newest(folder)
+        tag, damaged = checkpoint.usable(folder, self.groups, allow_fallback=allow_fallback)
         if tag is None:
             return fresh, f"starting fresh: {folder} holds no checkpoint"
         finetune = self.config.checkpoint.finetune
@@ -109,11 +112,13 @@ class Job:
             folder,
             tag,
             layout=self.layout,
+            optimizer=self.config.optimizer.type,
             weights_only=finetune,
         )
         if finetune:
             return fresh, f"starting at step 0 from the weights of {folder / tag} (finetune)"
-        return progress, f"resuming from {folder / tag}"
+        passed_over = f" (passed over: {damaged})" if damaged else ""
+        return progress, f"resuming from {folder / tag}{passed_over}"
 
     def _check_data(self, folder: Path, tag: str) -> None:
         recorded = checkpoint.read_record(folder, tag)["data"]
@@ -178,6 +183,7 @@ class Job:
         def save(step: int) -> None:
             self.progress = Progress(step, loader.consumed_samples, self.progress.train_samples)
             if c.checkpoint.save:
+                start = time.monotonic()
                 folder = checkpoint.save(
                     self.engine,
                     self.groups,
@@ -191,7 +197,8 @@ class Job:
                     },
                     keep_last=c.checkpoint.keep_last_n_checkpoints,
                 )
-                log.line(f"  saved {folder}")
+                seconds = time.monotonic() - start
+                log.line(f"  saved {folder}, training waited {seconds:.2f} s")
 
         train_loop(
             self.engine,

@@ -29,12 +29,17 @@ Weights = dict[str, Tensor]
 def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
     """What `kerple.json` keeps about the weights' files; every rank must call it.
 
+    shapes: parameter name -> shape, whole.
     cuts: parameter name -> [dimension, blocks], see `megatron.parallel.Cut`.
     layers: names of a pipeline's layers, in the order of its files.
     """
-    own = {name: [cut.dim, cut.blocks] for name, cut in cuts_of(model).items()}
-    cuts = {name: cut for stage in groups.gather_from_pipe(own) for name, cut in stage.items()}
-    return {"cuts": cuts, "layers": getattr(model, "layer_names", None)}
+    cuts = {name: [cut.dim, cut.blocks] for name, cut in cuts_of(model).items()}
+    shapes = {name: list(_whole_shape(param)) for name, param in model.named_parameters()}
+    return {
+        "shapes": groups.union_over_pipe(shapes),
+        "cuts": groups.union_over_pipe(cuts),
+        "layers": getattr(model, "layer_names", None),
+    }
 
 
 def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
@@ -44,7 +49,7 @@ def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
         record: the checkpoint's `kerple.json`.
 
     Raises:
-        OSError, RuntimeError, KeyError: a file is missing or damaged.
+        RuntimeError: names the file that is missing or damaged.
     """
     layout, cuts, layers = record["layout"], record.get("cuts", {}), record.get("layers")
     sizes = range(layout.get("model_parallel_size", 1))
@@ -54,6 +59,8 @@ def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
         read = _read_stage3 if layout["zero_stage"] == 3 else _read_rank
         ranks = [read(folder, tag, rank) for rank in sizes]
     first = ranks[0]
+    if len(ranks) == 1:
+        return first
     return {
         name: Cut(*cuts[name]).join([rank[name] for rank in ranks]) if name in cuts else value
         for name, value in first.items()
@@ -62,7 +69,17 @@ def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
 
 def _read_rank(folder: Path, tag: str, rank: int) -> Weights:
     path = folder / tag / f"mp_rank_{rank:02d}_model_states.pt"
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)["module"]
+    try:
+        return _read(path)["module"]
+    except KeyError as error:
+        raise RuntimeError(f"{path}: cannot be read (no entry {error})") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(f"{path}: cannot be read ({error})") from error
 
 
 def _read_layers(folder: Path, layers: Sequence[str], rank: int) -> Weights:
@@ -71,8 +88,7 @@ def _read_layers(folder: Path, layers: Sequence[str], rank: int) -> Weights:
         path = folder / f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
         if name in layers[:index]:  # a tied layer is written where it comes first
             continue
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        found |= {f"{name}.{key}": value for key, value in state.items()}
+        found |= {f"{name}.{key}": value for key, value in _read(path).items()}
     return found
 
 
@@ -88,8 +104,8 @@ def _read_stage3(folder: Path, tag: str, rank: int) -> Weights:
 
 def misfits(model: nn.Module, stored: Mapping[str, Tensor], groups: Groups) -> list[str]:
     """What of `stored` is missing, unknown or of another shape than the (whole) model's."""
-    shapes = {name: _whole_shape(param) for name, param in model.named_parameters()}
-    own = {k: shape for stage in groups.gather_from_pipe(shapes) for k, shape in stage.items()}
+    own = {name: _whole_shape(param) for name, param in model.named_parameters()}
+    own = groups.union_over_pipe(own)
     wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
     wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
     wrong += [

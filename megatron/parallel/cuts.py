@@ -1,7 +1,7 @@
 """How a parameter is cut over the tensor-parallel ranks.
 
-A cut parameter carries its `Cut`; one without is whole on every rank. Initial values are drawn
-whole and then cut, and checkpoints are joined again, so a layout changes no value.
+A parameter that can be cut carries its `Cut`; one without is whole on every rank. Initial values
+are drawn whole and then cut, and checkpoints are joined again, so a layout changes no value.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ class Cut:
 
 
 def mark_cut(param: nn.Parameter, cut: Cut, tp: TensorGroup) -> None:
-    """Note on `param` that it is a slice. In a group of one it is whole: nothing is noted."""
-    if tp.size == 1:
-        return
+    """Note on `param` how it is cut, or, in a group of one, how it would be."""
     param.cut, param.cut_rank, param.cut_size = cut, tp.rank, tp.size
-    # What DeepSpeed reads when it adds up the gradient's norm.
-    param.model_parallel = param.tensor_model_parallel = True
+    if tp.size > 1:  # what DeepSpeed reads when it adds up the gradient's norm
+        param.model_parallel = param.tensor_model_parallel = True
 
 
 def cut_of(param: Tensor) -> Cut | None:

@@ -134,6 +134,10 @@ class Groups:
         dist.all_gather_object(found, value, group=self.pipe)
         return found
 
+    def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The entries of all stages' `value`."""
+        return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
+
     def broadcast_object(self, value: object) -> object:
         """The main rank's `value`, on every rank (pickled: for small control values only)."""
         if self.world_size == 1:

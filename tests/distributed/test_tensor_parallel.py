@@ -12,7 +12,7 @@ from launch import run_ranks
 from megatron.attention import choose
 from megatron.engine.checkpoint import newest, read_record, read_weights
 from megatron.model import GPT, BlockShape, GPTShape
-from megatron.parallel import Cut, cut_of, cuts_of, gather_from, token_losses
+from megatron.parallel import Cut, cut_of, cuts_of, gather_from, own_part, token_losses
 from megatron.positional import load
 
 BASE = {"pos": "kerple_log", "tied": True, "row": False, "gpt_j": False, "activation": "gelu"}
@@ -51,8 +51,7 @@ def build(tp, dropout=0.0, **changes):
         for name, param in model.named_parameters():
             if name.endswith("bias"):
                 whole = torch.linspace(-0.3, 0.4, param.numel() * getattr(param, "cut_size", 1))
-                cut = cut_of(param)
-                param.copy_(whole if cut is None else cut.part(whole, param.cut_rank, 2))
+                param.copy_(own_part(param, whole))
     return model
 
 
@@ -64,7 +63,8 @@ def losses_and_gradients(model, tp):
     grads = {}
     for name, param in model.named_parameters():
         cut = cut_of(param)
-        grads[name] = param.grad if cut is None else cut.join(tp.gather(param.grad))
+        alone = cut is None or tp is None
+        grads[name] = param.grad if alone else cut.join(tp.gather(param.grad))
     with torch.no_grad():
         logits = model(tokens)
     return losses.detach(), logits, grads

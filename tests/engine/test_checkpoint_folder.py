@@ -8,6 +8,9 @@ from torch import nn
 
 from megatron.engine import checkpoint
 from megatron.engine.checkpoint import CheckpointError
+from megatron.parallel import build_groups
+
+ALONE = build_groups(torch.device("cpu"))
 
 
 def make(folder, step, weights=None, zero_stage=1):
@@ -60,7 +63,7 @@ def test_weights_that_do_not_fit_are_all_listed(tmp_path):
     stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}
     tag = make(tmp_path, 1, stored)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.load_weights(model, tmp_path, tag)
+        checkpoint.load_weights(model, tmp_path, tag, ALONE)
     for text in (
         "0.weight: (3, 5) in the checkpoint, (3, 2) here",
         "1.weight: missing in the checkpoint",
