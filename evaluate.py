@@ -21,7 +21,8 @@ def main() -> int:
     parser.add_argument("--load", type=Path, help="run folder (default: the config's load or save)")
     parser.add_argument("--lengths", help="comma-separated (default: the config's eval_lengths)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: the run folder)")
-    args = parser.parse_args()
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
     # A rank evaluates the whole model, however the run that trained it was laid out.
     overrides = [*args.overrides, "pipe_parallel_size=1", "model_parallel_size=1"]
     batch = ("train_batch_size=null", "gradient_accumulation_steps=null")

@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--allow-fallback", action="store_true", help=fallback_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="let DeepSpeed speak")
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     try:
         config = load_config(
             args.configs, args.overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))

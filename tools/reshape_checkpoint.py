@@ -2,8 +2,8 @@
 
     python tools/reshape_checkpoint.py RUN OUT [--tag global_stepN] [--workers 4]
 
-OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt then hold each parameter whole, whatever
-its layout was. Training needs no such step: train.py converts by itself when the layout differs.
+OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt then hold each parameter whole,
+whatever its layout was. Training needs no such step: train.py converts by itself.
 This is for doing it beforehand, on a machine without the job, or for reading optimizer state.
 """
 
@@ -36,9 +36,7 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     if problem:
         raise CheckpointError(f"{run / tag} is damaged: {problem}")
     record = checkpoint.read_record(run, tag)
-    optimizer = record["config"].get("optimizer", {}).get("type", "adam")
-    why = universal.refusal(record["layout"], record["layout"] | {"model_parallel_size": 1},
-                            optimizer)  # fmt: skip
+    why = universal.refusal(record["layout"], record["layout"])
     if why:
         raise CheckpointError(f"{run / tag} cannot be converted: {why}")
     unfinished = out / f".unfinished-{tag}" / tag

@@ -1,6 +1,6 @@
 """The walk of the blocked attention: which queries of which heads are worked on together.
 
-A tile is R query rows of some heads, with the n keys that its last row sees. Its score matrices
+A tile is R query rows of some heads, with the n keys that the latest of them sees. Its scores
 [sequences, heads, R, n] should stay in the processor's cache while half a dozen operations pass
 over them, and be large enough to make those operations worth their call.
 """
@@ -23,14 +23,16 @@ class Tile:
 
     Attributes:
         index: counts the tiles; fixes the dropout mask.
+        start: how many scores the tiles before this one have.
         batch: how many sequences.
         heads: which of the H heads, the same in each sequence.
         items: sequences and heads together, as a slice of the flattened B H.
-        rows: which of the T queries.
-        keys: n; the tile sees keys 0 ... n-1.
+        rows: which of the T queries, counted from the last one.
+        keys: n; the tile's first row is the last query it has, and sees keys 0 ... n-1.
     """
 
     index: int
+    start: int
     batch: int
     heads: slice
     items: slice
@@ -50,6 +52,11 @@ class Tile:
         """[batch, heads, rows, keys]."""
         return self.batch, self.num_heads, self.num_rows, self.keys
 
+    @property
+    def size(self) -> int:
+        """Number of scores."""
+        return self.batch * self.num_heads * self.num_rows * self.keys
+
 
 def block_rows(queries: int, keys: int) -> int:
     """R: 32 to 128 for efficient products, but at most half of the queries where there are enough,
@@ -63,7 +70,7 @@ def walk(batch: int, heads: int, queries: int, keys: int) -> Iterator[Tile]:
     rows = block_rows(queries, keys)
     items = max(1, BUFFER_ELEMENTS // (rows * keys))
     batch_step, head_step = max(1, items // heads), min(items, heads)
-    index = 0
+    index = start = 0
     for b in range(0, batch, batch_step):
         b_end = min(b + batch_step, batch)
         for h in range(0, heads, head_step):
@@ -71,7 +78,8 @@ def walk(batch: int, heads: int, queries: int, keys: int) -> Iterator[Tile]:
             # Contiguous in B H, since several sequences always come with all their heads.
             items_slice = slice(b * heads + h, (b_end - 1) * heads + h_end)
             for r in range(0, queries, rows):
-                r_end = min(r + rows, queries)
-                seen = keys - queries + r_end
-                yield Tile(index, b_end - b, slice(h, h_end), items_slice, slice(r, r_end), seen)
-                index += 1
+                r_slice = slice(r, min(r + rows, queries))
+                h_slice, n = slice(h, h_end), keys - r
+                tile = Tile(index, start, b_end - b, h_slice, items_slice, r_slice, n)
+                yield tile
+                index, start = index + 1, start + tile.size

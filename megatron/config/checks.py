@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.config import layouts
+
 Values = dict[str, Any]
 Found = tuple[str, str]  # (attribute to blame, text)
 
@@ -87,7 +89,7 @@ def _derive_batch(values: Values) -> Iterator[Found]:
 
 
 Relation = Callable[..., "Found | None"]
-_RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
+_RELATIONS: list[tuple[tuple[str, ...], Relation]] = list(layouts.RELATIONS)
 
 
 def _relation(*names: str) -> Callable[[Relation], Relation]:
@@ -125,61 +127,6 @@ def _kv_heads(kv: int, heads: int) -> Found | None:
         return None
     text = f"{kv} differs from num_attention_heads {heads}: grouped queries are not built yet"
     return "num_kv_heads", f"{text}; leave num_kv_heads out"
-
-
-@_relation("pipe_parallel_size", "num_layers")
-def _stages(stages: int, layers: int) -> Found | None:
-    if stages <= layers:
-        return None
-    text = f"{stages} stages cannot share out num_layers {layers}"
-    return "pipe_parallel_size", f"{text}; write at most {layers}"
-
-
-@_relation("pipe_parallel_size", "zero_stage")
-def _pipeline_stage(stages: int, zero: int) -> Found | None:
-    if stages == 1 or zero == 1:
-        return None
-    why = {
-        0: "without ZeRO, DeepSpeed clips each stage of a pipeline by itself",
-        2: "ZeRO-2 cuts gradients that a pipeline still adds to",
-        3: "ZeRO-3 cuts parameters that a pipeline already shares out",
-    }[zero]
-    return (
-        "zero_stage",
-        f"{zero} with pipe_parallel_size {stages}: {why}; write stage: 1, or "
-        "pipe_parallel_size: 1 (with model_parallel_size, where a model needs several devices)",
-    )
-
-
-@_relation("model_parallel_size", "num_attention_heads")
-def _cut_heads(slices: int, heads: int) -> Found | None:
-    if heads % slices == 0:
-        return None
-    text = f"{slices} cannot share num_attention_heads {heads} out evenly"
-    return "model_parallel_size", f"{text}; write a divisor of {heads}"
-
-
-@_relation("model_parallel_size", "make_vocab_size_divisible_by")
-def _cut_vocabulary(slices: int, multiple: int) -> Found | None:
-    if multiple % slices == 0:
-        return None
-    return (
-        "make_vocab_size_divisible_by",
-        f"{multiple} is not a multiple of model_parallel_size {slices}, and the padded vocabulary "
-        f"does not depend on the layout; write e.g. {math.lcm(multiple, slices)}",
-    )
-
-
-@_relation("model_parallel_size", "activation", "hidden_size")
-def _cut_gates(slices: int, activation: str, hidden: int) -> Found | None:
-    inner = int(8 * hidden / 3)
-    if activation != "geglu" or inner % slices == 0:
-        return None
-    return (
-        "model_parallel_size",
-        f"{slices} cannot cut geglu's inner width int(8/3 x hidden_size {hidden}) = {inner} "
-        "evenly; write another hidden_size, or activation: gelu",
-    )
 
 
 @_relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
@@ -220,12 +167,16 @@ def _learned(
 
 @_relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
 def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
-    if pos_emb != "rpe" or (buckets >= 2 and distance > buckets // 2):
+    if pos_emb != "rpe":
+        return None
+    if buckets < 4:
+        return "rpe_num_buckets", f"{buckets} is too few for near and far; write at least 4"
+    if distance > buckets // 2:
         return None
     return (
         "rpe_max_distance",
         f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance each, "
-        f"so it must be above {buckets // 2}, with at least 2 buckets; write e.g. 128 and 32",
+        f"so it must be above {buckets // 2}; write e.g. 128 with 32 buckets",
     )
 
 
@@ -258,6 +209,56 @@ def _eval_tokens(lengths: tuple[int, ...], tokens: int) -> Found | None:
         return None
     text = f"{tokens} target tokens hold no sequence of eval_lengths' {longest}"
     return "eval_tokens", f"{text}; write at least {longest}"
+
+
+@_relation("eval_lengths", "eval_context_baseline")
+def _context_baseline(lengths: tuple[int, ...], context: int) -> Found | None:
+    if not lengths or context < max(lengths):
+        return None
+    text = f"{context} is not below the longest of eval_lengths, {max(lengths)}"
+    return "eval_context_baseline", f"{text}; write a small context such as 16, or 0 for none"
+
+
+@_relation("seed")
+def _seed(seed: int) -> Found | None:
+    if seed < 2**32:
+        return None
+    return "seed", f"{seed} is above 2^32 - 1, the largest seed; write a smaller one"
+
+
+@_relation("warmup")
+def _warmup(warmup: float) -> Found | None:
+    if warmup <= 0.5:
+        return None
+    return (
+        "warmup",
+        f"{warmup} of lr_decay_iters: the schedule freezes that long before its end, so above 0.5 "
+        "it never reaches lr; write at most 0.5",
+    )
+
+
+@_relation("attention_dropout", "hidden_dropout")
+def _dropout(attention: float, hidden: float) -> Found | None:
+    for name, value in (("attention_dropout", attention), ("hidden_dropout", hidden)):
+        if value >= 1:
+            return name, f"{value} drops everything; write a probability below 1"
+    return None
+
+
+@_relation("zero_stage", "precision", "grad_accum_dtype")
+def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
+    if stage > 0 or dtype == precision:
+        return None
+    text = f"{dtype} with {precision} needs ZeRO: DeepSpeed's stage 0 accumulates in {precision}"
+    return "grad_accum_dtype", f"{text}; write zero_optimization: {{stage: 1}}, or leave it out"
+
+
+@_relation("finetune", "save", "load")
+def _finetune(finetune: bool, save: str, load: str) -> Found | None:
+    if not finetune or save.rstrip("/") != load.rstrip("/"):
+        return None
+    text = f"true with save and load both {load}: the new run would replace what it starts from"
+    return "finetune", f"{text}; write another save"
 
 
 @_relation("data_path")

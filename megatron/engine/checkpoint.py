@@ -8,13 +8,14 @@
 
 A checkpoint is written as `.unfinished-global_stepN`, flushed to disk, renamed, and only then named
 by `latest` (itself replaced by a rename): a process killed at any moment leaves the previous one
-usable.
+usable. An older folder of the same name is put aside first and deleted last.
+
+DeepSpeed unpickles its files when a run resumes: load checkpoints of your own only.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,9 +26,10 @@ import torch
 
 from megatron import __version__
 from megatron.engine import manifest, universal, weights
+from megatron.engine.durable import flush, replace_text
 from megatron.parallel import Groups, rng_state, set_rng_state
 
-UNFINISHED = ".unfinished-"
+UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 ONE_SLICE = {"model_parallel_size": 1, "pipe_parallel_size": 1}
 
 
@@ -101,21 +103,22 @@ def save(
         unfinished.mkdir(parents=True)
     groups.barrier()
     client = {"universal_checkpoint_info": universal.conversion_info(about)}
-    engine.save_checkpoint(
-        str(folder), tag=unfinished.name, client_state=client, save_latest=False
-    )
+    engine.save_checkpoint(str(folder), unfinished.name, client, save_latest=False)
     torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
     groups.barrier()
     files = manifest.describe_files(unfinished, groups)
     if groups.is_main:
         record = {"version": __version__, "progress": asdict(progress), **about, "files": files}
         (unfinished / manifest.RECORD).write_text(manifest.sealed(record))
-        for path in unfinished.iterdir():
-            _flush(path)
-        shutil.rmtree(final, ignore_errors=True)
+        for path in (*unfinished.iterdir(), unfinished):
+            flush(path)
+        aside = folder / f"{REPLACED}{tag}"
+        if final.exists():
+            final.rename(aside)
         unfinished.rename(final)
-        _flush(folder)
-        _replace_text(folder / "latest", tag)
+        flush(folder)
+        replace_text(folder / "latest", tag)
+        shutil.rmtree(aside, ignore_errors=True)
         _prune(folder, keep_last, tag)
     groups.barrier()
     return final
@@ -173,50 +176,79 @@ def read_record(folder: Path, tag: str) -> dict[str, Any]:
         ) from error
 
 
+WAYS_OUT = {
+    "model": "Use the config it was trained with, or another `load` and `save`",
+    "data": (
+        "Restore those settings to continue its order of samples exactly, or set `finetune: true` "
+        "and another `save` to start a new run from its weights"
+    ),
+}
+"""What a checkpoint must agree with a run about, and what to do where it does not."""
+
+
+def require_same(folder: Path, tag: str, about: dict[str, dict[str, Any]]) -> None:
+    """Compare `about` (any of model, data) with what the checkpoint says of itself.
+
+    Raises:
+        CheckpointError: names every entry that differs.
+    """
+    record = read_record(folder, tag)
+    for subject, here in about.items():
+        there = record.get(subject, {})
+        here = json.loads(json.dumps(here))  # as it would be read back
+        differing = [
+            f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
+            for key, value in here.items()
+            if there.get(key) != value
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{folder / tag} was written with another {subject} ({'; '.join(differing)}). "
+                f"{WAYS_OUT[subject]}"
+            )
+
+
 def restore(
     engine: deepspeed.DeepSpeedEngine,
     groups: Groups,
     folder: Path,
     tag: str,
-    *,
     layout: dict[str, Any],
-    optimizer: str,
-    weights_only: bool = False,
 ) -> Progress:
     """Load weights, optimizer, schedule and random streams; every rank must call it.
 
     Args:
         layout: this run's layout. Where it is not the checkpoint's, the main rank converts the
             checkpoint first; the random streams of dropout then start anew.
-        optimizer: the config's `optimizer.type`.
-        weights_only: take the weights alone (`finetune`), whatever the layout.
 
     Raises:
-        CheckpointError: unreadable, or written under another layout.
+        CheckpointError: a file is missing or damaged, or the layouts cannot be converted.
     """
     record = read_record(folder, tag)
-    if weights_only:
-        load_weights(engine.module, folder, tag, groups)
-        refresh = getattr(engine.optimizer, "_restore_from_bit16_weights", None)
-        if refresh is not None:
-            refresh()
-        return Progress(0, 0, 0)
-    written = ONE_SLICE | record["layout"]
+    progress, written = Progress(**record["progress"]), ONE_SLICE | record["layout"]
     if written != layout:
-        why = universal.refusal(written, layout, optimizer)
+        why = universal.refusal(written, layout)
         if why:
             raise CheckpointError(
-                f"{folder / tag} was written under another layout, and {why}. Resume with the "
-                "layout it was written under, or set `finetune: true` to take only its weights"
+                f"{folder / tag} was written with another layout, and {why}. Resume with the "
+                "layout it was written under, or set `finetune: true` and another `save` to take "
+                "only its weights"
             )
         universal.restore(engine, groups, folder / tag, folder / f"{UNFINISHED}universal", record)
-        return Progress(**record["progress"])
-    loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+        return progress
+    try:
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+        path = folder / tag / f"rng_rank_{groups.rank:05d}.pt"
+        set_rng_state(torch.load(path, weights_only=True))
+    except Exception as error:  # whatever a torn file makes the readers below it raise
+        raise CheckpointError(
+            f"{folder / tag}: cannot be loaded on rank {groups.rank} "
+            f"({type(error).__name__}: {error}); if a file is damaged, write the name of an older "
+            f"checkpoint into {folder / 'latest'}"
+        ) from error
     if loaded is None:
         raise CheckpointError(f"{folder / tag}: DeepSpeed found nothing to load there")
-    path = folder / tag / f"rng_rank_{groups.rank:05d}.pt"
-    set_rng_state(torch.load(path, weights_only=True))
-    return Progress(**record["progress"])
+    return progress
 
 
 def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
@@ -226,7 +258,7 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     """
     try:
         return weights.read_whole(folder, tag, read_record(folder, tag))
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         raise CheckpointError(str(error)) from error
 
 
@@ -248,8 +280,12 @@ def load_weights(model: torch.nn.Module, folder: Path, tag: str, groups: Groups)
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what a killed run left half written; returns the names."""
-    leftovers = sorted(folder.glob(f"{UNFINISHED}*"))
+    """Delete what a killed run left half written or half replaced; returns the names."""
+    for aside in folder.glob(f"{REPLACED}*"):
+        final = folder / aside.name.removeprefix(REPLACED)
+        if not final.exists():  # killed between the two renames: the old one is still the newest
+            aside.rename(final)
+    leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return [path.name for path in leftovers]
@@ -261,22 +297,3 @@ def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
     for tag in finished(folder)[:-keep_last]:
         if tag != newest_tag:
             shutil.rmtree(folder / tag, ignore_errors=True)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".unfinished")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder, so that a rename never outlives the bytes it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,13 +11,15 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
-from megatron.engine.assemble import assemble, build_own_part, count_parameters
+from megatron.engine.build import identity_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
+from megatron.engine.job_engine import job_engine
 from megatron.engine.log import RunLog
 from megatron.engine.loop import LoopSettings, losses_of, train_loop, validation_loss
-from megatron.engine.optim import all_heads, full_theta
+from megatron.engine.optim import all_heads, full_theta, own_hyperparameters
+from megatron.engine.own_part import build_own_part, count_parameters
 from megatron.engine.weights import describe
 from megatron.parallel import Groups
 
@@ -58,14 +60,30 @@ class Job:
             "pipe_parallel_size": groups.pipe_size,
             "zero_stage": parallel.zero_stage,
             "precision": config.training.precision,
+            "optimizer": config.optimizer.type,
+            "weight_decay_positional": config.optimizer.weight_decay_positional,
         }
         # Dropout: each data-parallel rank and stage its own stream.
         stream = groups.pipe_rank * groups.data_size + groups.data_rank
         torch.manual_seed(config.training.seed + stream)
         self.model = build_own_part(config, self.data.tokenizer.vocab_size, groups)
-        self.about_weights = describe(self.model, groups)
-        self.engine = assemble(config, self.model, groups)
-        self.progress, self.origin = self._resume(allow_fallback)
+        self.about = {
+            "model": identity_of(config, self.model, self.data.tokenizer),
+            "data": self.data.identity,
+            "layout": self.layout,
+            **describe(self.model, groups),
+        }
+        source, resumes, self.origin = self._source(allow_fallback)
+        if source:
+            same = ("model", "data") if resumes else ("model",)
+            checkpoint.require_same(*source, {key: self.about[key] for key in same})
+        if source and not resumes:  # before the engine copies the weights into its masters
+            checkpoint.load_weights(self.model, *source, groups)
+        self.engine, self.schedule = job_engine(config, self.model, groups)
+        self.progress = Progress(0, 0, self.data.wanted["train"])
+        if source and resumes:
+            with own_hyperparameters(self.schedule):
+                self.progress = checkpoint.restore(self.engine, groups, *source, self.layout)
 
     def run(self) -> None:
         """Train to `train_iters`, then evaluate."""
@@ -88,51 +106,47 @@ class Job:
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
 
-    def _resume(self, allow_fallback: bool) -> tuple[Progress, str]:
-        """Where the run starts, and a line that says why."""
-        fresh = Progress(0, 0, self.data.wanted["train"])
-        load, save = self.config.checkpoint.load, self.config.checkpoint.save
+    def _source(self, allow_fallback: bool) -> tuple[tuple[Path, str] | None, bool, str]:
+        """(checkpoint folder and tag or None, whether to resume from it, a line that says why).
+
+        Without resuming, the source gives its weights alone (`finetune`). A `save` folder with
+        another run's checkpoints is refused: they would be replaced one by one.
+        """
+        c = self.config.checkpoint
+        save, load = (Path(name) if name else None for name in (c.save, c.load))
         if save and self.groups.is_main:
-            left = checkpoint.remove_unfinished(Path(save))
+            left = checkpoint.remove_unfinished(save)
             if left:
                 print(f"removed what a killed run left half written: {', '.join(left)}")
         self.groups.barrier()
-        if not load:
-            return fresh, "starting fresh: no `load` in the config"
-        folder = Path(load)
-        tag, damaged = checkpoint.usable(folder, self.groups, allow_fallback=allow_fallback)
-        if tag is None:
-            return fresh, f"starting fresh: {folder} holds no checkpoint"
-        finetune = self.config.checkpoint.finetune
-        if not finetune:
-            self._check_data(folder, tag)
-        progress = checkpoint.restore(
-            self.engine,
-            self.groups,
-            folder,
-            tag,
-            layout=self.layout,
-            optimizer=self.config.optimizer.type,
-            weights_only=finetune,
-        )
-        if finetune:
-            return fresh, f"starting at step 0 from the weights of {folder / tag} (finetune)"
-        passed_over = f" (passed over: {damaged})" if damaged else ""
-        return progress, f"resuming from {folder / tag}{passed_over}"
+        passed_over: list[str] = []
 
-    def _check_data(self, folder: Path, tag: str) -> None:
-        recorded = checkpoint.read_record(folder, tag)["data"]
-        differing = [
-            f"{key}: {recorded.get(key)!r} in the checkpoint, {value!r} now"
-            for key, value in self.data.identity.items()
-            if recorded.get(key) != value
-        ]
-        if differing:
+        def usable(folder: Path | None) -> str | None:
+            if folder is None:
+                return None
+            tag, damaged = checkpoint.usable(folder, self.groups, allow_fallback=allow_fallback)
+            passed_over.append(damaged)
+            return tag
+
+        saved = usable(save)
+        if saved and c.finetune:
+            return (save, saved), True, f"resuming the finetuning from {save / saved}"
+        loaded = saved if save and load and save.resolve() == load.resolve() else usable(load)
+        if saved and (not loaded or save.resolve() != load.resolve()):
             raise checkpoint.CheckpointError(
-                f"{folder / tag} was trained on other data or in another order "
-                f"({'; '.join(differing)}), so it cannot be continued exactly. Restore those "
-                "settings, or set `finetune: true` to start a new run from its weights"
+                f"save: {save} holds a checkpoint already ({saved}), and this run does not "
+                f"continue it; write `load: {save}` to continue, or another `save` for a new run"
             )
+        if not load:
+            return None, False, "starting fresh: no `load` in the config"
+        if not loaded:
+            return None, False, f"starting fresh: {load} holds no checkpoint"
+        if c.finetune:
+            text = f"starting at step 0 from the weights of {load / loaded} (finetune)"
+            return (load, loaded), False, text
+        text = f"resuming from {load / loaded}"
+        damaged = "; ".join(filter(None, passed_over))
+        return (load, loaded), True, f"{text} (passed over: {damaged})" if damaged else text
 
     def _announce(self, log: RunLog) -> None:
         parameters = count_parameters(self.model, self.groups)
@@ -149,6 +163,8 @@ class Job:
             f"{self.data.identity['documents']:,} documents"
         )
         log.line(self.origin)
+        if self.progress.step >= c.training.train_iters > 0:
+            log.line(f"step {self.progress.step} of {c.training.train_iters}: nothing to train")
         if groups.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             temporary = self.run_dir / ".config.yml.unfinished"
@@ -189,12 +205,7 @@ class Job:
                     self.groups,
                     Path(c.checkpoint.save),
                     self.progress,
-                    about={
-                        "layout": self.layout,
-                        **self.about_weights,
-                        "data": self.data.identity,
-                        "config": c.to_flat_dict(),
-                    },
+                    about={**self.about, "config": c.to_flat_dict()},
                     keep_last=c.checkpoint.keep_last_n_checkpoints,
                 )
                 seconds = time.monotonic() - start
@@ -213,6 +224,7 @@ class Job:
                 eval_iters=c.training.eval_iters,
                 save_interval=c.checkpoint.save_interval,
                 extra_save_iters=tuple(c.checkpoint.extra_save_iters),
+                exit_interval=c.training.exit_interval,
                 skips_overflow=c.training.precision == "fp16",
             ),
             self.groups,

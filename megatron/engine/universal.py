@@ -5,7 +5,7 @@ moments, and every rank of the new layout takes its parts out of it. The convert
 how each weight is cut; a pair of layouts it cannot serve is refused before anything is read.
 
 What DeepSpeed 0.19 leaves undone is mended here: files of ZeRO-3 carry no shapes, each ZeRO stage
-looks for counters under its own file name, and a load overwrites the parameter groups' settings.
+looks for counters under its own file name, and a load overwrites the clipping's bound.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def conversion_info(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refusal(old: Mapping[str, Any], new: Mapping[str, Any], optimizer: str) -> str | None:
+def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Why a checkpoint of layout `old` cannot go on as `new`; None where it can."""
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:
         told = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)
         return f"a resumed run cannot change {told}"
-    if optimizer != "adam":
-        return f"the universal format holds Adam's state, not that of {optimizer}"
+    if new["optimizer"] != "adam":
+        return f"the universal format holds Adam's state, not that of {new['optimizer']}"
     if 0 in (old["zero_stage"], new["zero_stage"]):
         return (
             "ZeRO-0 keeps its optimizer state where the universal format has no place for it "
@@ -169,21 +169,14 @@ def restore(
 def load(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """Take this rank's parts out of a converted checkpoint; every rank must call it."""
     optimizer = engine.optimizer
-    settings = [
-        {key: value for key, value in group.items() if key not in ("params", "lr")}
-        for group in optimizer.param_groups
-    ]
     clip = getattr(optimizer, "clip_grad", None)
     engine._config.load_universal_checkpoint = True
     try:
         engine.load_checkpoint(str(folder.parent), tag=folder.name)
     finally:
         engine._config.load_universal_checkpoint = False
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
     if clip is not None:
         optimizer.clip_grad = clip
     for state in optimizer.optimizer.state.values():
         if torch.is_tensor(state.get("step")):  # ZeRO-3 shares one, and each group would count it
             state["step"] = state["step"].clone()
-    engine.lr_scheduler.write()

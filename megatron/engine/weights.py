@@ -12,12 +12,12 @@ Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel 
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
     layers: names of a pipeline's layers, in the order of its files.
     """
     cuts = {name: [cut.dim, cut.blocks] for name, cut in cuts_of(model).items()}
-    shapes = {name: list(_whole_shape(param)) for name, param in model.named_parameters()}
+    shapes = {name: list(whole_shape(param)) for name, param in model.named_parameters()}
     return {
         "shapes": groups.union_over_pipe(shapes),
         "cuts": groups.union_over_pipe(cuts),
@@ -77,8 +77,8 @@ def _read_rank(folder: Path, tag: str, rank: int) -> Weights:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except (OSError, RuntimeError) as error:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise RuntimeError(f"{path}: cannot be read ({error})") from error
 
 
@@ -104,7 +104,7 @@ def _read_stage3(folder: Path, tag: str, rank: int) -> Weights:
 
 def misfits(model: nn.Module, stored: Mapping[str, Tensor], groups: Groups) -> list[str]:
     """What of `stored` is missing, unknown or of another shape than the (whole) model's."""
-    own = {name: _whole_shape(param) for name, param in model.named_parameters()}
+    own = {name: whole_shape(param) for name, param in model.named_parameters()}
     own = groups.union_over_pipe(own)
     wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
     wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
@@ -118,15 +118,6 @@ def misfits(model: nn.Module, stored: Mapping[str, Tensor], groups: Groups) -> l
 
 @torch.no_grad()
 def fill(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Copy each whole weight's own part into `model`; under ZeRO-3 every rank must call it."""
+    """Copy each whole weight's own part into `model`, before an engine takes it."""
     for name, param in model.named_parameters():
-        sharded = hasattr(param, "ds_id")
-        with deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=sharded):
-            param.copy_(own_part(param, stored[name]))
-
-
-def _whole_shape(param: nn.Parameter) -> torch.Size:
-    if not hasattr(param, "ds_shape"):
-        return whole_shape(param)
-    cut = getattr(param, "cut", None)
-    return param.ds_shape if cut is None else cut.whole_shape(param.ds_shape, param.cut_size)
+        param.copy_(own_part(param, stored[name]))

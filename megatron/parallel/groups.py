@@ -121,6 +121,12 @@ class Groups:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
+    def sum_over_job(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` in place over all ranks and return it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
     def barrier(self) -> None:
         """Wait for every rank of the job."""
         if self.world_size > 1:
@@ -137,14 +143,6 @@ class Groups:
     def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
         """The entries of all stages' `value`."""
         return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
-
-    def broadcast_object(self, value: object) -> object:
-        """The main rank's `value`, on every rank (pickled: for small control values only)."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
 
 
 def build_groups(device: torch.device) -> Groups:

@@ -2,7 +2,7 @@
 
 ``load("kerple_log")`` imports ``positional/kerple_log.py`` and builds the one subclass of
 :class:`PositionalEmbedding` that it defines. To add an embedding, add a file here and its entry to
-``tests/positional/test_contract.py``; nothing else needs to know.
+``tests/positional/formulas64.py``; nothing else needs to know.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def by_hand(q, k, v, theta, scale: float, offset: int) -> torch.Tensor:
 def test_eager_is_the_formula(queries, offset, later):
     generator = torch.Generator().manual_seed(queries)
     keys = offset + queries + later
-    q, k, v = (
-        torch.randn(2, 3, n, 4, generator=generator).double() for n in (queries, keys, keys)
-    )
+    q, k, v = (torch.randn(2, 3, n, 4, generator=generator).double() for n in (queries, keys, keys))
     theta = torch.rand(3, 4, generator=generator).double() + 0.1
     pos = load("kerple_power_add_mul")
     got = attend(q, k, v, pos, theta, scale=0.7, query_offset=offset, backend="eager")

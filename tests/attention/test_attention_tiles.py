@@ -11,10 +11,9 @@ from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
 
 def distances(rows: int, keys: int) -> torch.Tensor:
-    """[rows, keys] of a block whose last row is query keys - 1, with keys in reversed order."""
-    query = torch.arange(keys - rows, keys)[:, None]
-    key = torch.arange(keys).flip(0)
-    return query - key
+    """[rows, keys] of a block whose first row is query keys - 1, the next one keys - 2, ..."""
+    query = torch.arange(keys - rows, keys).flip(0)[:, None]
+    return query - torch.arange(keys)
 
 
 @given(
@@ -22,10 +21,13 @@ def distances(rows: int, keys: int) -> torch.Tensor:
     before=st.integers(0, 12),
     longer=st.integers(0, 4),
     more_rows=st.integers(0, 3),
+    transposed=st.booleans(),
 )
-def test_block_of_a_distance_vector(rows, before, longer, more_rows):
+def test_block_of_a_distance_vector(rows, before, longer, more_rows, transposed):
     keys = rows + before
     values = torch.randn(3, keys + longer)
+    if transposed:  # the same numbers, laid out otherwise
+        values = values.T.contiguous().T
     vector = DistanceVector(values, rows + more_rows, future=-torch.inf)
     d = distances(rows, keys)
     expected = values[:, d.clamp(min=0)].masked_fill(d < 0, -torch.inf)
@@ -54,7 +56,7 @@ def test_diagonal_sums(batch, heads, rows, before, shifted):
     for distance in range(keys):
         expected[:, distance] += matrix[:, :, d == distance].sum((0, 2))
     add_diagonal_sums(total, matrix)
-    assert torch.equal(total, expected)
+    assert torch.equal(total.flip(1), expected)
 
 
 @given(
@@ -72,7 +74,7 @@ def test_walk_covers_every_row_once(batch, heads, queries, offset):
         items = torch.arange(batch * heads)[tile.items].view(tile.batch, tile.num_heads) % heads
         assert (items == torch.arange(heads)[tile.heads]).all()
         assert tile.index == index and tile.num_rows <= rows_limit
-        assert tile.keys == offset + tile.rows.stop
+        assert tile.keys == keys - tile.rows.start
         assert tile.batch == 1 or tile.num_heads == heads
         cells = tile.batch * tile.num_heads * tile.num_rows * tile.keys
         alone = tile.batch * tile.num_heads == 1

@@ -67,9 +67,7 @@ def test_rpe_buckets(buckets, max_distance):
     m = buckets // 2
     for distance, bucket in enumerate(got):
         steps = buckets - m
-        exact = sum(
-            distance**steps * m**i >= max_distance**i * m**steps for i in range(1, steps)
-        )
+        exact = sum(distance**steps * m**i >= max_distance**i * m**steps for i in range(1, steps))
         assert bucket == (distance if distance < m else m + exact), distance
     assert max(got) == buckets - 1
 
