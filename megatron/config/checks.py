@@ -15,6 +15,7 @@ from megatron.config import layouts
 Values = dict[str, Any]
 Found = tuple[str, str]  # (attribute to blame, text)
 
+_SPLITS = ("train", "valid", "test")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -262,7 +263,31 @@ def _finetune(finetune: bool, save: str, load: str) -> Found | None:
 
 
 @_relation("data_path")
-def _builtin(path: str) -> Found | None:
-    if not path.startswith("builtin:") or path == "builtin:python-stdlib":
+def _builtin(given: str | tuple[str, ...]) -> Found | None:
+    for path in (given,) if isinstance(given, str) else given:
+        if path.startswith("builtin:") and given != "builtin:python-stdlib":
+            text = "stands alone" if len(given) > 1 and path == "builtin:python-stdlib" else ""
+            text = text or f"no corpus is called {path!r}"
+            return "data_path", f"{text}; write builtin:python-stdlib, or a prefix"
+    return None
+
+
+@_relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
+def _blended(*given: tuple) -> Found | None:
+    """GPT-NeoX's rules: paths for all splits or for none, one weight a path."""
+    paths, weights = given[:3], given[3:]
+    if any(paths) and not all(paths):
+        missing = [f"{split}_data_paths" for split, p in zip(_SPLITS, paths, strict=True) if not p]
+        return "train_data_paths", f"needs {' and '.join(missing)} too; write all three"
+    for split, p, w in zip(_SPLITS, paths, weights, strict=True):
+        if w and len(w) != len(p):
+            text = f"{len(w)} weights for {len(p)} paths; write one weight for each path"
+            return f"{split}_data_weights", text
+    return None
+
+
+@_relation("data_path", "train_data_paths")
+def _one_way(path: str | tuple[str, ...], train: tuple[str, ...]) -> Found | None:
+    if not train:
         return None
-    return "data_path", f"no corpus is called {path!r}; write builtin:python-stdlib, or a prefix"
+    return "train_data_paths", "stands beside data_path; write one of the two"

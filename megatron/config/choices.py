@@ -80,13 +80,15 @@ DataImpl = Annotated[
     ),
 ]
 
-_Tokenizer = Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer", "ByteLevelTokenizer"]
+_Tokenizer = Literal[
+    "GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer", "CharLevelTokenizer", "ByteLevelTokenizer"
+]
 Tokenizer = Annotated[
     _Tokenizer,
     BeforeValidator(
         one_of(
             _Tokenizer,
-            refused=_not_built("HFGPT2Tokenizer", "SPMTokenizer", "TiktokenTokenizer"),
+            refused=_not_built("HFGPT2Tokenizer", "TiktokenTokenizer"),
         )
     ),
 ]

@@ -132,7 +132,7 @@ def _text(detail: Any, value: Any) -> str:
 def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
     """A builtin corpus is bytes unless another tokenizer is named."""
     path = values.get("data_path")
-    if path and path.startswith("builtin:") and "tokenizer_type" not in given:
+    if isinstance(path, str) and path.startswith("builtin:") and "tokenizer_type" not in given:
         values["tokenizer_type"] = "ByteLevelTokenizer"
 
 

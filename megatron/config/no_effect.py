@@ -68,7 +68,6 @@ _KEYS: dict[str, str] = {
     "initial values depend only on the seed and the parameter's name": "use_cpu_initialization",
     "no forward pass is stored beside a checkpoint": "checkpoint_validation_with_forward_pass",
     "bits per byte are reported instead": "char_level_ppl",
-    "only weight_by_num_documents reads it": "weighted_sampler_alpha",
     "only num_unique_layers reads it": "param_sharing_style",
     "only mixtures of experts read it": """
         moe_expert_interval moe_top_k moe_router_type moe_lbl_in_fp32 moe_jitter_eps

@@ -74,14 +74,6 @@ def _refuse(keys: str, reason: str, instead: str, harmless: Callable[[Any, Flat]
 _FALSE, _TRUE = _equals(False), _equals(True)
 
 _refuse(
-    "train_data_paths valid_data_paths test_data_paths train_data_weights valid_data_weights "
-    "test_data_weights",
-    "corpora of their own for train, valid and test are not built yet",
-    "data_path: PREFIX and split",
-    _equals([]),
-)
-_refuse("weight_by_num_documents", "blending corpora is not built yet", "data_path: PREFIX", _FALSE)
-_refuse(
     " ".join(
         f"{sign}{part}{kind}_data_paths"
         for sign in ("", "pos_", "neg_")
@@ -90,7 +82,7 @@ _refuse(
         if sign + kind not in ("", "pos__reward", "neg__reward")
     ),
     "only next-token prediction on one corpus is built",
-    "data_path: PREFIX",
+    "train_data_paths",
     _equals([]),
 )
 _refuse(

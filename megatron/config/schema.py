@@ -50,6 +50,7 @@ from megatron.config.fields import (
     off,
     whole,
 )
+from megatron.config.paths import PathList, Paths, Weights
 
 
 class Section(BaseModel):
@@ -96,7 +97,17 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    data_path: Text | None = None  # PREFIX of PREFIX.bin and .idx, or builtin:python-stdlib
+    # PREFIX of PREFIX.bin and .idx, a glob or a list of them, or builtin:python-stdlib
+    data_path: Paths | None = None
+    # Instead of data_path and split: corpora for each split, blended by weight (default: equal).
+    train_data_paths: PathList = ()
+    valid_data_paths: PathList = ()
+    test_data_paths: PathList = ()
+    train_data_weights: Weights = ()
+    valid_data_weights: Weights = ()
+    test_data_weights: Weights = ()
+    weight_by_num_documents: Flag = False
+    weighted_sampler_alpha: PositiveNumber = 1.0  # gpt-neox's; the published code's is 0.3
     data_dir: Text = "data"  # where builtin corpora are tokenised
     split: Split = "969, 30, 1"
     data_impl: DataImpl = "mmap"

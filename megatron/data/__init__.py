@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from .errors import CorpusError, DataError, DataExhausted, ShardError, TokenizerError
+from .joined import JoinedShards, find_prefixes, open_shards
+from .manifest import check_tokenizer
 from .mmap import MMapIndexedDataset
-from .prepare import check_tokenizer
 from .sample_index import split_documents
 from .tokenizer import Tokenizer
 
@@ -16,20 +18,32 @@ __all__ = [
     "DataExhausted",
     "ShardError",
     "TokenizerError",
+    "open_checked",
     "open_splits",
 ]
 
 
 def open_splits(
-    data_path: str | os.PathLike, split: str, tokenizer: Tokenizer | None = None
-) -> tuple[MMapIndexedDataset, list[tuple[int, int]]]:
-    """Open the shards `data_path` and cut them by `split`.
+    data_path: str | os.PathLike | Sequence[str],
+    split: str,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[MMapIndexedDataset | JoinedShards, list[tuple[int, int]]]:
+    """Open the shards `data_path` (a prefix, a glob of them, or a list) and cut them by `split`.
 
     Returns (shards, [train, valid, test]), each split as (start, end) of documents.
 
     With `tokenizer`, shards whose manifest names another one are refused (ShardError).
     """
-    shards = MMapIndexedDataset(data_path)
-    if tokenizer is not None:
-        check_tokenizer(data_path, tokenizer)
+    shards = open_checked(data_path, tokenizer)
     return shards, split_documents(split, len(shards))
+
+
+def open_checked(
+    data_path: str | os.PathLike | Sequence[str], tokenizer: Tokenizer | None
+) -> MMapIndexedDataset | JoinedShards:
+    """Open shards; ShardError if a manifest names another tokenizer."""
+    prefixes = find_prefixes(data_path)
+    if tokenizer is not None:
+        for prefix in prefixes:
+            check_tokenizer(prefix, tokenizer)
+    return open_shards(prefixes)

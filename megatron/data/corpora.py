@@ -13,15 +13,15 @@ import difflib
 import hashlib
 import os
 import platform
-import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import CorpusError, ShardError
 from .locks import one_at_a_time
+from .manifest import read_manifest
 from .mmap import MMapIndexedDataset
-from .prepare import Document, read_manifest, write_shards
+from .prepare import PrepareOptions, write_shards
+from .sources import Source
 from .tokenizer import Tokenizer
 
 PREFIX = "builtin:"  # what a data_path that names a corpus starts with
@@ -41,9 +41,11 @@ _SKIPPED_FOLDERS = frozenset(
 )
 
 
-def resolve_data_path(data_path: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
-    """The shards' prefix: a corpus ("builtin:NAME") is prepared, any other path stays as it is."""
-    if data_path.startswith(PREFIX):
+def resolve_data_path(
+    data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
+) -> str | tuple[str, ...]:
+    """The shards' place: a corpus ("builtin:NAME") is prepared, any other path stays as it is."""
+    if isinstance(data_path, str) and data_path.startswith(PREFIX):
         return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
     return data_path
 
@@ -101,30 +103,15 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
             f"{root}: holds no .py files (is the library zipped?); prepare a corpus of "
             "your own with prepare_data.py --input"
         )
-    skipped: list[str] = []
-
-    def documents() -> Iterator[Document]:
-        for file in files:
-            content = (root / file).read_bytes()
-            try:
-                yield Document(content.decode("utf-8"), str(root / file), len(content))
-            except UnicodeDecodeError:
-                skipped.append(file.as_posix())  # a deliberate oddity; Python declares its encoding
-
+    paths = [str(root / file) for file in files]
     write_shards(
-        documents(),
-        prefix,
+        [Source(str(root), "text", sum(map(os.path.getsize, paths)), paths)],
+        [prefix],
         tokenizer,
-        source={
-            "corpus": "python-stdlib",
-            "python": platform.python_version(),
-            "not_utf8": skipped,
-        },
-        total_bytes=sum((root / file).stat().st_size for file in files),
+        PrepareOptions(on_error="skip"),  # Python files may declare another encoding; few do
+        about={"corpus": "python-stdlib", "python": platform.python_version()},
         label="tokenising python-stdlib",
     )
-    if skipped:
-        print(f"python-stdlib: left out, not UTF-8: {', '.join(skipped)}", file=sys.stderr)
 
 
 def _is_ready(prefix: Path, tokenizer: Tokenizer) -> bool:

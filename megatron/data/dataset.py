@@ -80,6 +80,11 @@ class TokenDataset:
         return self._length
 
     @property
+    def where(self) -> str:
+        """The files, for messages."""
+        return self.shards.prefix
+
+    @property
     def index(self) -> SampleIndex:
         """The published index, built for `num_samples`."""
         return self._blocks[0]

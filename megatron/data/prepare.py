@@ -1,200 +1,253 @@
-"""Documents of text to a data set of tokens: PREFIX.bin, PREFIX.idx and PREFIX.json, the manifest.
+"""Text to a data set of tokens: PREFIX.bin, PREFIX.idx and PREFIX.json, the manifest.
 
-Each document is encoded and closed by the tokenizer's eod; empty documents are left out, as
-GPT-NeoX's `preprocess_data.py` does, and counted. The manifest says what the tokens are: tokenizer,
-counts, source.
+Readers cut the inputs into chunks, worker processes encode them, and this process writes what comes
+back, in order. Each document is closed by the tokenizer's eod; empty documents are left out, as
+GPT-NeoX's `preprocess_data.py` does, and counted. A run that was killed, stopped at a fault or
+found the disk full goes on where it stopped when the same command is given again, and the files are
+those of an unbroken run, byte for byte, whatever the number of workers.
+
+Partition I of N takes the chunks that end in the I-th N-th of the inputs' bytes, so the partitions
+one after the other are the unpartitioned data set.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-from tqdm import tqdm
-
-from .errors import CorpusError, ShardError, TokenizerError
+from .chunks import Chunk, Fault
+from .encode import COUNTS, Encoded, EncodeOptions, Encoder
+from .errors import CorpusError, DataError
+from .journal import Journal
+from .manifest import build_manifest, to_bytes
 from .mmap import MMapIndexedDatasetWriter, shard_path
+from .progress import Progress
+from .readers import read_source
+from .sources import Source
 from .tokenizer import Tokenizer
+from .workers import Workers
 
-_BATCH_BYTES = 1 << 20  # text handed to the tokenizer at a time
+_LISTED = 10  # skipped records shown; all are in PREFIX.skipped.txt
 
 
-class Document(NamedTuple):
-    """One document: its text, where it stands (for messages), its bytes there (for progress)."""
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How a run goes; `encode`: what becomes of a record.
 
-    text: str
-    where: str
-    source_bytes: int
+    `on_error`: "stop" at a faulty record or file, or "skip" it, counted and listed. `partition`:
+    (i, n), the i-th of n parts, from 1. `checkpoint_seconds`: how much work a kill can cost.
+    `quiet`: no progress bar.
+    """
+
+    encode: EncodeOptions = EncodeOptions()
+    workers: int = 1
+    on_error: str = "stop"
+    partition: tuple[int, int] = (1, 1)
+    checkpoint_seconds: float = 10.0
+    quiet: bool = False
 
 
 def write_shards(
-    documents: Iterable[Document],
-    prefix: str | os.PathLike,
+    sources: list[Source],
+    prefixes: list[str | os.PathLike],
     tokenizer: Tokenizer,
+    options: PrepareOptions = PrepareOptions(),
     *,
-    append_eod: bool = True,
-    source: dict,
-    total_bytes: int | None = None,
+    about: dict | None = None,
     label: str = "tokenising",
-    quiet: bool = False,
-) -> dict:
-    """Encode `documents` into the shards `prefix`; return the manifest (with `source` in it).
+) -> list[dict]:
+    """Encode `sources` into shards, one prefix for each of `options.encode.keys`.
 
-    Shows a progress bar (rate, time left if `total_bytes` is known) unless `quiet`. Raises
-    CorpusError if there is no document with text; then, and after any other exception, no data set
-    is left behind.
+    Returns the manifests, whose `source` holds `about` and each input's size and SHA-256. Raises
+    CorpusError at a fault, or if there is no document with text; no .idx is then left.
     """
-    counts = {"documents": 0, "empty_documents": 0, "tokens": 0, "text_bytes": 0}
-    with (
-        MMapIndexedDatasetWriter(prefix, tokenizer.dtype) as writer,
-        tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True, disable=quiet) as bar,
-    ):
-        for batch in _batches(documents):
-            texts = [document.text for document in batch if document.text]
-            counts["empty_documents"] += len(batch) - len(texts)
-            for ids in _encode(tokenizer, batch, texts):
-                if append_eod:
-                    ids = np.append(ids, ids.dtype.type(tokenizer.eod))
-                writer.add_document(ids)
-                counts["tokens"] += len(ids)
-            counts["documents"] += len(texts)
-            counts["text_bytes"] += sum(len(text.encode()) for text in texts)
-            bar.update(sum(document.source_bytes for document in batch))
-        if not counts["documents"]:
-            raise CorpusError(
-                f"{source.get('files') or source}: no document with text in it; nothing is written"
-            )
-        manifest = {
-            "format": 1,
-            "tokenizer": tokenizer.name,
-            "tokenizer_fingerprint": tokenizer.fingerprint(),
-            "vocab_size": tokenizer.vocab_size,
-            "append_eod": append_eod,
-            "dtype": tokenizer.dtype.name,
-            **counts,
-            "source": source,
+    return _Run(sources, prefixes, tokenizer, options, about or {}, label).run()
+
+
+class _Run:
+    def __init__(self, sources, prefixes, tokenizer, options, about, label) -> None:
+        self.sources, self.tokenizer, self.options = sources, tokenizer, options
+        self.prefixes, self.about, self.label = [os.fspath(p) for p in prefixes], about, label
+        if len(self.prefixes) != len(options.encode.keys):
+            raise ValueError(f"{len(self.prefixes)} prefixes, keys {options.encode.keys}")
+        if max(options.partition) > 1 and any(source.kind == "hub" for source in sources):
+            raise CorpusError("a hub's data set has no bytes to share: --partition needs files")
+        encode = options.encode
+        job = {
+            "sources": [source.identity() for source in sources],
+            "tokenizer": tokenizer.fingerprint(),
+            "encode": [encode.keys, encode.append_eod, encode.ftfy, encode.pile_sets],
+            "partition": options.partition,
         }
-        writer.manifest = (json.dumps(manifest, indent=2) + "\n").encode()
-    return manifest
+        self.journal = Journal(self.prefixes[0], job, options.checkpoint_seconds)
+        self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
+        self.skipped_part = Path(f"{self.skipped_path}.part")
+        self.facts: list[dict] = [{} for _ in sources]
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.done: list[int] | None = None  # (source, number) of the last chunk written
+        self.begin: list[int] | None = None  # of the first, for the check before a merge
+        self.ends = [sum(s.size for s in sources[: i + 1]) for i in range(len(sources))]
 
+    def run(self) -> list[dict]:
+        encoder = Encoder(self.tokenizer, self.options.encode)
+        with Workers(encoder, self.options.workers) as workers, ExitStack() as stack:
+            self.writers = [
+                stack.enter_context(MMapIndexedDatasetWriter(prefix, self.tokenizer.dtype))
+                for prefix in self.prefixes
+            ]
+            self._resume()
+            self.skipped = stack.enter_context(
+                open(self.skipped_part, "a", encoding="utf-8", errors="backslashreplace")
+            )
+            total = self.ends[-1] // self.options.partition[1] if self.ends else 0
+            try:
+                with Progress(total, self.label, self.options.quiet) as progress:
+                    for result in workers.map(self._chunks()):
+                        self._take(result, progress)
+                manifests = self._finish()
+            except OSError as error:
+                raise CorpusError(f"{error}; {self._kept()}") from error
+            except DataError as error:
+                raise type(error)(f"{error}{self._kept(', ')}") from error
+            finally:
+                for writer in self.writers:
+                    writer.keep_parts = self.journal.exists
+                if not self.journal.exists:
+                    self.skipped_part.unlink(missing_ok=True)
+        return manifests
 
-def read_manifest(prefix: str | os.PathLike) -> dict | None:
-    """The manifest beside the shards, or None (others write none); ShardError if damaged."""
-    path = shard_path(prefix, ".json")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ShardError(
-            f"{path}: is not a manifest ({error}); remove it, or rebuild the data"
-        ) from None
-    return manifest if isinstance(manifest, dict) and "tokenizer_fingerprint" in manifest else None
+    def _resume(self) -> None:
+        """Go on from the journal of the same job, if the .part files hold what it says."""
+        state = self.journal.read()
+        held = state and all(
+            writer.shared_name and writer.holds(*written)
+            for writer, written in zip(self.writers, state["written"], strict=True)
+        )
+        self.skipped_part.touch()
+        if not held:
+            self.journal.remove()
+            state = {"written": [(0, 0)] * len(self.writers), "skipped_bytes": 0}
+        else:
+            self.done, self.begin, self.counts = state["done"], state["begin"], state["counts"]
+            self.facts = state["facts"]
+            if not self.options.quiet:
+                print(f"going on after {self.counts['documents']:,} documents", file=sys.stderr)
+        for writer, written in zip(self.writers, state["written"], strict=True):
+            writer.rewind(*written)
+        os.truncate(self.skipped_part, state["skipped_bytes"])
 
+    def _chunks(self) -> Iterator[Chunk]:
+        """The chunks of this partition that are not yet written, numbered."""
+        part, parts = self.options.partition
+        total = self.ends[-1] if self.ends else 0
+        first_source = self.done[0] if self.done else 0
+        for number, source in enumerate(self.sources):
+            start, end = self.ends[number] - source.size, self.ends[number]
+            if number < first_source or (end * parts < total * (part - 1) and parts > 1):
+                continue
+            for chunk in self._guarded(number, source):
+                chunk.source = number
+                # In which of the parts the chunk ends; the very end belongs to the last.
+                at = min(parts - 1, (start + chunk.position) * parts // max(1, total))
+                if parts > 1 and at >= part:
+                    return
+                before = self.done and [number, chunk.number] <= self.done
+                if not before and (parts == 1 or at == part - 1):
+                    yield chunk
 
-def check_tokenizer(prefix: str | os.PathLike, tokenizer: Tokenizer) -> None:
-    """ShardError if the manifest says that another tokenizer made the shards."""
-    manifest = read_manifest(prefix)
-    if manifest and manifest["tokenizer_fingerprint"] != tokenizer.fingerprint():
-        raise ShardError(
-            f"{prefix}: was made with {manifest.get('tokenizer')} (fingerprint "
-            f"{manifest['tokenizer_fingerprint'][:12]}), not with this run's {tokenizer.name} "
-            f"({tokenizer.fingerprint()[:12]}): set tokenizer_type, vocab_file and merge_file to "
-            "those of the data, or prepare the data again"
+    def _guarded(self, number: int, source: Source) -> Iterator[Chunk]:
+        """The chunks of one source; what breaks its reading becomes its last one."""
+        position = count = 0
+        try:
+            keys = self.options.encode.keys
+            for count, chunk in enumerate(read_source(source, keys, self.facts[number]), 1):
+                chunk.number, position = count, chunk.position
+                yield chunk
+        except Fault as fault:
+            yield Chunk(source.path, fault=str(fault), number=count + 1, position=position)
+
+    def _take(self, result: Encoded, progress: Progress) -> None:
+        if result.faults and self.options.on_error == "stop":
+            raise CorpusError(result.faults[0])
+        for fault in result.faults:
+            self.skipped.write(fault + "\n")
+        for writer, tokens, sizes in zip(self.writers, result.tokens, result.sizes, strict=True):
+            writer.add_documents(tokens, sizes)
+        for name, count in result.counts.items():
+            self.counts[name] += count
+        self.done = [result.source, result.number]
+        self.begin = self.begin or self.done
+        read = self.ends[result.source] - self.sources[result.source].size + result.position
+        part, parts = self.options.partition
+        progress.show(read - self.ends[-1] * (part - 1) // parts, self.counts)
+        if self.journal.due:
+            written = [writer.sync() for writer in self.writers]
+            self.skipped.flush()
+            state = {
+                "done": self.done,
+                "begin": self.begin,
+                "written": written,
+                "counts": self.counts,
+                "facts": self.facts,
+                "skipped_bytes": os.path.getsize(self.skipped_part),
+            }
+            self.journal.write(state)
+
+    def _finish(self) -> list[dict]:
+        part, parts = self.options.partition
+        faults = self.counts.pop("faults")
+        if not self.counts["documents"] and parts == 1:
+            raise CorpusError(
+                f"{[source.path for source in self.sources]}: no document with text in it; nothing "
+                f"is written{f' ({faults} faulty records skipped)' if faults else ''}"
+            )
+        inputs = [
+            {"path": source.path, "bytes": source.size, **fact}
+            for source, fact in zip(self.sources, self.facts, strict=True)
+        ]
+        source = {**self.about, "files": inputs, "skipped": faults}
+        if parts > 1:
+            source["partition"] = {"part": part, "of": parts, "begin": self.begin, "end": self.done}
+        manifests = []
+        for writer, key in zip(self.writers, self.options.encode.keys, strict=True):
+            counts = {**self.counts, "documents": len(writer), "tokens": writer.tokens}
+            described = source if key == "text" else {**source, "key": key}
+            manifest = build_manifest(
+                self.tokenizer, self.options.encode.append_eod, counts, described
+            )
+            writer.manifest = to_bytes(manifest)
+            manifests.append(manifest)
+        self.skipped.flush()
+        if faults:
+            os.replace(self.skipped_part, self.skipped_path)
+            self._report_skipped(faults)
+        else:
+            self.skipped_part.unlink(missing_ok=True)
+            self.skipped_path.unlink(missing_ok=True)
+        for writer in self.writers:
+            writer.keep_parts = self.journal.exists
+            writer.finalize()
+        self.journal.remove()
+        return manifests
+
+    def _report_skipped(self, faults: int) -> None:
+        with open(self.skipped_path, encoding="utf-8") as file:
+            shown = [line for line, _ in zip(file, range(_LISTED), strict=False)]
+        print(
+            f"skipped {faults} faulty records, listed in {self.skipped_path}:\n"
+            + "".join(f"  {line}" for line in shown)
+            + ("  ..." if faults > _LISTED else ""),
+            file=sys.stderr,
         )
 
-
-def text_documents(paths: list[Path], text_key: str = "text") -> Iterator[Document]:
-    """Documents of `.jsonl` files (`text_key` of each line) and `.txt` files (one each)."""
-    for path in paths:
-        if path.suffix == ".jsonl":
-            yield from _jsonl_documents(path, text_key)
-        else:
-            content = path.read_bytes()
-            yield Document(_decode(content, path, 1), str(path), len(content))
-
-
-def check_inputs(paths: list[Path]) -> int:
-    """Total bytes of `paths`; CorpusError, naming every one at fault, if one cannot be an input."""
-    faults = []
-    for path in paths:
-        if not path.is_file():
-            kind = "a folder, not a file" if path.is_dir() else "no such file"
-            faults.append(f"{path}: {kind}")
-        elif path.suffix not in (".jsonl", ".txt"):
-            faults.append(
-                f"{path}: unknown kind {path.suffix or '(no suffix)'!r}; give .jsonl or .txt files"
-            )
-        elif path.stat().st_size == 0:
-            faults.append(f"{path}: is empty")
-    if faults:
-        raise CorpusError("\n".join(faults))
-    return sum(path.stat().st_size for path in paths)
-
-
-def _jsonl_documents(path: Path, text_key: str) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            text = _decode(line, path, number)
-            try:
-                record = json.loads(text)
-            except json.JSONDecodeError as error:
-                fault = error.msg.removesuffix(" at")
-                raise CorpusError(
-                    f"{path}:{number}: is not JSON: {fault} at column {error.colno}"
-                ) from None
-            except RecursionError:
-                raise CorpusError(f"{path}:{number}: is nested too deeply") from None
-            if not isinstance(record, dict):
-                raise CorpusError(f"{path}:{number}: is not a JSON object with a key {text_key!r}")
-            if text_key not in record:
-                found = ", ".join(map(repr, list(record)[:8])) or "none"
-                raise CorpusError(f"{path}:{number}: has no key {text_key!r} (its keys: {found})")
-            if not isinstance(record[text_key], str):
-                raise CorpusError(
-                    f"{path}:{number}: {text_key!r} is a {type(record[text_key]).__name__}, "
-                    "not a string"
-                )
-            yield Document(record[text_key], f"{path}:{number}", len(line))
-
-
-def _decode(content: bytes, path: Path, first_line: int) -> str:
-    """UTF-8, without a byte order mark. CorpusError with file and line."""
-    try:
-        return content.decode("utf-8-sig" if first_line == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        line = first_line + content.count(b"\n", 0, error.start)
-        raise CorpusError(
-            f"{path}:{line}: byte {content[error.start]:#04x} is not valid UTF-8; "
-            "convert the file to UTF-8"
-        ) from None
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += document.source_bytes
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(tokenizer: Tokenizer, batch: list[Document], texts: list[str]) -> list[np.ndarray]:
-    try:
-        return tokenizer.encode_batch(texts)
-    except TokenizerError:
-        for document in batch:  # say in which document it is
-            try:
-                tokenizer.encode(document.text)
-            except TokenizerError as error:
-                raise CorpusError(f"{document.where}: {error}") from None
-        raise
+    def _kept(self, before: str = "") -> str:
+        """What a stopped run says of the work it leaves."""
+        if not self.journal.exists:
+            return "" if before else "nothing is written"
+        documents = json.loads(self.journal.path.read_text())["state"]["counts"]["documents"]
+        return f"{before}the same command goes on after the first {documents:,} documents"

@@ -6,6 +6,7 @@
 | `CharLevelTokenizer` | the bytes of UTF-8; 512 entries, as in GPT-NeoX | 0, the NUL byte |
 | `GPT2BPETokenizer` | vocab.json + merges.txt, byte-level BPE | id of `<|endoftext|>` |
 | `HFTokenizer` | a tokenizer.json of the `tokenizers` library | id of `<|endoftext|>` |
+| `SPMTokenizer` | a .model of `sentencepiece` (optional) | id of `<|endoftext|>` |
 
 `GPT2BPETokenizer` treats the text "<|endoftext|>" as plain text, as the published one does;
 `HFTokenizer` treats it as its tokenizer.json says. `CharLevelTokenizer` decodes to the text that
@@ -123,14 +124,26 @@ class CharLevelTokenizer(ByteLevelTokenizer):
         return super().decode(ids).replace("\x00", END_OF_DOCUMENT)
 
 
-_TYPES = ("ByteLevelTokenizer", "CharLevelTokenizer", "GPT2BPETokenizer", "HFTokenizer")
-_LATER = ("SPMTokenizer", "HFGPT2Tokenizer", "TiktokenTokenizer")  # GPT-NeoX's other types
+_TYPES = (
+    "ByteLevelTokenizer",
+    "CharLevelTokenizer",
+    "GPT2BPETokenizer",
+    "HFTokenizer",
+    "SPMTokenizer",
+)
+_LATER = ("HFGPT2Tokenizer", "TiktokenTokenizer")  # GPT-NeoX's other types
 
 
 def build_tokenizer(
-    type: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
+    type: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    backend: str = "auto",
 ) -> Tokenizer:
-    """Build a tokenizer by GPT-NeoX's `tokenizer_type`, in any case. Raises TokenizerError."""
+    """Build a tokenizer by GPT-NeoX's `tokenizer_type`, in any case. Raises TokenizerError.
+
+    `backend`: which library encodes, for GPT2BPETokenizer (`fast.py`).
+    """
     by_lower = {name.lower(): name for name in (*_TYPES, *_LATER)}
     name = by_lower.get((type or "").lower())
     if name in _LATER:
@@ -147,7 +160,11 @@ def build_tokenizer(
         return ByteLevelTokenizer()
     if name == "CharLevelTokenizer":
         return CharLevelTokenizer()
-    # Imported here: the module needs the `tokenizers` library, bytes do not.
+    # Imported here: the modules need libraries that bytes do not.
+    if name == "SPMTokenizer":
+        from .spm import SPMTokenizer
+
+        return SPMTokenizer(_required(name, "vocab_file", vocab_file, "tokenizer.model"))
     from .bpe import GPT2BPETokenizer, HFTokenizer
 
     if name == "HFTokenizer":
@@ -155,6 +172,7 @@ def build_tokenizer(
     return GPT2BPETokenizer(
         _required(name, "vocab_file", vocab_file, "vocab.json"),
         _required(name, "merge_file", merge_file, "merges.txt"),
+        backend,
     )
 
 

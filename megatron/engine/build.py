@@ -122,8 +122,8 @@ def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, A
     }
 
 
-def data_prefix(config: Config, tokenizer: Tokenizer) -> str:
-    """Prefix of the run's shards; a `builtin:` corpus is tokenised by the first to come."""
+def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
+    """Where the run's shards are; a `builtin:` corpus is tokenised by the first to come."""
     if config.data.data_path is None:
         raise DataError("data_path is not set; name a shard prefix or builtin:python-stdlib")
     return resolve_data_path(config.data.data_path, config.data.data_dir, tokenizer)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from megatron.config import Config
-from megatron.data import open_splits
 from megatron.data.errors import DataError
 from megatron.data.evaluation import eval_sequences, eval_span
 from megatron.data.mmap import MMapIndexedDataset
@@ -19,12 +18,11 @@ from megatron.engine import checkpoint, distributed
 from megatron.engine.build import (
     DTYPES,
     build_model,
-    data_prefix,
     identity_of,
     tokenizer_of,
 )
 from megatron.engine.evaluate import LossFn, by_length, limited_context
-from megatron.engine.job_data import SPLITS
+from megatron.engine.job_data import SPLITS, evaluation_text
 from megatron.engine.report import LengthResult, write_extrapolation, write_kernels
 from megatron.parallel import Groups, build_groups
 from megatron.positional import PositionalEmbedding
@@ -74,8 +72,7 @@ def _evaluate(
     checkpoint.require_same(load, tag, {"model": identity_of(config, model, tokenizer)})
     checkpoint.load_weights(model, load, tag, groups)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
-    prefix = data_prefix(config, tokenizer)
-    shards, splits = open_splits(prefix, config.data.split, tokenizer)
+    shards, splits = evaluation_text(config, tokenizer)
     if groups.is_main:
         say(f"evaluating {load / tag}")
     return extrapolate(

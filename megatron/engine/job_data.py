@@ -7,13 +7,35 @@ from typing import Any
 import numpy as np
 
 from megatron.config import Config
-from megatron.data import ShardError, open_splits
+from megatron.data import ShardError, open_checked, open_splits
+from megatron.data.blend import BlendedDataset, weights_by_documents
 from megatron.data.dataset import TokenDataset
+from megatron.data.index_cache import cache_folder
+from megatron.data.joined import JoinedShards
 from megatron.data.loader import TrainLoader, sample_counts
+from megatron.data.mmap import MMapIndexedDataset
+from megatron.data.tokenizer import Tokenizer
 from megatron.engine.build import data_prefix, tokenizer_of
 from megatron.parallel import Groups
 
 SPLITS = ("train", "valid", "test")
+Shards = MMapIndexedDataset | JoinedShards
+
+
+def evaluation_text(config: Config, tokenizer: Tokenizer) -> tuple[Shards, list[tuple[int, int]]]:
+    """(shards, [train, valid, test] as ranges of documents) that perplexity is measured on.
+
+    With corpora of their own for each split, those of a split one after the other.
+    """
+    data = config.data
+    if not data.train_data_paths:
+        return open_splits(data_prefix(config, tokenizer), data.split, tokenizer)
+    names, ends = [], [0]
+    for paths in (data.train_data_paths, data.valid_data_paths, data.test_data_paths):
+        opened = [open_checked(path, tokenizer) for path in paths]
+        names += [name for one in opened for name in getattr(one, "prefixes", [one.prefix])]
+        ends.append(ends[-1] + sum(map(len, opened)))
+    return JoinedShards(names), [(ends[i], ends[i + 1]) for i in range(3)]
 
 
 class CheckedLoader(TrainLoader):
@@ -28,7 +50,7 @@ class CheckedLoader(TrainLoader):
         batch_BT = super().__next__()
         if (largest := int(batch_BT.max())) >= self.vocab_size:
             raise ShardError(
-                f"{self.dataset.shards.prefix}: holds token {largest}, but the tokenizer has only "
+                f"{self.dataset.where}: holds token {largest}, but the tokenizer has only "
                 f"{self.vocab_size}; set tokenizer_type, vocab_file and merge_file to what the "
                 "shards were made with"
             )
@@ -46,8 +68,8 @@ class JobData:
     def __init__(self, config: Config, groups: Groups):
         self.config, self.groups = config, groups
         self.tokenizer = tokenizer_of(config)
-        prefix = data_prefix(config, self.tokenizer)
-        self.shards, self.splits = open_splits(prefix, config.data.split, self.tokenizer)
+        self.shards, self.splits = evaluation_text(config, self.tokenizer)
+        self.corpora = {name: self._corpora(i) for i, name in enumerate(SPLITS)}
         self.identity: dict[str, Any] = {
             "seed": config.training.seed,
             "splits": [list(documents) for documents in self.splits],
@@ -55,6 +77,11 @@ class JobData:
             "documents": len(self.shards),
             "tokens": int(self.shards.sizes.sum(dtype="int64")),
         }
+        if config.data.train_data_paths:
+            self.identity["corpora"] = {
+                name: [[end - start, weight] for _, (start, end), weight in corpora]
+                for name, corpora in self.corpora.items()
+            }
         training = config.training
         counts = sample_counts(
             training.train_iters,
@@ -78,24 +105,52 @@ class JobData:
         per_evaluation = self.config.training.eval_iters * self.config.batch.train_batch_size
         return dataset and self._loader(dataset, evaluations_before * per_evaluation)
 
-    def _dataset(self, name: str, index_samples: int) -> TokenDataset | None:
+    def _corpora(self, split: int) -> list[tuple[Shards, tuple[int, int], float]]:
+        """(shards, documents, weight) of each corpus of a split; one where data_path is given."""
+        data = self.config.data
+        if not data.train_data_paths:
+            return [(self.shards, self.splits[split], 1.0)]
+        name = SPLITS[split]
+        paths = getattr(data, f"{name}_data_paths")
+        opened = [open_checked(path, self.tokenizer) for path in paths]
+        documents = [len(shards) for shards in opened]
+        if data.weight_by_num_documents:
+            weights = weights_by_documents(documents, data.weighted_sampler_alpha)
+        else:
+            weights = getattr(data, f"{name}_data_weights") or [1.0] * len(paths)
+        return [
+            (shards, (0, n), float(weight))
+            for shards, n, weight in zip(opened, documents, weights, strict=True)
+        ]
+
+    def _dataset(self, name: str, index_samples: int) -> TokenDataset | BlendedDataset | None:
         """The split `name`; None where it has no documents or nothing is wanted of it."""
-        start, end = self.splits[SPLITS.index(name)]
+        corpora = self.corpora[name]
         total = max(index_samples, self.wanted[name])
-        if start == end or total == 0:
+        if total == 0 or not any(end > start for _, (start, end), _ in corpora):
             return None
         model = self.config.model
-        return TokenDataset(
-            self.shards,
-            (start, end),
-            index_samples,
-            model.seq_length if name == "train" else model.seq_length_val,
-            self.config.training.seed,
-            name,
-            extend_to=total,
-        )
+        length = model.seq_length if name == "train" else model.seq_length_val
 
-    def _loader(self, dataset: TokenDataset, consumed: int) -> TrainLoader:
+        def build(number: int, samples: int, extend_to: int) -> TokenDataset:
+            shards, documents, _ = corpora[number]
+            return TokenDataset(
+                shards,
+                documents,
+                samples,
+                length,
+                self.config.training.seed,
+                name if len(corpora) == 1 else f"{name}_{number}",
+                cache_dir=cache_folder(shards.prefix),
+                extend_to=extend_to,
+            )
+
+        if not self.config.data.train_data_paths:
+            return build(0, index_samples, total)
+        weights = [weight for _, _, weight in corpora]
+        return BlendedDataset(build, weights, index_samples, name, extend_to=total)
+
+    def _loader(self, dataset: TokenDataset | BlendedDataset, consumed: int) -> TrainLoader:
         batch = self.config.batch
         loader = CheckedLoader(
             dataset,

@@ -1,8 +1,8 @@
 """Normalisation layers in GPT-NeoX's conventions (parameter names included).
 
-    layernorm  (x - mean) / sqrt(var + eps) * weight + bias
-    rmsnorm    x / (rms(x) + eps) * scale          eps OUTSIDE the root, as GPT-NeoX has it
-    scalenorm  x / max(|x|_2, eps) * g
+layernorm  (x - mean) / sqrt(var + eps) * weight + bias
+rmsnorm    x / (rms(x) + eps) * scale          eps OUTSIDE the root, as GPT-NeoX has it
+scalenorm  x / max(|x|_2, eps) * g
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ HARMLESS = {
     "train_impl": "normal",
     "z_loss": "0",
     "optimizer.params.adam_w_mode": "true",
-    "train_data_paths": "[]",
+    "train_label_data_paths": "[]",
 }
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from megatron.data import CorpusError, corpora, open_splits
 from megatron.data.corpora import prepare_builtin, resolve_data_path, stdlib_files, stdlib_root
+from megatron.data.manifest import read_manifest
 from megatron.data.mmap import MMapIndexedDataset
-from megatron.data.prepare import read_manifest
 from megatron.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("ByteLevelTokenizer")
@@ -50,8 +50,11 @@ def test_selection_and_order(library, tmp_path, capsys):
     assert sorted(names) == ["a.py", "json/b.py", "latin.py"]
     assert names == ["latin.py", "json/b.py", "a.py"]  # by hash, everywhere the same
     prefix = prepare_builtin("python-stdlib", tmp_path / "data", BYTES)
-    assert "left out, not UTF-8: latin.py" in capsys.readouterr().err
-    assert read_manifest(prefix)["source"]["not_utf8"] == ["latin.py"]
+    assert "/latin.py:2: byte 0xe9 is not valid UTF-8" in capsys.readouterr().err
+    source = read_manifest(prefix)["source"]
+    assert (source["corpus"], source["skipped"], source["files"][0]["files"]) == (
+        "python-stdlib", 1, 3,
+    )  # fmt: skip
     shards = MMapIndexedDataset(prefix)
     assert [BYTES.decode(shards.get(i)[:-1]) for i in range(2)] == ["# json/b.py\n", "# a.py\n"]
 

@@ -180,3 +180,23 @@ def test_what_a_dataset_refuses(make_shards, tmp_path):
         writer.add_document(np.ones(4, np.float32))
     with pytest.raises(ShardError, match="holds float32 numbers, not tokens"):
         TokenDataset(type(shards)(tmp_path / "floats"), (0, 1), 5, 4, 0, "train")
+
+
+def test_a_damaged_or_unwritable_cache_is_no_obstacle(make_shards, tmp_path, capsys):
+    shards = make_shards([[1, 2, 3, 4, 5]] * 20)
+    cache = tmp_path / "cache"
+    arguments = (shards, (0, 20), 30, 4, 0, "train")
+    expected = TokenDataset(*arguments).batch(np.arange(30))
+    TokenDataset(*arguments, cache_dir=cache)
+    [folder] = cache.glob("train_*")
+    whole = (folder / "sample_idx.npy").read_bytes()
+    (folder / "sample_idx.npy").write_bytes(whole[: len(whole) // 2])
+    again = TokenDataset(*arguments, cache_dir=cache)
+    np.testing.assert_array_equal(again.batch(np.arange(30)), expected)
+    assert (folder / "sample_idx.npy").read_bytes() == whole
+    (folder / "doc_idx.npy").unlink()
+    folder.rename(cache / "away")
+    folder.write_text("in the way")
+    kept = TokenDataset(*arguments, cache_dir=cache)
+    np.testing.assert_array_equal(kept.batch(np.arange(30)), expected)
+    assert "the sample index cannot be kept" in capsys.readouterr().err

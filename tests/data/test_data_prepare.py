@@ -10,8 +10,10 @@ import pytest
 
 import prepare_data
 from megatron.data import CorpusError, ShardError, open_splits
+from megatron.data.manifest import read_manifest
 from megatron.data.mmap import MMapIndexedDataset
-from megatron.data.prepare import Document, read_manifest, text_documents, write_shards
+from megatron.data.prepare import PrepareOptions, write_shards
+from megatron.data.sources import find_sources
 from megatron.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("ByteLevelTokenizer")
@@ -100,7 +102,7 @@ FILES = {
     [
         (
             ("bad.jsonl",),
-            "error: bad.jsonl:2: is not JSON: Invalid control character at column 14",
+            "error: bad.jsonl:2: is not JSON: Unterminated string starting at column 10",
         ),
         (("deep.jsonl",), "deep.jsonl:1: is nested too deeply"),
         (("list.jsonl",), "list.jsonl:1: is not a JSON object with a key 'text'"),
@@ -114,8 +116,8 @@ FILES = {
         (("void.jsonl",), "['void.jsonl']: no document with text in it; nothing is written"),
         (("empty.txt",), "error: empty.txt: is empty"),
         (("none.txt",), "error: none.txt: no such file"),
-        (("folder",), "error: folder: a folder, not a file"),
-        (("x.csv",), "error: x.csv: unknown kind '.csv'; give .jsonl or .txt files"),
+        (("folder",), "error: folder: a folder without files"),
+        (("x.csv",), "error: x.csv: unknown kind '.csv'; give .jsonl, .txt or .parquet files"),
         (("none.txt", "x.csv"), "none.txt: no such file\nx.csv: unknown kind"),
     ],
 )
@@ -140,17 +142,18 @@ def test_faulty_input(run, tmp_path, arguments, message):
         ),
         (("python-stdlb",), 1, "did you mean builtin:python-stdlib? known: "),
         (
-            ("openwebtext2",),
+            ("openwebtxt2",),
             1,
-            "unknown corpus; known: builtin:python-stdlib; text files of your own",
+            "did you mean openwebtext2? known: builtin:python-stdlib, openwebtext2, github, arxiv",
         ),
         (("builtin:python-stdlib", "-t", "ByteTokenizer"), 1, "did you mean ByteLevelTokenizer?"),
         (("builtin:python-stdlib", "-d", "file"), 2, "-d file: is a file, not a folder"),
-        ((), 2, "give either a corpus (builtin:python-stdlib) or --input FILES"),
-        (("builtin:python-stdlib", "--input", "a.txt"), 2, "give either a corpus"),
+        ((), 2, "give either a corpus (builtin:python-stdlib, openwebtext2, ...) or --input F"),
+        (("builtin:python-stdlib", "--input", "a.txt"), 2, "do not go with it"),
         (("--input", "a.txt"), 2, "--input needs --name NAME"),
         (("--input", "a.txt", "--name", "b/c"), 2, "--name b/c: is a name, not a path"),
-        (("builtin:python-stdlib", "--name", "x"), 2, "go with --input"),
+        (("builtin:python-stdlib", "--name", "x"), 2, "do not go with it"),
+        (("--input", "a.txt", "--name", "x", "--partition", "3/2"), 2, "write I/N with 1 <= I"),
     ],
 )
 def test_wrong_commands(run, tmp_path, arguments, status, message):
@@ -159,27 +162,29 @@ def test_wrong_commands(run, tmp_path, arguments, status, message):
     assert found == status and message in err and "Traceback" not in err
 
 
+def written(folder, texts, name="x", **options):
+    """Shards of `texts`, in `folder`; returns the manifest."""
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = PrepareOptions(quiet=True, **options)
+    [manifest] = write_shards(find_sources([path]), [folder / name], BYTES, options)
+    return manifest
+
+
 def test_a_failing_source_keeps_the_earlier_data(tmp_path):
-    prefix = tmp_path / "x"
-
-    def documents(fail):
-        yield Document("first", "one", 5)
-        if fail:
-            raise RuntimeError("the source broke")
-
-    write_shards(documents(False), prefix, BYTES, source={}, quiet=True)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError, match="the source broke"):
-        write_shards(documents(True), prefix, BYTES, source={}, quiet=True)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    written(tmp_path, ["one"])
+    before = {f"x{suffix}": (tmp_path / f"x{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+    (tmp_path / "x.jsonl").write_text('{"text": "two"}\n{"text": 3}\n')
+    with pytest.raises(CorpusError, match="x.jsonl:2: 'text' is a int"):
+        write_shards(find_sources([tmp_path / "x.jsonl"]), [tmp_path / "x"], BYTES)
+    names = ["x.bin", "x.idx", "x.json", "x.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
-def test_many_batches_are_in_order(tmp_path):
+def test_many_chunks_are_in_order(tmp_path):
     texts = [f"{i} " * (i % 977) for i in range(4000)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    manifest = write_shards(
-        text_documents([tmp_path / "a.jsonl"]), tmp_path / "x", BYTES, source={}, quiet=True
-    )
+    manifest = written(tmp_path, texts)
     kept = [text for text in texts if text]
     assert manifest["text_bytes"] == sum(map(len, kept)) and manifest["documents"] == len(kept)
     assert manifest["empty_documents"] == len(texts) - len(kept)
@@ -189,7 +194,7 @@ def test_many_batches_are_in_order(tmp_path):
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):
     prefix = tmp_path / "x"
-    write_shards([Document("text", "here", 4)], prefix, BYTES, source={}, quiet=True)
+    written(tmp_path, ["text"])
     other = build_tokenizer("CharLevelTokenizer")
     open_splits(prefix, "1", BYTES)
     open_splits(prefix, "1")
@@ -199,9 +204,3 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ShardError, match=r"x\.json: is not a manifest"):
         open_splits(prefix, "1", other)
-
-
-def test_no_document_at_all(tmp_path):
-    with pytest.raises(CorpusError, match="no document with text"):
-        write_shards([], tmp_path / "x", BYTES, source={"files": ["a"]}, quiet=True)
-    assert list(tmp_path.iterdir()) == []

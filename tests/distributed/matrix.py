@@ -117,11 +117,11 @@ def train_cells(groups, folder: Path, prefix: str, cells: Iterable[Cell]) -> Non
         run_job(groups, config)
 
 
-def train_all(folder: Path, prefix: str, cells: Sequence[Cell]) -> None:
+def train_all(folder: Path, prefix: str, cells: Sequence[Cell], timeout: float = 280) -> None:
     """Train all cells and their truths, one process group for each world size."""
     wanted = sorted({*cells, *(c.truth for c in cells)}, key=lambda c: (c.ranks, c.name))
     for ranks, group in itertools.groupby(wanted, key=lambda c: c.ranks):
-        run_ranks(ranks, train_cells, folder, prefix, list(group))
+        run_ranks(ranks, train_cells, folder, prefix, list(group), timeout=timeout)
 
 
 def metrics(run: Path) -> dict[tuple[str, int], float]:
@@ -159,7 +159,7 @@ def main() -> int:
         folder = Path(name)
         prefix = write_shards(folder)
         start = time.monotonic()
-        train_all(folder, prefix, cells)
+        train_all(folder, prefix, cells, timeout=1e5)
         for each in sorted(cells, key=lambda c: (c.ranks, c.name)):
             found, allowed = distance(folder, each), TOLERANCE[each.dtype]
             verdict = "ok" if found <= allowed else "FAILED"

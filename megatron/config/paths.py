@@ -1,0 +1,45 @@
+"""Field types for where the tokens lie: one prefix, a glob, or lists of them, and their weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from megatron.config.fields import show
+
+
+def _path_list(value: Any) -> tuple[str, ...]:
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, (list, tuple)) or not all(isinstance(p, str) and p for p in paths):
+        raise ValueError(
+            f"expected a list of paths, got {show(value)}; write e.g. [data/a, data/b]"
+        )
+    return tuple(paths)
+
+
+def _paths(value: Any) -> str | tuple[str, ...]:
+    """One path stays one; a list of one is one too."""
+    paths = _path_list(value)
+    if not paths:
+        raise ValueError("an empty list names no data; write a shard prefix")
+    return paths[0] if len(paths) == 1 else paths
+
+
+def _weights(value: Any) -> tuple[float, ...]:
+    write = "write one number >= 0 for each path, not all zero, e.g. [0.7, 0.3]"
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"expected a list of weights, got {show(value)}; {write}")
+    for weight in value:
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"got the weight {show(weight)}; {write}")
+    if value and not sum(value) > 0:
+        raise ValueError(f"got {list(value)}; {write}")
+    return tuple(float(weight) for weight in value)
+
+
+Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths)]
+PathList = Annotated[tuple[str, ...], BeforeValidator(_path_list)]
+Weights = Annotated[tuple[float, ...], BeforeValidator(_weights)]

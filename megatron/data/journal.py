@@ -1,0 +1,53 @@
+"""The journal of a run that prepares data: how far it is, so that a killed one goes on from there.
+
+PREFIX.journal says what the run is (its inputs, tokenizer and options) and, every few seconds,
+replaced by a rename: the last chunk written, and how many documents and tokens the .part files
+then held. Whatever lies beyond is dropped when the run goes on, and the next chunk follows, so the
+shards are the bytes of an unbroken run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .shard_format import shard_path
+
+
+class Journal:
+    """`job`: JSON values that must be equal for a run to go on where another stopped."""
+
+    def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:
+        self.path = shard_path(prefix, ".journal")
+        self.job, self.seconds = json.loads(json.dumps(job)), seconds
+        self._last = time.monotonic()
+
+    def read(self) -> dict | None:
+        """The state of an interrupted run of the same job, or None."""
+        try:
+            entry = json.loads(self.path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return entry["state"] if entry.get("job") == self.job else None
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() - self._last >= self.seconds
+
+    @property
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def write(self, state: dict) -> None:
+        part = Path(f"{self.path}.part")
+        part.write_text(json.dumps({"job": self.job, "state": state}), encoding="utf-8")
+        os.replace(part, self.path)
+        self._last = time.monotonic()
+
+    def remove(self) -> None:
+        with suppress(FileNotFoundError):
+            self.path.unlink()

@@ -1,0 +1,80 @@
+"""tools/inspect_shards.py on good shards, and on shards with something wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import inspect_shards  # noqa: E402
+
+import prepare_data  # noqa: E402
+from megatron.data.mmap import MMapIndexedDatasetWriter  # noqa: E402
+
+
+@pytest.fixture
+def prefix(tmp_path, capsys) -> Path:
+    texts = [f"document {i} " + "é" * (i * 7 % 500) for i in range(100)] + [""]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert prepare_data.main(["--input", str(path), "--name", "a", "-d", str(tmp_path)]) == 0
+    capsys.readouterr()
+    return tmp_path / "a_text_document"
+
+
+def test_good_shards(prefix, capsys):
+    assert inspect_shards.main([str(prefix), "-n", "2", "--characters", "12"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "100 documents, ", "dtype: uint16", "tokens a document: shortest 12, ",
+        "empty documents: 1",
+        "tokenizer: ByteLevelTokenizer", "bytes a token", "skipped 0",
+        "--- document 0, 12 tokens\ndocument 0 <...", "--- document 1, ", "the files are whole",
+    ):  # fmt: skip
+        assert text in out
+    assert "--- document 2" not in out
+    png = Path(f"{prefix}.lengths.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 5000
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: Path(f"{p}.bin").write_bytes(b"12"), "truncated"),
+        (lambda p: Path(f"{p}.idx").unlink(), "no such file"),
+        (lambda p: poke(p, 60000), "token 60000 near token 0 is outside the vocabulary of 257"),
+        (lambda p: recount(p), "counts 7 documents, the shards hold 100"),
+    ],
+)
+def test_what_is_wrong(prefix, capsys, change, message):
+    change(prefix)
+    assert inspect_shards.main([str(prefix)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def poke(prefix: Path, token: int) -> None:
+    path = Path(f"{prefix}.bin")
+    tokens = np.frombuffer(path.read_bytes(), np.uint16).copy()
+    tokens[5] = token
+    path.write_bytes(tokens.tobytes())
+
+
+def recount(prefix: Path) -> None:
+    path = Path(f"{prefix}.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"documents": 7}))
+
+
+def test_another_tokenizer_and_none(prefix, tmp_path, capsys):
+    assert inspect_shards.main([str(prefix), "-t", "CharLevelTokenizer"]) == 1
+    assert "was made with ByteLevelTokenizer" in capsys.readouterr().err
+    with MMapIndexedDatasetWriter(tmp_path / "foreign", np.uint16) as writer:
+        writer.add_document(np.arange(5))
+    assert inspect_shards.main([str(tmp_path / "foreign")]) == 0
+    out = capsys.readouterr().out
+    assert "manifest: none" in out and "give the tokenizer" in out

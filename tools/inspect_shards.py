@@ -1,0 +1,141 @@
+"""What is in shards: counts, a histogram of lengths, the first documents, whether all is whole.
+
+    python tools/inspect_shards.py data/mine_text_document -v vocab.json -m merges.txt
+
+Prints to the console and writes PREFIX.lengths.png. A manifest names the tokenizer; its files are
+given here, and shards of another tokenizer are refused. Reads every token once to check that none
+lies outside the vocabulary. Exit status 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
+
+from megatron.data.errors import DataError, ShardError  # noqa: E402
+from megatron.data.manifest import check_tokenizer, read_manifest  # noqa: E402
+from megatron.data.mmap import MMapIndexedDataset  # noqa: E402
+from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
+
+_BLOCK = 1 << 24  # tokens checked at a time
+_BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # need no files
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("prefix", help="common path of .bin and .idx")
+    add("-t", "--tokenizer", help="tokenizer type [the manifest's]")
+    add("-v", "--vocab-file")
+    add("-m", "--merge-file")
+    add("-n", "--documents", type=int, default=3, help="documents to print [%(default)s]")
+    add("--characters", type=int, default=400, help="of each [%(default)s]")
+    add("--png", help="where the histogram goes [PREFIX.lengths.png]")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        shards = MMapIndexedDataset(arguments.prefix)
+        manifest = read_manifest(arguments.prefix)
+        print_counts(shards, manifest)
+        tokenizer = tokenizer_for(arguments, manifest)
+        if tokenizer is not None:
+            check_tokenizer(arguments.prefix, tokenizer)
+        vocab_size = tokenizer.vocab_size if tokenizer else (manifest or {}).get("vocab_size")
+        check_tokens(shards, manifest, vocab_size)
+        png = arguments.png or f"{arguments.prefix}.lengths.png"
+        draw_lengths(shards.sizes, png, Path(arguments.prefix).name)
+        print(f"lengths: {png}")
+        if tokenizer is None:
+            print("documents: give the tokenizer (-t, -v, -m) to see them decoded")
+        else:
+            print_documents(shards, tokenizer, arguments.documents, arguments.characters)
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("integrity: the files are whole and belong together")
+    return 0
+
+
+def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Tokenizer | None:
+    kind = arguments.tokenizer or (manifest or {}).get("tokenizer")
+    if kind is None or (kind not in _BARE and not arguments.vocab_file):
+        return None
+    return build_tokenizer(kind, arguments.vocab_file, arguments.merge_file)
+
+
+def print_counts(shards: MMapIndexedDataset, manifest: dict | None) -> None:
+    print(f"{shards.prefix}: {len(shards):,} documents, {len(shards.tokens):,} tokens")
+    print(f"dtype: {shards.dtype.name}; {shards.tokens.nbytes / 1e6:,.1f} MB")
+    if len(shards):
+        marks = np.percentile(shards.sizes, [0, 10, 50, 90, 99, 100])
+        names = ("shortest", "10%", "median", "90%", "99%", "longest")
+        found = ", ".join(f"{n} {m:,.0f}" for n, m in zip(names, marks, strict=True))
+        print(f"tokens a document: {found}, mean {shards.sizes.mean():,.1f}")
+    if manifest is None:
+        print("manifest: none (the shards are not of prepare_data.py)")
+        return
+    print(f"tokenizer: {manifest['tokenizer']} {manifest['tokenizer_fingerprint'][:12]}")
+    if manifest.get("text_bytes"):
+        per_token = manifest["text_bytes"] / max(1, manifest["tokens"])
+        print(f"text: {manifest['text_bytes'] / 1e6:,.1f} MB, {per_token:.2f} bytes a token")
+    for key in ("empty_documents", "left_out_by_set"):
+        if manifest.get(key):
+            print(f"{key.replace('_', ' ')}: {manifest[key]:,}")
+    source = manifest.get("source", {})
+    print(f"source: {source.get('corpus', 'files')}; skipped {source.get('skipped', 0)}")
+
+
+def check_tokens(shards: MMapIndexedDataset, manifest: dict | None, vocab_size: int | None) -> None:
+    """ShardError for counts that the manifest denies, and for tokens outside the vocabulary."""
+    for key, found in (("documents", len(shards)), ("tokens", len(shards.tokens))):
+        if manifest and manifest.get(key, found) != found:
+            raise ShardError(
+                f"{shards.prefix}.json: counts {manifest[key]:,} {key}, the shards hold {found:,}: "
+                "they are not of one run"
+            )
+    for start in range(0, len(shards.tokens), _BLOCK):
+        block = shards.tokens[start : start + _BLOCK]
+        if vocab_size is not None and not 0 <= int(block.min()) <= int(block.max()) < vocab_size:
+            raise ShardError(
+                f"{shards.prefix}.bin: token {block.max()} near token {start:,} is outside the "
+                f"vocabulary of {vocab_size}"
+            )
+
+
+def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
+    """Histogram of document lengths, both axes logarithmic."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    longest = max(2, int(sizes.max(initial=1)))
+    axes.hist(np.maximum(sizes, 1), bins=np.geomspace(1, longest + 1, 60), color="#4878a8")
+    axes.set(xscale="log", yscale="log", xlabel="tokens in the document", ylabel="documents")
+    axes.set_title(f"{title}: {len(sizes):,} documents")
+    figure.savefig(path, dpi=120)
+
+
+def print_documents(
+    shards: MMapIndexedDataset, tokenizer: Tokenizer, count: int, characters: int
+) -> None:
+    for i in range(min(count, len(shards))):
+        # Bytes a token are few; four times the characters are enough tokens for any text.
+        text = tokenizer.decode(shards.get(i)[: characters * 4])
+        shown = text if len(text) <= characters else f"{text[:characters]}..."
+        print(f"--- document {i}, {int(shards.sizes[i]):,} tokens\n{shown}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Join shards into one data set: the parts of `--partition I/N`, or any of one tokenizer.
+
+    python tools/merge_shards.py 'data/mine-*-of-00008_text_document' data/mine_text_document
+
+The documents follow in the order of the inputs (a glob's in the order of its names), so joined
+partitions are, byte for byte, what one machine would have written; that each begins where the one
+before ended is checked. gpt-neox's `merge_datasets.py` writes the same .bin and .idx. Reading the
+list or the glob as `data_path` needs no merge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
+
+from megatron.data.errors import DataError  # noqa: E402
+from megatron.data.joined import find_prefixes, merge  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("inputs", nargs="+", help="prefixes or globs of shards, in order")
+    parser.add_argument("output", help="prefix of the joined shards")
+    arguments = parser.parse_args(argv)
+    try:
+        documents, tokens = merge(find_prefixes(arguments.inputs), arguments.output)
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"data_path: {arguments.output}\n{documents:,} documents, {tokens:,} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""gpt-neox's `preprocess_data.py`, flag for flag: text files to PREFIX_text_document.bin and .idx.
+
+    python tools/preprocess_data.py --input a.jsonl.zst,b.jsonl --output-prefix data/mine \\
+        --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer \\
+        --dataset-impl mmap --append-eod --workers 8
+
+The files are byte for byte those of gpt-neox. Where it loses or mangles text, this does not, and so
+differs: bad records are errors (gpt-neox stops with a traceback, or reads a truncated archive as a
+shorter one), all frames of a .zst count (it reads the first), lines of a .jsonl.gz are records (it
+takes the JSON itself for text), a key of --jsonl-keys is read by its own name (it writes "text"
+under every name), and empty text under one key leaves out that document alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
+
+from megatron.data.encode import EncodeOptions  # noqa: E402
+from megatron.data.errors import DataError  # noqa: E402
+from megatron.data.fast import BACKENDS  # noqa: E402
+from megatron.data.prepare import PrepareOptions, write_shards  # noqa: E402
+from megatron.data.sources import find_sources  # noqa: E402
+from megatron.data.tokenizer import build_tokenizer  # noqa: E402
+
+TOKENIZERS = [
+    "HFTokenizer",
+    "GPT2BPETokenizer",
+    "CharLevelTokenizer",
+    "SPMTokenizer",
+    "ByteLevelTokenizer",
+]
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--input", required=True, help="files, globs or folders, separated by commas")
+    add("--jsonl-keys", nargs="+", default=["text"], help="keys to write, each to its own shards")
+    add("--num-docs", type=int, help="accepted; progress is measured in bytes")
+    add("--tokenizer-type", required=True, choices=TOKENIZERS)
+    add("--vocab-file")
+    add("--merge-file")
+    add("--append-eod", action="store_true", help="end each document with the eod token")
+    add("--ftfy", action="store_true", help="mend the text's encoding first")
+    add("--output-prefix", required=True, help="path of the shards, without _KEY_document")
+    add("--dataset-impl", default="mmap", choices=["mmap"])
+    add("--workers", type=int, default=1)
+    add("--log-interval", type=int, default=100, help="accepted; progress shows by itself")
+    add("--on-error", choices=["stop", "skip"], default="stop", help="not in gpt-neox")
+    add("--backend", choices=BACKENDS, default="auto", help="not in gpt-neox")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        options = PrepareOptions(
+            EncodeOptions(tuple(arguments.jsonl_keys), arguments.append_eod, arguments.ftfy),
+            max(1, arguments.workers),
+            arguments.on_error,
+        )
+        sources = find_sources(arguments.input.split(","))
+        tokenizer = build_tokenizer(
+            arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.backend
+        )
+        print(f"Vocab size: {tokenizer.vocab_size}\nOutput prefix: {arguments.output_prefix}")
+        keys = arguments.jsonl_keys
+        prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+        write_shards(sources, prefixes, tokenizer, options)
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
