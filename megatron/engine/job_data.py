@@ -110,14 +110,17 @@ class JobData:
         data = self.config.data
         if not data.train_data_paths:
             return [(self.shards, self.splits[split], 1.0)]
-        name = SPLITS[split]
-        paths = getattr(data, f"{name}_data_paths")
+        paths, weights = (
+            (data.train_data_paths, data.train_data_weights),
+            (data.valid_data_paths, data.valid_data_weights),
+            (data.test_data_paths, data.test_data_weights),
+        )[split]
         opened = [open_checked(path, self.tokenizer) for path in paths]
         documents = [len(shards) for shards in opened]
         if data.weight_by_num_documents:
             weights = weights_by_documents(documents, data.weighted_sampler_alpha)
         else:
-            weights = getattr(data, f"{name}_data_weights") or [1.0] * len(paths)
+            weights = weights or [1.0] * len(paths)
         return [
             (shards, (0, n), float(weight))
             for shards, n, weight in zip(opened, documents, weights, strict=True)
