@@ -18,33 +18,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, kept, load_rows, store_rows
+from megatron.kernels.device import ex2, kept, load_rows, store_rows, table_distance
 from megatron.kernels.forward import LOG2E
 
 
 @triton.jit
 def query_tile(
     q, do, lse, delta, dq, acc,
-    k_base, v_base, k_stride, v_stride, n0, limit, row, constants, c,
-    seed, item, m0, threshold, rescale,
+    k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
+    seed, item, threshold, rescale,
     f_evaluate: tl.constexpr, f_add: tl.constexpr, WEIGHTED: tl.constexpr, THETA: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to dq and to the accumulators of theta."""
-    k = load_rows(k_base, n0, limit, k_stride, MASKED, N, E, P)
-    v = load_rows(v_base, n0, limit, v_stride, MASKED, N, E, P)
+    k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
+    v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    column = tl.arange(0, N)
-    distance = (row - n0)[:, None] - column[None, :]
+    i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
+    j = tl.arange(0, N)[None, :]
+    distance = table_distance(i, j, m0, n0, offset, queries)
     if MASKED:
-        seen = distance >= 0
-        distance = tl.maximum(distance, 0)
-        e = f_evaluate(s, distance.to(tl.float32), 0.0, distance, constants)
-        p = tl.where(seen, ex2(e[0] * c - lse[:, None]), 0.0)
+        d = tl.maximum(i - j, 0).to(tl.float32)
+        e = f_evaluate(s, d, 0.0, distance, constants)
+        p = tl.where(i >= j, ex2(e[0] * c - lse[:, None]), 0.0)
     else:
-        di = (row - n0).to(tl.float32)[:, None]
-        e = f_evaluate(s, di, column.to(tl.float32)[None, :], distance, constants)
+        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
         p = ex2(e[0] * c - lse[:, None])
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     if DROPOUT:
@@ -94,7 +93,6 @@ def query_pass(
     # +inf makes p = 0 in rows past the last.
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
 
-    row = offset + tl.minimum(i, queries - 1)
     last = tl.minimum(offset + m0 + M, offset + queries)
     past = (offset + m0 + 1) // N * N
     dq = tl.zeros([M, P], dtype=tl.float32)
@@ -102,15 +100,15 @@ def query_pass(
     for n0 in tl.range(0, past, N):
         dq, acc = query_tile(
             q, do, lse, delta, dq, acc,
-            k_base, v_base, k_t, v_t, n0, keys, row, constants, c,
-            seed, item, m0, threshold, rescale,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold, rescale,
             f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, False, M, N, E, P,
         )  # fmt: skip
     for n0 in tl.range(past, last, N):
         dq, acc = query_tile(
             q, do, lse, delta, dq, acc,
-            k_base, v_base, k_t, v_t, n0, keys, row, constants, c,
-            seed, item, m0, threshold, rescale,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold, rescale,
             f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, True, M, N, E, P,
         )  # fmt: skip
     store_rows(dq_ptr + b * dq_b + h_q * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
@@ -124,31 +122,34 @@ def query_pass(
 @triton.jit
 def key_tile(
     k, v, dk, dv,
-    q_base, do_base, lse_base, delta_base, q_stride, g_stride, m0, queries, offset, n0,
+    q_base, do_base, lse_base, delta_base, q_stride, g_stride, m0, n0, offset, queries,
     constants, c, seed, item, threshold, rescale,
-    f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
-    MASKED: tl.constexpr,
+    f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of query rows to dk and dv. Tiles are [N, M], so that p and ds need no turning."""
-    q = load_rows(q_base, m0, queries, q_stride, True, M, E, P)
-    do = load_rows(do_base, m0, queries, g_stride, True, M, E, P)
-    i = m0 + tl.arange(0, M)
-    lse = tl.load(lse_base + i, mask=i < queries, other=float("inf"))
-    delta = tl.load(delta_base + i, mask=i < queries, other=0.0)
-    s = tl.dot(k, tl.trans(q), input_precision="ieee")
-    # Rows past the last repeat its position, so that no distance leaves a table.
-    row = offset + tl.minimum(i, queries - 1) - n0
-    column = tl.arange(0, N)
-    distance = row[None, :] - column[:, None]
+    q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
+    do = load_rows(do_base, m0, queries, g_stride, MASKED, M, E, P)
+    row = m0 + tl.arange(0, M)
     if MASKED:
-        seen = distance >= 0
-        distance = tl.maximum(distance, 0)
-        e = f_evaluate(s, distance.to(tl.float32), 0.0, distance, constants)
-        p = tl.where(seen, ex2(e[0] * c - lse[None, :]), 0.0)
+        lse = tl.load(lse_base + row, mask=row < queries, other=float("inf"))  # p = 0
+        delta = tl.load(delta_base + row, mask=row < queries, other=0.0)
     else:
-        di = row.to(tl.float32)[None, :]
-        e = f_evaluate(s, di, column.to(tl.float32)[:, None], distance, constants)
+        lse = tl.load(lse_base + row)
+        delta = tl.load(delta_base + row)
+    s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    # What changes from tile to tile goes with the keys, which are fewer per thread.
+    i = tl.arange(0, M)[None, :]
+    j = (n0 - offset - m0) + tl.arange(0, N)[:, None]
+    distance = table_distance(
+        (offset + m0 - n0) + i, tl.arange(0, N)[:, None], m0, n0, offset, queries
+    )
+    if MASKED:
+        d = tl.maximum(i - j, 0).to(tl.float32)
+        e = f_evaluate(s, d, 0.0, distance, constants)
+        p = tl.where(i >= j, ex2(e[0] * c - lse[None, :]), 0.0)
+    else:
+        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
         p = ex2(e[0] * c - lse[None, :])
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     dropped = p
@@ -188,9 +189,13 @@ def key_pass(
     v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
     dk = tl.zeros([N, P], dtype=tl.float32)
     dv = tl.zeros([N, P], dtype=tl.float32)
-    first = tl.maximum(n0 - offset, 0) // M * M  # the first tile with a row that sees key n0
-    # The first tile whose rows all see all of these keys.
-    whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M) * M, tl.cdiv(queries, M) * M)
+    # Tiles of rows in the past of some of these keys, then those that see all of them. A last tile
+    # that is not full is masked too, and is taken with the former.
+    first = tl.maximum(n0 - offset, 0) // M * M
+    whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
+    full = queries // M * M
+    crossing = tl.maximum(whole - first, 0) // M
+    masked = crossing + tl.where((full < queries) & (full >= whole), 1, 0)
     for member in range(0, group):
         h = h_k * group + member
         item = b * heads + h
@@ -200,17 +205,18 @@ def key_pass(
         do_base = do_ptr + b_64 * g_b + h_q * g_h
         lse_base = lse_ptr + item.to(tl.int64) * queries
         delta_base = delta_ptr + item.to(tl.int64) * queries
-        for m0 in tl.range(first, whole, M):
+        for tile in tl.range(0, masked):
+            m0 = tl.where(tile < crossing, first + tile * M, full)
             dk, dv = key_tile(
                 k, v, dk, dv,
-                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, queries, offset, n0,
+                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, n0, offset, queries,
                 constants, c, seed, item, threshold, rescale,
                 f_evaluate, WEIGHTED, DROPOUT, True, M, N, E, P,
             )  # fmt: skip
-        for m0 in tl.range(whole, queries, M):
+        for m0 in tl.range(whole, full, M):
             dk, dv = key_tile(
                 k, v, dk, dv,
-                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, queries, offset, n0,
+                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, n0, offset, queries,
                 constants, c, seed, item, threshold, rescale,
                 f_evaluate, WEIGHTED, DROPOUT, False, M, N, E, P,
             )  # fmt: skip

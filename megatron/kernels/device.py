@@ -52,9 +52,13 @@ else:
 
     @triton.jit
     def rcp(x):
+        """1 / x for 1e-19 < |x| < 1e19, for two numbers at the price of one special function and
+        three products: 1/a = b / (ab). The special-function unit is what the passes wait for."""
         return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+            "{ .reg .f32 r; mul.f32 r, $2, $3; rcp.approx.ftz.f32 r, r; "
+            "mul.f32 $0, r, $3; mul.f32 $1, r, $2; }",
+            "=&f,=&f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
 
     @triton.jit
     def ex2(x):
@@ -99,16 +103,24 @@ def store_rows(
 
 
 @triton.jit
-def kept(seed, sequence_head, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
+def table_distance(i, j, m0, n0, offset, queries):
+    """Distances i - j within a tile, made to stay in a table: future ones are 0, rows past the last
+    are the last. ``i`` is relative to n0. Costs nothing where the result is not used."""
+    return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
+
+
+@triton.jit
+def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
     """Dropout: [M, N] booleans of the queries ``query`` ... and the keys ``key`` ..., with
     probability threshold / 2^24. ``key`` must be a multiple of 4.
 
-    Philox in counter mode: a score's bits depend on the seed, its sequence and head, its query and
-    its key alone, never on the tiling, so every pass sees the same mask. One call serves four keys.
+    Philox in counter mode: a score's bits depend on the seed, its sequence and head (``item``), its
+    query and its key alone, never on the tiling, so every pass sees the same mask. One call serves four keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
     counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))
-    item = tl.zeros_like(counter_key) + sequence_head
-    a, b, c, d = tl.philox(seed, counter_key, counter_query, item, tl.zeros_like(item))
+    counter_item = tl.zeros_like(counter_key) + item
+    none = tl.zeros_like(counter_key)
+    a, b, c, d = tl.philox(seed, counter_key, counter_query, counter_item, none)
     bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(M, N)
     return (bits >> 8).to(tl.int32) < threshold

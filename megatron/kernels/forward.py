@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, kept, load_rows, store_rows
+from megatron.kernels.device import ex2, kept, load_rows, store_rows, table_distance
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -28,24 +28,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def forward_tile(
     q, top, total, acc,
-    k_base, v_base, k_stride, v_stride, n0, limit, row, constants, c,
-    seed, item, m0, threshold,
+    k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
+    seed, item, threshold,
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Carry maximum, sum and weighted values over one tile of keys."""
-    k = load_rows(k_base, n0, limit, k_stride, MASKED, N, E, P)
+    k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    column = tl.arange(0, N)
-    distance = (row - n0)[:, None] - column[None, :]
+    i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
+    j = tl.arange(0, N)[None, :]
+    distance = table_distance(i, j, m0, n0, offset, queries)
     if MASKED:
-        seen = distance >= 0
-        distance = tl.maximum(distance, 0)
-        y = f_evaluate(s, distance.to(tl.float32), 0.0, distance, constants)[0]
-        y = tl.where(seen, y, -float("inf"))
+        d = tl.maximum(i - j, 0).to(tl.float32)
+        y = f_evaluate(s, d, 0.0, distance, constants)[0]
+        y = tl.where(i >= j, y, -float("inf"))
     else:
-        di = (row - n0).to(tl.float32)[:, None]
-        y = f_evaluate(s, di, column.to(tl.float32)[None, :], distance, constants)[0]
+        y = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)[0]
     new_top = tl.maximum(top, tl.max(y, axis=1))
     p = ex2(y * c - (new_top * c)[:, None])
     shrink = ex2((top - new_top) * c)
@@ -53,7 +52,7 @@ def forward_tile(
     acc = acc * shrink[:, None]
     if DROPOUT:
         p = tl.where(kept(seed, item, m0, n0, threshold, M, N), p, 0.0)
-    v = load_rows(v_base, n0, limit, v_stride, MASKED, N, E, P)
+    v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return new_top, total, acc
 
@@ -81,8 +80,6 @@ def forward_pass(
     seed = tl.load(seed_ptr) if DROPOUT else 0
 
     q = load_rows(q_base, m0, queries, q_t, True, M, E, P)
-    # Rows past the last repeat its position, so that no distance leaves a table.
-    row = offset + tl.minimum(m0 + tl.arange(0, M), queries - 1)
     last = tl.minimum(offset + m0 + M, offset + queries)  # keys that the tile's last row sees
     past = (offset + m0 + 1) // N * N  # keys that every row sees, in whole tiles
     top = tl.full([M], -float("inf"), dtype=tl.float32)
@@ -91,13 +88,15 @@ def forward_pass(
     for n0 in tl.range(0, past, N):
         top, total, acc = forward_tile(
             q, top, total, acc,
-            k_base, v_base, k_t, v_t, n0, keys, row, constants, c, seed, item, m0, threshold,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold,
             f_evaluate, DROPOUT, False, M, N, E, P,
         )  # fmt: skip
     for n0 in tl.range(past, last, N):
         top, total, acc = forward_tile(
             q, top, total, acc,
-            k_base, v_base, k_t, v_t, n0, keys, row, constants, c, seed, item, m0, threshold,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold,
             f_evaluate, DROPOUT, True, M, N, E, P,
         )  # fmt: skip
     out = acc * (rescale / total)[:, None]
