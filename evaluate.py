@@ -21,7 +21,8 @@ def main() -> int:
     parser.add_argument("--load", type=Path, help="run folder (default: the config's load or save)")
     parser.add_argument("--lengths", help="comma-separated (default: the config's eval_lengths)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: the run folder)")
-    args = parser.parse_args()
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
     overrides = list(args.overrides)
     if args.lengths:
         overrides.append(f"eval_lengths=[{args.lengths}]")

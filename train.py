@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
     parser.add_argument("-v", "--verbose", action="store_true", help="let DeepSpeed speak")
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     try:
         config = load_config(
             args.configs, args.overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))

@@ -156,12 +156,16 @@ def _learned(
 
 @_relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
 def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
-    if pos_emb != "rpe" or (buckets >= 2 and distance > buckets // 2):
+    if pos_emb != "rpe":
+        return None
+    if buckets < 4:
+        return "rpe_num_buckets", f"{buckets} is too few for near and far; write at least 4"
+    if distance > buckets // 2:
         return None
     return (
         "rpe_max_distance",
         f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance each, "
-        f"so it must be above {buckets // 2}, with at least 2 buckets; write e.g. 128 and 32",
+        f"so it must be above {buckets // 2}; write e.g. 128 with 32 buckets",
     )
 
 
@@ -194,6 +198,56 @@ def _eval_tokens(lengths: tuple[int, ...], tokens: int) -> Found | None:
         return None
     text = f"{tokens} target tokens hold no sequence of eval_lengths' {longest}"
     return "eval_tokens", f"{text}; write at least {longest}"
+
+
+@_relation("eval_lengths", "eval_context_baseline")
+def _context_baseline(lengths: tuple[int, ...], context: int) -> Found | None:
+    if not lengths or context < max(lengths):
+        return None
+    text = f"{context} is not below the longest of eval_lengths, {max(lengths)}"
+    return "eval_context_baseline", f"{text}; write a small context such as 16, or 0 for none"
+
+
+@_relation("seed")
+def _seed(seed: int) -> Found | None:
+    if seed < 2**32:
+        return None
+    return "seed", f"{seed} is above 2^32 - 1, the largest seed; write a smaller one"
+
+
+@_relation("warmup")
+def _warmup(warmup: float) -> Found | None:
+    if warmup <= 0.5:
+        return None
+    return (
+        "warmup",
+        f"{warmup} of lr_decay_iters: the schedule freezes that long before its end, so above 0.5 "
+        "it never reaches lr; write at most 0.5",
+    )
+
+
+@_relation("attention_dropout", "hidden_dropout")
+def _dropout(attention: float, hidden: float) -> Found | None:
+    for name, value in (("attention_dropout", attention), ("hidden_dropout", hidden)):
+        if value >= 1:
+            return name, f"{value} drops everything; write a probability below 1"
+    return None
+
+
+@_relation("zero_stage", "precision", "grad_accum_dtype")
+def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
+    if stage > 0 or dtype == precision:
+        return None
+    text = f"{dtype} with {precision} needs ZeRO: DeepSpeed's stage 0 accumulates in {precision}"
+    return "grad_accum_dtype", f"{text}; write zero_optimization: {{stage: 1}}, or leave it out"
+
+
+@_relation("finetune", "save", "load")
+def _finetune(finetune: bool, save: str, load: str) -> Found | None:
+    if not finetune or save.rstrip("/") != load.rstrip("/"):
+        return None
+    text = f"true with save and load both {load}: the new run would replace what it starts from"
+    return "finetune", f"{text}; write another save"
 
 
 @_relation("data_path")

@@ -78,7 +78,7 @@ _KEYS: dict[str, str] = {
         mup_rp_embedding_mult mup_width_scale base_shapes_file
     """,
     "rotary frequencies are never stored": "rotary_save_freqs_buffer",
-    "each rank may read the shared index": "use_shared_fs",
+    "every rank reads or builds the index for itself": "use_shared_fs",
     "no program of this code reads it": """
         deepspeed deepscale deepscale_config lazy_mpu_init short_seq_prob adlr_autoresume
         adlr_autoresume_interval onnx_safe weight_server_port s3_chunk_size
@@ -99,5 +99,8 @@ KEPT_NO_EFFECT: dict[str, str] = {
     "wall_clock_breakdown": "DeepSpeed's timers are not printed",
     "steps_per_print": "log_interval says how often a line is printed",
     "attention_softmax_in_fp32": "the softmax always accumulates in fp32",
+    "mmap_warmup": "the operating system reads shards ahead",
+    "checkpoint_num_layers": "every block is recomputed by itself",
+    "override_lr_scheduler": "this run's schedule goes on, unless use_checkpoint_lr_scheduler",
     "num_workers": "batches are sliced from memory-mapped shards by the training process itself",
 }

@@ -39,7 +39,7 @@ _ZERO_SIZES = frozenset(
     )
 )
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
-_ZERO_NO_EFFECT = {"load_from_fp32_weights": "a checkpoint's fp32 weights are always used"}
+_ZERO_NO_EFFECT = {"load_from_fp32_weights": "resuming always loads the fp32 masters"}
 OFFLOAD_KEYS = frozenset(f"zero_optimization.{key}" for key in _OFFLOAD)
 OWN_KEYS = OFFLOAD_KEYS | {
     "attention_config",

@@ -5,13 +5,15 @@ The only place, with `run`, that reads the config object; what it builds sees pl
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from megatron.attention import choose
 from megatron.config import Config
-from megatron.data.corpora import prepare_builtin
+from megatron.data.corpora import resolve_data_path
+from megatron.data.errors import DataError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.positional import load as load_positional
@@ -72,13 +74,14 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
 def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
     """The model on the CPU in fp32, initialised from the config's seed."""
     m = config.model
-    options = dict(m.pos_emb_options)
+    options = {}
     if m.pos_emb == "rpe":
-        options |= {
+        options = {
             "num_buckets": m.rpe_num_buckets,
             "max_distance": m.rpe_max_distance,
             "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
         }
+    options |= m.pos_emb_options
     pos = load_positional(m.pos_emb, **options)
     attend = choose(
         m.attention_backend,
@@ -89,13 +92,25 @@ def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
 
 
+def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What makes two models' weights interchangeable, as JSON values: shape, kernel, tokenizer."""
+    shape = asdict(model.shape)
+    block = shape.pop("block")
+    for name in ("init_method", "output_init_method", "init_std", "checkpoint_activations"):
+        del shape[name]
+    for name in ("attention_dropout", "hidden_dropout"):
+        del block[name]
+    return {
+        "pos_emb": config.model.pos_emb,
+        "pos_emb_options": dict(config.model.pos_emb_options),
+        **shape,
+        **block,
+        "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",
+    }
+
+
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str:
     """Prefix of the run's shards; a `builtin:` corpus is tokenised by the first to come."""
-    path = config.data.data_path
-    if path is None:
-        raise ValueError("data_path is not set; name a shard prefix or builtin:python-stdlib")
-    if not path.startswith("builtin:"):
-        return path
-    return prepare_builtin(
-        path.removeprefix("builtin:"), Path(config.data.data_dir), tokenizer
-    )
+    if config.data.data_path is None:
+        raise DataError("data_path is not set; name a shard prefix or builtin:python-stdlib")
+    return resolve_data_path(config.data.data_path, config.data.data_dir, tokenizer)

@@ -8,13 +8,16 @@
 
 A checkpoint is written as `.unfinished-global_stepN`, flushed to disk, renamed, and only then named
 by `latest` (itself replaced by a rename): a process killed at any moment leaves the previous one
-usable.
+usable. An older folder of the same name is put aside first and deleted last.
+
+DeepSpeed unpickles its files when a run resumes: load checkpoints of your own only.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +29,7 @@ import torch
 from megatron import __version__
 from megatron.parallel import Groups, rng_state, set_rng_state
 
-UNFINISHED = ".unfinished-"
+UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 
 
 class CheckpointError(Exception):
@@ -103,12 +106,15 @@ def save(
     if groups.is_main:
         record = {"version": __version__, "progress": asdict(progress), **about}
         (unfinished / "kerple.json").write_text(json.dumps(record, indent=1))
-        for path in unfinished.iterdir():
+        for path in (*unfinished.iterdir(), unfinished):
             _flush(path)
-        shutil.rmtree(final, ignore_errors=True)
+        aside = folder / f"{REPLACED}{tag}"
+        if final.exists():
+            final.rename(aside)
         unfinished.rename(final)
         _flush(folder)
         _replace_text(folder / "latest", tag)
+        shutil.rmtree(aside, ignore_errors=True)
         _prune(folder, keep_last, tag)
     groups.barrier()
     return final
@@ -130,48 +136,64 @@ def read_record(folder: Path, tag: str) -> dict[str, Any]:
         ) from error
 
 
+WAYS_OUT = {
+    "model": "Use the config it was trained with, or another `load` and `save`",
+    "data": (
+        "Restore those settings to continue its order of samples exactly, or set `finetune: true` "
+        "and another `save` to start a new run from its weights"
+    ),
+    "layout": (
+        "Resume with the layout it was written under, or set `finetune: true` and another `save` "
+        "to take only its weights"
+    ),
+}
+"""What a checkpoint must agree with a run about, and what to do where it does not."""
+
+
+def require_same(folder: Path, tag: str, about: dict[str, dict[str, Any]]) -> None:
+    """Compare `about` (any of model, data, layout) with what the checkpoint says of itself.
+
+    Raises:
+        CheckpointError: names every entry that differs.
+    """
+    record = read_record(folder, tag)
+    for subject, here in about.items():
+        there = record.get(subject, {})
+        here = json.loads(json.dumps(here))  # as it would be read back
+        differing = [
+            f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
+            for key, value in here.items()
+            if there.get(key) != value
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{folder / tag} was written with another {subject} ({'; '.join(differing)}). "
+                f"{WAYS_OUT[subject]}"
+            )
+
+
 def restore(
-    engine: deepspeed.DeepSpeedEngine,
-    groups: Groups,
-    folder: Path,
-    tag: str,
-    *,
-    layout: dict[str, Any],
-    weights_only: bool = False,
+    engine: deepspeed.DeepSpeedEngine, groups: Groups, folder: Path, tag: str
 ) -> Progress:
     """Load weights, optimizer, schedule and random streams; every rank must call it.
 
-    Args:
-        layout: this run's layout; it must equal the checkpoint's, since the optimizer's state is
-            cut over the ranks.
-        weights_only: take the weights alone (`finetune`), whatever the layout.
-
     Raises:
-        CheckpointError: unreadable, or written under another layout.
+        CheckpointError: a file is missing or damaged.
     """
-    record = read_record(folder, tag)
-    if weights_only:
-        load_weights(engine.module, folder, tag)
-        refresh = getattr(engine.optimizer, "_restore_from_bit16_weights", None)
-        if refresh is not None:
-            refresh()
-        return Progress(0, 0, 0)
-    differing = [
-        f"{key}: {record['layout'].get(key)!r} in the checkpoint, {value!r} here"
-        for key, value in layout.items()
-        if record["layout"].get(key) != value
-    ]
-    if differing:
+    progress = Progress(**read_record(folder, tag)["progress"])
+    try:
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+        path = folder / tag / f"rng_rank_{groups.rank:05d}.pt"
+        set_rng_state(torch.load(path, weights_only=True))
+    except Exception as error:  # whatever a torn file makes the readers below it raise
         raise CheckpointError(
-            f"{folder / tag} was written under another layout ({'; '.join(differing)}). Resume "
-            "with the layout it was written under, or set `finetune: true` to take only its weights"
-        )
-    loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+            f"{folder / tag}: cannot be loaded on rank {groups.rank} "
+            f"({type(error).__name__}: {error}); if a file is damaged, write the name of an older "
+            f"checkpoint into {folder / 'latest'}"
+        ) from error
     if loaded is None:
         raise CheckpointError(f"{folder / tag}: DeepSpeed found nothing to load there")
-    path = folder / tag / f"rng_rank_{groups.rank:05d}.pt"
-    set_rng_state(torch.load(path, weights_only=True))
-    return Progress(**record["progress"])
+    return progress
 
 
 def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
@@ -186,8 +208,8 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
     path = folder / tag / "mp_rank_00_model_states.pt"
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)["module"]
-    except (OSError, RuntimeError, KeyError) as error:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)["module"]
+    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
 
@@ -216,8 +238,12 @@ def load_weights(model: torch.nn.Module, folder: Path, tag: str) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what a killed run left half written; returns the names."""
-    leftovers = sorted(folder.glob(f"{UNFINISHED}*"))
+    """Delete what a killed run left half written or half replaced; returns the names."""
+    for aside in folder.glob(f"{REPLACED}*"):
+        final = folder / aside.name.removeprefix(REPLACED)
+        if not final.exists():  # killed between the two renames: the old one is still the newest
+            aside.rename(final)
+    leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return [path.name for path in leftovers]

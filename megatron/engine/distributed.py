@@ -16,6 +16,10 @@ from deepspeed.ops import __compatible_ops__
 from megatron.parallel import Groups, build_groups
 
 
+class StartError(Exception):
+    """The job cannot be joined as the config asks; the text says what to write."""
+
+
 def start(*, backend: str | None = None, verbose: bool = False) -> Groups:
     """Join the job that the environment describes (torchrun's variables), or be a job of one.
 
@@ -24,12 +28,17 @@ def start(*, backend: str | None = None, verbose: bool = False) -> Groups:
         verbose: let DeepSpeed's own messages through.
 
     Raises:
-        RuntimeError: nccl was asked for on a machine without CUDA.
+        StartError: nccl was asked for on a machine without CUDA.
     """
     deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
     for handler in deepspeed.utils.logger.handlers:
         handler.setLevel(logging.INFO if verbose else logging.ERROR)
     device = _device()
+    if backend == "nccl" and device.type != "cuda":
+        raise StartError(
+            "distributed_backend: nccl needs CUDA, and there is none here; write gloo, or leave "
+            "the key out to let the device decide"
+        )
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     # DeepSpeed compiles a shared-memory collective when it starts on a CPU, which takes a C++
     # compiler, ninja and most of a minute, and gloo does the same work. init_distributed builds it

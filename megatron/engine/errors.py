@@ -12,8 +12,10 @@ from megatron.attention import AttentionError
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
 from megatron.engine.checkpoint import CheckpointError
+from megatron.engine.distributed import StartError
 from megatron.engine.log import RunLogError
 from megatron.engine.loop import DivergedError
+from megatron.positional import PositionalError
 
 
 @dataclass
@@ -33,11 +35,15 @@ def user_errors() -> Iterator[Outcome]:
         ConfigError,
         DataError,
         DivergedError,
+        OSError,  # a full disk, a folder without permission: the text names the path
+        PositionalError,
         RunLogError,
+        StartError,
     )
     try:
         yield outcome
     except mendable as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        who = "" if rank == "0" else f"rank {rank}: "
+        print(f"{who}error: {error}", file=sys.stderr)
         outcome.code = 1

@@ -5,8 +5,9 @@
     bits/byte = loss(L) * tokens / (ln 2 * bytes)
     stderr(L) = std over sequences of their mean loss / sqrt(sequences)
 
-Sequences do not overlap, and every length reads the same span of text. The limited-context baseline
-scores single tokens given exactly c predecessors: what the model knows without long range.
+Sequences do not overlap, and every length reads the same span of text. Two baselines show the same
+model without long range: the text cut into pieces of c tokens (each token has 1 ... c predecessors,
+c / 2 on average), and single tokens given exactly c predecessors.
 """
 
 from __future__ import annotations

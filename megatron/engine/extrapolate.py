@@ -11,11 +11,18 @@ import torch
 
 from megatron.config import Config
 from megatron.data import open_splits
+from megatron.data.errors import DataError
 from megatron.data.evaluation import eval_sequences, eval_span
 from megatron.data.mmap import MMapIndexedDataset
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine import checkpoint, distributed
-from megatron.engine.build import DTYPES, build_model, data_prefix, tokenizer_of
+from megatron.engine.build import (
+    DTYPES,
+    build_model,
+    data_prefix,
+    identity_of,
+    tokenizer_of,
+)
 from megatron.engine.evaluate import LossFn, by_length, limited_context
 from megatron.engine.job_data import SPLITS
 from megatron.engine.report import LengthResult, write_extrapolation, write_kernels
@@ -41,9 +48,22 @@ def evaluate(
     """
     if "RANK" in os.environ:
         groups = distributed.start(backend=config.parallel.distributed_backend)
-    else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        groups = build_groups(device)
+        try:
+            return _evaluate(config, groups, load, lengths, out, say)
+        finally:
+            distributed.stop()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _evaluate(config, build_groups(device), load, lengths, out, say)
+
+
+def _evaluate(
+    config: Config,
+    groups: Groups,
+    load: Path,
+    lengths: Sequence[int],
+    out: Path | None,
+    say: Callable[[str], None],
+) -> list[LengthResult]:
     tag = checkpoint.newest(load)
     if tag is None:
         raise checkpoint.CheckpointError(
@@ -51,6 +71,7 @@ def evaluate(
         )
     tokenizer = tokenizer_of(config)
     model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
+    checkpoint.require_same(load, tag, {"model": identity_of(config, model, tokenizer)})
     checkpoint.load_weights(model, load, tag)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     prefix = data_prefix(config, tokenizer)
@@ -91,6 +112,12 @@ def extrapolate(
     lengths = sorted(set(lengths))
     documents = splits[SPLITS.index(chosen.eval_split)]
     span = eval_span(shards, documents, lengths, chosen.eval_tokens)
+    if span == 0:
+        raise DataError(
+            f"the {chosen.eval_split} split ({documents[1] - documents[0]} documents) is shorter "
+            f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
+            "larger part of `split`"
+        )
     results = by_length(
         loss_fn,
         lambda length: eval_sequences(shards, documents, length, span),
@@ -101,22 +128,33 @@ def extrapolate(
         say=say,
     )
     train_length = config.model.seq_length
-    baseline = None
-    if chosen.eval_context_baseline:
-        baseline = limited_context(
+    baselines = {}
+    if context := chosen.eval_context_baseline:
+        options = {
+            "token_bytes": tokenizer.token_bytes,
+            "batch_tokens": chosen.eval_batch_tokens,
+        }
+        [cut] = by_length(
             loss_fn,
-            eval_sequences(shards, documents, train_length, span),
-            chosen.eval_context_baseline,
+            lambda length: eval_sequences(shards, documents, length, span),
+            [context],
             groups,
-            targets=max(1, span // chosen.eval_context_baseline),
-            token_bytes=tokenizer.token_bytes,
-            batch_tokens=chosen.eval_batch_tokens,
+            **options,
+        )
+        baselines[f"the text cut into pieces of {context} tokens"] = cut
+        baselines[f"the {context} tokens before each scored one"] = limited_context(
+            loss_fn,
+            eval_sequences(shards, documents, max(lengths), span),
+            context,
+            groups,
+            targets=max(1, span // context),
+            **options,
         )
     if groups.is_main:
         title = f"{config.model.pos_emb}, trained at {train_length}"
         say(
             write_extrapolation(
-                results, run_dir, train_length=train_length, baseline=baseline, title=title
+                results, run_dir, train_length=train_length, baselines=baselines, title=title
             )
         )
         if pos.kind == "distance":

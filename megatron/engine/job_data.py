@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from megatron.config import Config
-from megatron.data import open_splits
+from megatron.data import ShardError, open_splits
 from megatron.data.dataset import TokenDataset
 from megatron.data.loader import TrainLoader, sample_counts
 from megatron.engine.build import data_prefix, tokenizer_of
 from megatron.parallel import Groups
 
 SPLITS = ("train", "valid", "test")
+
+
+class CheckedLoader(TrainLoader):
+    """A loader that refuses token ids which the tokenizer does not have.
+
+    Shards made elsewhere carry no tokenizer's name; on a GPU such an id ends in a device assert.
+    """
+
+    vocab_size: int
+
+    def __next__(self) -> np.ndarray:
+        batch_BT = super().__next__()
+        if (largest := int(batch_BT.max())) >= self.vocab_size:
+            raise ShardError(
+                f"{self.dataset.shards.prefix}: holds token {largest}, but the tokenizer has only "
+                f"{self.vocab_size}; set tokenizer_type, vocab_file and merge_file to what the "
+                "shards were made with"
+            )
+        return batch_BT
 
 
 class JobData:
@@ -29,7 +50,7 @@ class JobData:
         self.shards, self.splits = open_splits(prefix, config.data.split, self.tokenizer)
         self.identity: dict[str, Any] = {
             "seed": config.training.seed,
-            "split": config.data.split,
+            "splits": [list(documents) for documents in self.splits],
             "seq_length": config.model.seq_length,
             "documents": len(self.shards),
             "tokens": int(self.shards.sizes.sum(dtype="int64")),
@@ -42,6 +63,7 @@ class JobData:
             config.batch.train_batch_size,
         )
         self.wanted = dict(zip(SPLITS, counts, strict=True))
+        self._held_out: dict[str, TokenDataset | None] = {}
 
     def training(self, *, index_samples: int, consumed: int) -> TrainLoader | None:
         """Training batches from sample `consumed` on, in the order built for `index_samples`."""
@@ -50,7 +72,9 @@ class JobData:
 
     def held_out(self, name: str, *, evaluations_before: int) -> TrainLoader | None:
         """Batches of `valid` or `test` for one evaluation: each reads new samples, in turn."""
-        dataset = self._dataset(name, self.wanted[name])
+        if name not in self._held_out:
+            self._held_out[name] = self._dataset(name, self.wanted[name])
+        dataset = self._held_out[name]
         per_evaluation = self.config.training.eval_iters * self.config.batch.train_batch_size
         return dataset and self._loader(dataset, evaluations_before * per_evaluation)
 
@@ -73,7 +97,7 @@ class JobData:
 
     def _loader(self, dataset: TokenDataset, consumed: int) -> TrainLoader:
         batch = self.config.batch
-        return TrainLoader(
+        loader = CheckedLoader(
             dataset,
             batch.train_batch_size,
             batch.train_micro_batch_size_per_gpu,
@@ -81,3 +105,5 @@ class JobData:
             self.groups.data_size,
             consumed,
         )
+        loader.vocab_size = self.tokenizer.vocab_size
+        return loader

@@ -163,8 +163,11 @@ def _is_kept(text: str, last_step: int | None) -> bool:
     if not text.endswith("\n"):
         return False
     try:
-        step = json.loads(text)["step"]
+        row = json.loads(text)
+        step = row["step"]
     except (ValueError, KeyError, TypeError):
+        return False
+    if any(name.startswith("final/") for name in row):  # measured anew whenever a run ends
         return False
     return last_step is None or step <= last_step
 

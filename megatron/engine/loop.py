@@ -17,14 +17,20 @@ import numpy as np
 import torch
 
 from megatron.engine.log import RunLog
-from megatron.engine.optim import project_theta
+from megatron.engine.optim import all_finite, project_theta
 from megatron.parallel import Groups
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
+MEND = (
+    "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "
+    "gradient_clipping"
+)
+
+
 class DivergedError(Exception):
-    """The loss is no longer a number."""
+    """The loss or a weight is no longer a finite number."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class LoopSettings:
     eval_iters: int
     save_interval: int | None
     extra_save_iters: tuple[int, ...] = ()
+    exit_interval: int | None = None
     skips_overflow: bool = False
 
 
@@ -78,8 +85,9 @@ def train_step(
     for loss in micro_losses(engine, batches, accumulation, groups):
         total += loss.detach().float()
         engine.backward(loss)
-        if engine.is_gradient_accumulation_boundary() and not engine.zero_optimization():
-            # Plain data parallelism clips without saying what the norm was.
+        plain = not (engine.zero_optimization() or engine.fp16_enabled())
+        if plain and engine.is_gradient_accumulation_boundary():
+            # Without ZeRO the engine clips without saying what the norm was.
             grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
         engine.step()
@@ -138,18 +146,19 @@ def train_loop(
             master = project_theta(engine, theta, *theta_bounds)
         meter.losses.append(loss)
         meter.steps += 1
-        last = step == settings.train_iters
+        leaves = settings.exit_interval is not None and step % settings.exit_interval == 0
+        last = step == settings.train_iters or leaves
         interval = settings.save_interval
         saves = (interval and step % interval == 0) or step in settings.extra_save_iters or last
         logs = step % settings.log_interval == 0 or last
-        if logs or saves:  # a checkpoint is never replaced by one that has diverged
+        if logs or saves:
             mean = groups.sum_over_data(torch.stack(meter.losses).mean()) / groups.data_size
             mean = mean.item()
             if not math.isfinite(mean) and not settings.skips_overflow:
-                raise DivergedError(
-                    f"the loss is {mean} at step {step}; the newest checkpoint is untouched. "
-                    "Lower the learning rate, lengthen the warm-up, or set gradient_clipping"
-                )
+                raise DivergedError(f"the loss is {mean} at step {step}; {MEND}")
+        # The loss was computed before the update: a checkpoint must not hold what came out of it.
+        if saves and not all_finite(engine.module, groups):
+            raise DivergedError(f"weights are no longer finite after step {step}; {MEND}")
         meter.seconds += time.monotonic() - start
         if logs:
             _report(log, step, mean, lr, norm, meter, settings, master, theta_names)
@@ -161,6 +170,9 @@ def train_loop(
                 log.metrics(step, {"validation/loss": value}, text=text)
         if saves:
             save(step)
+        if leaves and step < settings.train_iters:
+            log.line(f"leaving at step {step}: exit_interval {settings.exit_interval}")
+            return
 
 
 def _report(
@@ -183,8 +195,11 @@ def _report(
         text += f" | grad norm {float(norm):.3f}"
     text += f" | {rate:,.0f} tokens/s | ETA {_clock(eta)}"
     if master_HN is not None:
+        columns = dict(zip(theta_names, master_HN.T, strict=True))
+        if len(columns) > 4:  # a table, such as T5's
+            columns = {"table": master_HN}
         ranges = []
-        for name, column in zip(theta_names, master_HN.T, strict=True):
+        for name, column in columns.items():
             low, high = column.min().item(), column.max().item()
             values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
             ranges.append(f"{name} {low:.3g}..{high:.3g}")

@@ -9,6 +9,8 @@ copy alike. Each ZeRO stage keeps the master elsewhere, hence `project_theta`'s 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -16,24 +18,26 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
+from megatron.engine.schedule import AnnealingLR
+from megatron.parallel import Groups
+
 THETA = "embedding.theta"
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, *, decay_theta: bool = False
 ) -> list[dict[str, Any]]:
-    """AdamW groups {"params", "weight_decay", "name"}; a group without parameters is left out."""
+    """The decayed and the exempt group, {"params", "weight_decay", "name"}, always both."""
     decayed, exempt = [], []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         decays = decay_theta if name.endswith(THETA) else param.ndim >= 2
-        (decayed if decays and weight_decay > 0 else exempt).append(param)
-    groups = [
+        (decayed if decays else exempt).append(param)
+    return [
         {"params": decayed, "weight_decay": weight_decay, "name": "decayed"},
         {"params": exempt, "weight_decay": 0.0, "name": "not decayed"},
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(
@@ -63,6 +67,7 @@ def engine_config(
     zero_stage: int,
     zero_options: dict[str, Any],
     grad_accum_dtype: str | None = None,
+    communication_dtype: str | None = None,
     fp16_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration. Clipping is always written: left out it means 1.0 in places."""
@@ -80,6 +85,8 @@ def engine_config(
     }
     if grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
+    if communication_dtype:
+        config["communication_data_type"] = communication_dtype
     return config
 
 
@@ -100,6 +107,34 @@ def build_engine(
         engine.optimizer.optimizer.state.clear()
     schedule.write()
     return engine
+
+
+HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
+
+
+@contextmanager
+def own_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
+    """Around loading a checkpoint: the optimizer keeps this run's settings, not the checkpoint's.
+
+    The loaded groups bring those of the run that saved them, and under ZeRO its learning rate too,
+    after the schedule has written the right one.
+    """
+    own = [
+        {key: group[key] for key in HYPERPARAMETERS if key in group}
+        for group in schedule.optimizer.param_groups
+    ]
+    yield
+    for group, values in zip(schedule.optimizer.param_groups, own, strict=True):
+        group.update(values)
+    schedule.write()
+
+
+@torch.no_grad()
+def all_finite(model: nn.Module, groups: Groups) -> bool:
+    """Whether every weight on every rank is a finite number."""
+    local = (getattr(p, "ds_tensor", p) for p in model.parameters())
+    wrong = sum((~torch.isfinite(tensor)).sum() for tensor in local)
+    return groups.sum_over_data(wrong.to(groups.device)).item() == 0
 
 
 @torch.no_grad()

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,24 +59,25 @@ def write_extrapolation(
     run_dir: Path | str,
     *,
     train_length: int,
-    baseline: LengthResult | None = None,
+    baselines: Mapping[str, LengthResult] | None = None,
     title: str,
 ) -> str:
     """Write ``extrapolation.csv`` and ``extrapolation.png`` into ``run_dir`` and return the table.
 
-    ``baseline`` is the same model allowed to see only ``baseline.length`` tokens of context: the
-    line that a model which uses its context must stay below. It is in the table and the plot, not
-    in the CSV. Raises ValueError for no rows or a length that occurs twice.
+    ``baselines`` are the same model with little context, by description: lines that a model which
+    uses its context must stay below. They are in the table and the plot, not in the CSV. Raises
+    ValueError for no rows or a length that occurs twice.
     """
     rows = sorted(rows, key=lambda row: row.length)
     lengths = [row.length for row in rows]
     if not rows or len(set(lengths)) != len(lengths):
         raise ValueError(f"one result for each length is wanted, not {lengths}")
+    baselines = baselines or {}
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / CSV_FILE, _csv(rows).encode())
-    _replace(folder / PLOT_FILE, _png(_extrapolation_figure(rows, train_length, baseline, title)))
-    return _table(rows, train_length, baseline, title)
+    _replace(folder / PLOT_FILE, _png(_extrapolation_figure(rows, train_length, baselines, title)))
+    return _table(rows, train_length, baselines, title)
 
 
 def write_kernels(
@@ -123,11 +125,14 @@ def _csv(rows: Sequence[LengthResult]) -> str:
 
 
 def _table(
-    rows: Sequence[LengthResult], train_length: int, baseline: LengthResult | None, title: str
+    rows: Sequence[LengthResult],
+    train_length: int,
+    baselines: Mapping[str, LengthResult],
+    title: str,
 ) -> str:
     head = ("length", "x train", "sequences", "loss", "perplexity", "bits per byte")
     cells = [head]
-    for row in (*rows, *([baseline] if baseline else [])):
+    for row in (*rows, *baselines.values()):
         cells.append(
             (
                 f"{row.length:,}",
@@ -145,8 +150,8 @@ def _table(
     ]
     rule = "-" * len(lines[0])
     body = lines[1 : 1 + len(rows)]
-    if baseline:
-        body += [f"same model, {baseline.length:,} tokens of context:", lines[-1]]
+    for label, line in zip(baselines, lines[1 + len(rows) :], strict=True):
+        body += [f"same model, {label}:", line]
     return "\n".join([title, lines[0], rule, *body, "(± one standard error over sequences)"])
 
 
@@ -156,7 +161,10 @@ def _measured(value: float, error: float, digits: int) -> str:
 
 
 def _extrapolation_figure(
-    rows: Sequence[LengthResult], train_length: int, baseline: LengthResult | None, title: str
+    rows: Sequence[LengthResult],
+    train_length: int,
+    baselines: Mapping[str, LengthResult],
+    title: str,
 ) -> Figure:
     from matplotlib.figure import Figure
 
@@ -169,12 +177,12 @@ def _extrapolation_figure(
         marker="o", markersize=4, capsize=3, color="tab:blue", label="perplexity ± standard error",
     )  # fmt: skip
     shown = list(values)
-    if baseline is not None:
+    styles = itertools.cycle(("dotted", "dashdot"))
+    for (label, baseline), style in zip(baselines.items(), styles, strict=False):
         shown.append(baseline.perplexity)
         axes.axhline(
-            baseline.perplexity, color="tab:red", linestyle=":",
-            label=f"same model, {baseline.length:,} tokens of context",
-        )  # fmt: skip
+            baseline.perplexity, color="tab:red", linestyle=style, label=f"same model, {label}"
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()

@@ -10,20 +10,14 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
-from megatron.engine.build import build_model
+from megatron.engine.build import build_model, identity_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
+from megatron.engine.job_engine import job_engine
 from megatron.engine.log import RunLog
 from megatron.engine.loop import LoopSettings, train_loop, validation_loss
-from megatron.engine.optim import (
-    build_engine,
-    build_optimizer,
-    engine_config,
-    full_theta,
-    parameter_groups,
-)
-from megatron.engine.schedule import AnnealingLR, Schedule
+from megatron.engine.optim import full_theta, own_hyperparameters
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -55,12 +49,27 @@ class Job:
             "data_parallel_size": groups.data_size,
             "zero_stage": config.parallel.zero_stage,
             "precision": config.training.precision,
+            "optimizer": config.optimizer.type,
+            "weight_decay_positional": config.optimizer.weight_decay_positional,
         }
         torch.manual_seed(config.training.seed + groups.rank)  # dropout: each rank its own stream
         vocab_size = self.data.tokenizer.vocab_size
         self.model = build_model(config, vocab_size, device_type=groups.device.type)
-        self.engine = self._build_engine()
-        self.progress, self.origin = self._resume()
+        self.about = {
+            "model": identity_of(config, self.model, self.data.tokenizer),
+            "data": self.data.identity,
+            "layout": self.layout,
+        }
+        source, resumes, self.origin = self._source()
+        if source and not resumes:  # before the engine copies the weights into its masters
+            checkpoint.require_same(*source, {"model": self.about["model"]})
+            checkpoint.load_weights(self.model, *source)
+        self.engine, self.schedule = job_engine(config, self.model, groups)
+        self.progress = Progress(0, 0, self.data.wanted["train"])
+        if source and resumes:
+            checkpoint.require_same(*source, self.about)
+            with own_hyperparameters(self.schedule):
+                self.progress = checkpoint.restore(self.engine, groups, *source)
 
     def run(self) -> None:
         """Train to `train_iters`, then evaluate."""
@@ -83,88 +92,36 @@ class Job:
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
 
-    def _build_engine(self) -> Any:
-        c = self.config
-        groups = parameter_groups(
-            self.model,
-            c.optimizer.weight_decay,
-            decay_theta=c.optimizer.weight_decay_positional,
-        )
-        optimizer = build_optimizer(
-            c.optimizer.type,
-            groups,
-            lr=c.optimizer.lr,
-            betas=tuple(c.optimizer.betas),
-            eps=c.optimizer.eps,
-            momentum=c.optimizer.momentum,
-        )
-        decay_iters = c.lr.decay_iters or max(1, c.training.train_iters)
-        schedule = Schedule(
-            start_lr=c.optimizer.lr,
-            end_iter=decay_iters,
-            warmup_iter=c.lr.warmup * decay_iters,
-            decay_style=c.lr.decay_style,
-            min_lr=c.lr.min_lr,
-        )
-        annealing = AnnealingLR(
-            optimizer, schedule, use_checkpoint=c.lr.use_checkpoint_lr_scheduler
-        )
-        settings = engine_config(
-            micro_batch=c.batch.train_micro_batch_size_per_gpu,
-            accumulation=c.batch.gradient_accumulation_steps,
-            world_size=self.groups.data_size,
-            precision=c.training.precision,
-            gradient_clipping=c.optimizer.gradient_clipping,
-            zero_stage=c.parallel.zero_stage,
-            zero_options=dict(c.parallel.zero),
-            grad_accum_dtype=c.training.grad_accum_dtype,
-            fp16_options=dict(c.training.fp16) if c.training.precision == "fp16" else None,
-        )
-        return build_engine(self.model, optimizer, annealing, settings)
+    def _source(self) -> tuple[tuple[Path, str] | None, bool, str]:
+        """(checkpoint folder and tag or None, whether to resume from it, a line that says why).
 
-    def _resume(self) -> tuple[Progress, str]:
-        """Where the run starts, and a line that says why."""
-        fresh = Progress(0, 0, self.data.wanted["train"])
-        load, save = self.config.checkpoint.load, self.config.checkpoint.save
+        Without resuming, the source gives its weights alone (`finetune`). A `save` folder with
+        another run's checkpoints is refused: they would be replaced one by one.
+        """
+        c = self.config.checkpoint
+        save, load = (Path(name) if name else None for name in (c.save, c.load))
         if save and self.groups.is_main:
-            left = checkpoint.remove_unfinished(Path(save))
+            left = checkpoint.remove_unfinished(save)
             if left:
                 print(f"removed what a killed run left half written: {', '.join(left)}")
         self.groups.barrier()
-        if not load:
-            return fresh, "starting fresh: no `load` in the config"
-        folder = Path(load)
-        tag = checkpoint.newest(folder)
-        if tag is None:
-            return fresh, f"starting fresh: {folder} holds no checkpoint"
-        finetune = self.config.checkpoint.finetune
-        if not finetune:
-            self._check_data(folder, tag)
-        progress = checkpoint.restore(
-            self.engine,
-            self.groups,
-            folder,
-            tag,
-            layout=self.layout,
-            weights_only=finetune,
-        )
-        if finetune:
-            return fresh, f"starting at step 0 from the weights of {folder / tag} (finetune)"
-        return progress, f"resuming from {folder / tag}"
-
-    def _check_data(self, folder: Path, tag: str) -> None:
-        recorded = checkpoint.read_record(folder, tag)["data"]
-        differing = [
-            f"{key}: {recorded.get(key)!r} in the checkpoint, {value!r} now"
-            for key, value in self.data.identity.items()
-            if recorded.get(key) != value
-        ]
-        if differing:
+        saved = checkpoint.newest(save) if save else None
+        if saved and c.finetune:
+            return (save, saved), True, f"resuming the finetuning from {save / saved}"
+        loaded = checkpoint.newest(load) if load else None
+        if saved and (not loaded or save.resolve() != load.resolve()):
             raise checkpoint.CheckpointError(
-                f"{folder / tag} was trained on other data or in another order "
-                f"({'; '.join(differing)}), so it cannot be continued exactly. Restore those "
-                "settings, or set `finetune: true` to start a new run from its weights"
+                f"save: {save} holds a checkpoint already ({saved}), and this run does not "
+                f"continue it; write `load: {save}` to continue, or another `save` for a new run"
             )
+        if not load:
+            return None, False, "starting fresh: no `load` in the config"
+        if not loaded:
+            return None, False, f"starting fresh: {load} holds no checkpoint"
+        if c.finetune:
+            text = f"starting at step 0 from the weights of {load / loaded} (finetune)"
+            return (load, loaded), False, text
+        return (load, loaded), True, f"resuming from {load / loaded}"
 
     def _announce(self, log: RunLog) -> None:
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
@@ -180,6 +137,8 @@ class Job:
             f"{self.data.identity['documents']:,} documents"
         )
         log.line(self.origin)
+        if self.progress.step >= c.training.train_iters > 0:
+            log.line(f"step {self.progress.step} of {c.training.train_iters}: nothing to train")
         if groups.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             temporary = self.run_dir / ".config.yml.unfinished"
@@ -219,11 +178,7 @@ class Job:
                     self.groups,
                     Path(c.checkpoint.save),
                     self.progress,
-                    about={
-                        "layout": self.layout,
-                        "data": self.data.identity,
-                        "config": c.to_flat_dict(),
-                    },
+                    about={**self.about, "config": c.to_flat_dict()},
                     keep_last=c.checkpoint.keep_last_n_checkpoints,
                 )
                 log.line(f"  saved {folder}")
@@ -241,6 +196,7 @@ class Job:
                 eval_iters=c.training.eval_iters,
                 save_interval=c.checkpoint.save_interval,
                 extra_save_iters=tuple(c.checkpoint.extra_save_iters),
+                exit_interval=c.training.exit_interval,
                 skips_overflow=c.training.precision == "fp16",
             ),
             self.groups,

@@ -46,14 +46,6 @@ class Groups:
         if self.world_size > 1:
             dist.barrier()
 
-    def broadcast_object(self, value: object) -> object:
-        """The main rank's `value`, on every rank (pickled: for small control values only)."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
-
 
 def build_groups(device: torch.device) -> Groups:
     """Groups of the running job; a process that joined no group is a job of one."""

@@ -49,6 +49,21 @@ def all_cells(groups, folder, prefix):
                 write_config(config, prefix, **changes)
             groups.barrier()
             run_job(groups, config)
+        tuned = run.with_name(f"{run.name}-tuned")
+        config = folder / f"{tuned.name}.yml"
+        if groups.is_main:
+            changes |= {
+                "save": str(tuned),
+                "load": str(run.with_name(f"{run.name}-whole")),
+                "finetune": True,
+                "train_iters": 3,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
+            }
+            write_config(config, prefix, **changes)
+        groups.barrier()
+        run_job(groups, config)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +89,16 @@ def test_every_cell_follows_one_fp32_process(runs, world_size, stage, precision)
     truth = rows(runs / f"{name(1, 1, 'fp32')}-whole", "train/grad_norm")
     for step, norm in truth.items():
         assert norms[step] == pytest.approx(norm, rel=1e-4 if precision == "fp32" else 5e-2), step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("stage", "precision"), CELLS)
+def test_finetuning_starts_from_the_weights_and_keeps_them(runs, world_size, stage, precision):
+    run = name(world_size, stage, precision)
+    before, after = rows(runs / f"{run}-whole"), rows(runs / f"{run}-tuned")
+    assert list(after) == [1, 2, 3]
+    for loss in after.values():  # a rate of 1e-5 moves nothing: all three are the trained model's
+        assert loss < before[1] - 0.5
 
 
 def test_training_learns_something(runs):

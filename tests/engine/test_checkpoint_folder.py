@@ -55,6 +55,28 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     assert (tmp_path / "global_step5").is_dir()
 
 
+@pytest.mark.parametrize("killed", ["before the new one is in place", "before the old one goes"])
+def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path, killed):
+    make(tmp_path, 5)
+    (tmp_path / "latest").write_text("global_step5")
+    (tmp_path / "global_step5").rename(tmp_path / ".replaced-global_step5")
+    (tmp_path / ".unfinished-global_step5").mkdir()
+    if killed == "before the old one goes":
+        (tmp_path / ".unfinished-global_step5").rename(tmp_path / "global_step5")
+    checkpoint.remove_unfinished(tmp_path)
+    assert checkpoint.newest(tmp_path) == "global_step5"
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step5", "latest"}
+
+
+def test_what_differs_is_named_with_a_way_out(tmp_path):
+    tag = make(tmp_path, 5)
+    checkpoint.require_same(tmp_path, tag, {"layout": {"zero_stage": 1}})
+    with pytest.raises(CheckpointError, match="zero_stage: 1 in .*, 3 here.*finetune"):
+        checkpoint.require_same(tmp_path, tag, {"layout": {"zero_stage": 3}})
+    with pytest.raises(CheckpointError, match="pos_emb: None in the checkpoint, 'none' here"):
+        checkpoint.require_same(tmp_path, tag, {"model": {"pos_emb": "none"}})
+
+
 def test_weights_that_do_not_fit_are_all_listed(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from jobs import digest, rewind, rows, write_config, write_shards  # noqa: E402
+
+from megatron.data.mmap import MMapIndexedDatasetWriter  # noqa: E402
+from megatron.engine.schedule import Schedule  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -137,24 +141,29 @@ def test_raising_train_iters_keeps_what_was_consumed(finished, tmp_path, prefix)
     longer = tmp_path / "run"
     shutil.copytree(run, longer)
     before = rows(run)
-    text = call(
-        "train.py", config, "-o", f"save={longer}", "-o", f"load={longer}", "-o", "train_iters=9"
-    )
+    options = ["-o", f"save={longer}", "-o", f"load={longer}", "-o", "train_iters=9"]
+    changes = ["-o", "optimizer.params.lr=0.02", "-o", "lr_decay_iters=9", "-o", "weight_decay=0"]
+    text = call("train.py", config, *options, *changes)
     assert "resuming from" in text
     after = rows(longer)
     assert list(after) == list(range(1, 10))
     assert {step: after[step] for step in before} == before
+    # the first step after resuming follows this run's settings, not the checkpoint's
+    schedule = Schedule(0.02, 9, 0.2 * 9, "cosine")
+    rates = rows(longer, "train/lr")
+    assert [rates[step] for step in (7, 8, 9)] == pytest.approx([schedule(s) for s in (6, 7, 8)])
+    state = torch.load(longer / "global_step9" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert state["module"]["embedding.theta"].shape == (4, 2)
 
 
-def test_finetune_takes_the_weights_alone(finished, tmp_path):
+def test_finetune_starts_from_the_weights_and_a_killed_one_resumes(finished, tmp_path):
     config, run, _ = finished
-    save = tmp_path / "tuned"
-    text = call(
-        "train.py", config, "-o", "finetune=true", "-o", f"save={save}", "-o", "train_iters=1"
-    )
-    assert "starting at step 0 from the weights of" in text
-    first = rows(save)[1]
-    assert first < rows(run)[1] - 0.3  # it starts where the other run ended
+    options = ["-o", "finetune=true", "-o", f"save={tmp_path / 'tuned'}"]
+    text = call("train.py", config, *options, "-o", "exit_interval=2")
+    assert "starting at step 0 from the weights of" in text and "leaving at step 2" in text
+    text = call("train.py", config, *options)
+    assert "resuming the finetuning from" in text
+    assert list(rows(tmp_path / "tuned")) == list(range(1, 7))
 
 
 def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_path):
@@ -162,7 +171,20 @@ def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_pa
     text = call("train.py", config, "-o", "zero_optimization.stage=2", code=1)
     assert "another layout (zero_stage: 1 in the checkpoint, 2 here)" in text
     text = call("train.py", config, "-o", "seed=9", code=1)
-    assert "seed: 1234 in the checkpoint, 9 now" in text and "finetune" in text
+    assert "seed: 1234 in the checkpoint, 9 here" in text and "finetune" in text
+    text = call("train.py", config, "-o", "pos_emb=kerple_power", code=1)
+    assert "pos_emb: 'kerple_log' in the checkpoint, 'kerple_power' here" in text
+    options = ["--load", run, "--lengths", "16", "-o", "pos_emb=none"]
+    text += call("evaluate.py", config, *options, code=1)
+    assert "pos_emb: 'kerple_log' in the checkpoint, 'none' here" in text
+    assert "Traceback" not in text
+    assert (run / "latest").read_text() == "global_step6"
+
+
+def test_a_folder_with_another_runs_checkpoints_is_not_overwritten(finished):
+    config, run, _ = finished
+    text = call("train.py", config, "-o", "load=null", code=1)
+    assert f"write `load: {run}` to continue, or another `save`" in text
     assert "Traceback" not in text
 
 
@@ -210,6 +232,23 @@ def test_missing_shards_and_missing_checkpoints_are_named(tmp_path, prefix):
     assert "nowhere" in text and "Traceback" not in text
     text = call("evaluate.py", config, "--load", run, "--lengths", "16", code=1)
     assert "holds no checkpoint" in text and "Traceback" not in text
+    config, _ = config_at(tmp_path, prefix, tokenizer_type="GPT2BPETokenizer")
+    assert "vocab_file" in call("train.py", config, code=1)
+    config, _ = config_at(tmp_path, None)
+    text = call("train.py", config, code=1)
+    assert "data_path is not set" in text and "Traceback" not in text
+
+
+def test_a_damaged_checkpoint_is_named(finished, tmp_path):
+    config, run, _ = finished
+    torn = tmp_path / "run"
+    shutil.copytree(run, torn)
+    [path] = (torn / "global_step6").glob("*optim_states.pt")
+    path.write_bytes(path.read_bytes()[:1000])
+    options = ["-o", f"save={torn}", "-o", f"load={torn}", "-o", "train_iters=7"]
+    text = call("train.py", config, *options, code=1)
+    assert "global_step6: cannot be loaded on rank 0" in text and "older checkpoint" in text
+    assert "Traceback" not in text
 
 
 def test_a_diverged_run_leaves_the_checkpoint_as_it_was(finished, tmp_path):
@@ -223,3 +262,13 @@ def test_a_diverged_run_leaves_the_checkpoint_as_it_was(finished, tmp_path):
     text = call("train.py", config, "-o", f"save={broken}", "-o", f"load={broken}", code=1)
     assert "the loss is nan at step 4" in text
     assert (broken / "latest").read_text() == "global_step3"
+
+
+def test_shards_of_another_tokenizer_are_named_before_the_model_sees_them(tmp_path):
+    foreign = tmp_path / "foreign"
+    with MMapIndexedDatasetWriter(foreign, np.uint16) as writer:
+        for _ in range(60):
+            writer.add_document(np.full(80, 900))
+    config, _ = config_at(tmp_path, str(foreign))
+    text = call("train.py", config, code=1)
+    assert "holds token 900, but the tokenizer has only 257" in text and "Traceback" not in text

@@ -39,29 +39,31 @@ def test_csv_has_the_promised_columns_and_loses_no_digit(tmp_path):
 
 
 def test_table_shows_errors_multiples_of_the_training_length_and_the_baseline(tmp_path):
-    baseline = result(16, 2.0)
+    baselines = {"16 tokens": result(16, 2.0), "8 tokens": result(8, 3.0)}
     table = write_extrapolation(
         [result(128, 1.5), result(2048, 1.25, math.nan)],
-        tmp_path, train_length=128, baseline=baseline, title="kerple_log at step 1,200",
+        tmp_path, train_length=128, baselines=baselines, title="kerple_log at step 1,200",
     )  # fmt: skip
     lines = table.splitlines()
     assert lines[0] == "kerple_log at step 1,200"
     assert " ".join(lines[3].split()) == "128 1 512 1.5000 ± 0.0100 4.482 ± 0.045 2.1640 ± 0.0144"
     # A single sequence has no error to show.
     assert " ".join(lines[4].split()) == "2,048 16 32 1.2500 3.490 1.8034"
-    assert lines[5] == "same model, 16 tokens of context:"
+    assert lines[5] == "same model, 16 tokens:"
     assert lines[6].split()[:3] == ["16", "0.125", "4,096"]
+    assert lines[7] == "same model, 8 tokens:" and lines[8].split()[0] == "8"
 
 
 def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
     results = [result(2**k, 1.5 - 0.01 * k) for k in range(7, 12)]
-    write_extrapolation(results, tmp_path, train_length=128, baseline=result(16, 2.0), title="t")
+    baselines = {"16 tokens": result(16, 2.0), "8 tokens": result(8, 3.0)}
+    write_extrapolation(results, tmp_path, train_length=128, baselines=baselines, title="t")
     width, height = image_size(tmp_path / "extrapolation.png")
     assert width > 800 and height > 500
-    axes = report._extrapolation_figure(results, 128, result(16, 2.0), "t").axes[0]
+    axes = report._extrapolation_figure(results, 128, baselines, "t").axes[0]
     assert axes.get_xscale() == "log" and axes.get_yscale() == "linear"
     texts = " | ".join(text.get_text() for text in axes.get_legend().get_texts())
-    assert "training length 128" in texts and "16 tokens of context" in texts
+    assert "training length 128" in texts and "same model, 8 tokens" in texts
     bars = axes.containers[0].lines[2][0].get_segments()
     halves = [(bar[1][1] - bar[0][1]) / 2 for bar in bars]
     assert np.allclose(halves, [row.perplexity_stderr for row in results])
@@ -72,7 +74,7 @@ def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
 
 def test_an_exploding_perplexity_gets_a_log_axis():
     results = [result(128, 1.5), result(256, 9.0)]
-    assert report._extrapolation_figure(results, 128, None, "t").axes[0].get_yscale() == "log"
+    assert report._extrapolation_figure(results, 128, {}, "t").axes[0].get_yscale() == "log"
 
 
 @pytest.mark.parametrize("lengths", [[], [128, 128]])

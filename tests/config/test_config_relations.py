@@ -1,0 +1,53 @@
+"""Relations between keys: each refused pair says what to write."""
+
+import pytest
+import yaml
+
+from megatron.config import ConfigError, load_config
+
+BASE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "train_iters": 10,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+    "pos_emb": "kerple_log",
+}
+REFUSED = [
+    ({"warmup": 0.6}, "warmup", "write at most 0.5"),
+    ({"hidden_dropout": 1.0}, "hidden_dropout", "below 1"),
+    ({"attention_dropout": 1.0}, "attention_dropout", "below 1"),
+    ({"seed": 2**32}, "seed", "smaller"),
+    ({"eval_lengths": [16], "eval_context_baseline": 16}, "eval_context_baseline", "small context"),
+    ({"finetune": True, "save": "a", "load": "a/"}, "finetune", "another save"),
+    ({"pos_emb": "rpe", "rpe_num_buckets": 2}, "rpe_num_buckets", "at least 4"),
+    (
+        {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}}
+        | {"precision": "bfloat16"},
+        "grad_accum_dtype",
+        "zero_optimization: {stage: 1}",
+    ),
+]
+
+
+def load(tmp_path, **changes):
+    path = tmp_path / "config.yml"
+    path.write_text(yaml.safe_dump(BASE | changes))
+    return load_config([path])
+
+
+@pytest.mark.parametrize(("changes", "key", "text"), REFUSED)
+def test_it_is_refused_with_what_to_write(tmp_path, changes, key, text):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, **changes)
+    message = str(error.value)
+    assert key in message and text in message and "config.yml:" in message
+
+
+def test_the_values_beside_them_are_accepted(tmp_path):
+    load(tmp_path, warmup=0.5, hidden_dropout=0.99, attention_dropout=0.99, seed=2**32 - 1)
+    load(tmp_path, eval_lengths=[16], eval_context_baseline=15)
+    load(tmp_path, finetune=True, save="a", load="b")
+    load(tmp_path, pos_emb="rpe", rpe_num_buckets=4)
