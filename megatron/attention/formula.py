@@ -99,7 +99,8 @@ def evaluate(expression: sympy.Expr, values: dict[sympy.Symbol, Tensor]) -> Any:
     if expression.is_Mul:
         return math.prod(args[1:], start=args[0])
     if expression.is_Pow:
-        return args[0] ** args[1] if torch.is_tensor(args[0]) else torch.exp(args[1] * math.log(args[0]))
+        base, exponent = args
+        return base**exponent if torch.is_tensor(base) else torch.exp(exponent * math.log(base))
     return getattr(torch, type(expression).__name__)(*args)
 
 

@@ -17,6 +17,7 @@ that are no power of two cost as much as the next one.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.attention.backend import Backend, Use
 from megatron.attention.formula import Unreadable, read
 from megatron.positional import PositionalEmbedding
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from megatron.kernels.launch import Setting
 
 MAX_HEAD_SIZE = 256
+OLDEST = (8, 0)
+"""Compute capability from which tensor cores take bf16 and copies run asynchronously: Ampere."""
 
 
 @lru_cache(maxsize=64)
@@ -111,3 +115,35 @@ class FusedAttention(torch.autograd.Function):
             grad, q, k, v, out, lse, rows, seed, ctx.setting, ctx.needs_input_grad[3]
         )
         return *gradients, None, None
+
+
+def refusal(use: Use) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if use.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"computes in fp32 and does not serve {use.dtype}"
+    if use.head_size is not None and use.head_size > MAX_HEAD_SIZE:
+        return f"serves head sizes up to {MAX_HEAD_SIZE}, not {use.head_size}"
+    from megatron.kernels.device import INTERPRETED
+
+    if INTERPRETED:
+        if use.dtype == torch.bfloat16:
+            return "is wrong in bf16 in Triton's interpreter (TRITON_INTERPRET=1): write fp32 there"
+        return None
+    if use.device_type != "cuda":
+        return "needs a CUDA GPU (or Triton's slow interpreter: TRITON_INTERPRET=1, for tests)"
+    if torch.version.hip is not None:
+        return "is written for NVIDIA GPUs"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST:
+        return "needs a GPU of compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def remark(use: Use) -> str:
+    from megatron.kernels.device import INTERPRETED
+
+    how = [f"kernel {functions_of(use.pos)[1]}"] if use.pos.kind == "distance" else []
+    return ", ".join([*how, *(["in Triton's slow interpreter"] if INTERPRETED else [])])
+
+
+BACKEND = Backend("fused", fused, refusal, remark, grouped=True)

@@ -71,8 +71,14 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
     )
 
 
-def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
-    """The model on the CPU in fp32, initialised from the config's seed."""
+def build_model(
+    config: Config, vocab_size: int, *, device_type: str, training: bool = True
+) -> GPT:
+    """The model on the CPU in fp32, initialised from the config's seed.
+
+    Raises:
+        AttentionError: the attention backend cannot serve this model on this device.
+    """
     m = config.model
     options = {}
     if m.pos_emb == "rpe":
@@ -88,6 +94,9 @@ def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
         pos,
         device_type=device_type,
         dtype=DTYPES[config.training.precision],
+        training=training,
+        dropout=training and m.attention_dropout > 0.0,
+        head_size=m.hidden_size // m.num_attention_heads,
     )
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
 

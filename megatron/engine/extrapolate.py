@@ -70,7 +70,9 @@ def _evaluate(
             f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
         )
     tokenizer = tokenizer_of(config)
-    model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
+    model = build_model(
+        config, tokenizer.vocab_size, device_type=groups.device.type, training=False
+    )
     checkpoint.require_same(load, tag, {"model": identity_of(config, model, tokenizer)})
     checkpoint.load_weights(model, load, tag)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()

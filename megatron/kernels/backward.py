@@ -2,8 +2,8 @@
 
     p_ij  = 2^(c y_ij - lse_i)              from the inputs again, nothing quadratic was kept
     ds_ij = p_ij (do_i . v_j - delta_i)     delta_i = do_i . o_i
-    dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i      dv_j = sum_i p_ij do_i
-    dtheta_k = sum_ij ds_ij dx_ij/dtheta_k  x = scale y
+    dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
+    dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
 
 ``query_pass``: one program per M query rows sums dq and theta's gradients in registers, and leaves
 its part of the latter in a row of its own, to be added up in fixed order; it also computes delta.
@@ -127,7 +127,7 @@ def key_tile(
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of query rows to dk and dv. Tiles are [N, M], so that p and ds need no turning."""
+    """Add one tile of query rows to dk and dv. It is [N, M], so that p and ds need no turning."""
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, g_stride, MASKED, M, E, P)
     row = m0 + tl.arange(0, M)

@@ -115,7 +115,8 @@ def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
     probability threshold / 2^24. ``key`` must be a multiple of 4.
 
     Philox in counter mode: a score's bits depend on the seed, its sequence and head (``item``), its
-    query and its key alone, never on the tiling, so every pass sees the same mask. One call serves four keys.
+    query and its key alone, never on the tiling, so every pass sees the same mask. One call serves
+    four keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
     counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))

@@ -2,8 +2,8 @@
 
 The logit of a query and a key at distance d is x = scale s w(d) + b(d), s being their product. The
 passes work in units of s: ``evaluate`` gives y = x / scale = s w + b / scale, the slope dy/ds = w,
-and for each theta_k one factor of dx/dtheta_k, which is split into (factor of theta and scale alone)
-x (the rest): only the rest is summed over scores, the other factor is applied to the sum.
+and for each theta_k a term: dx/dtheta_k without the factor that depends on theta and scale alone.
+Terms are summed over scores, and the factors applied to the sums.
 
 What the generated code owes its speed to:
 
@@ -36,9 +36,12 @@ from megatron.kernels.device import ex2, lg2, lg2_or_finite, rcp
 LN2, LOG2E = sympy.Float(math.log(2.0)), sympy.Float(1.0 / math.log(2.0))
 LG2, LG2_OR_FINITE, EX2 = (sympy.Function(name) for name in ("lg2", "lg2_or_finite", "ex2"))
 HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
-CALLS = {"lg2": "lg2", "lg2_or_finite": "lg2_or_finite", "ex2": "ex2", "sin": "tl.sin", "cos": "tl.cos"}
-SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2", "sin": "tl.sin", "cos": "tl.cos"}
-GLOBALS = {"triton": triton, "tl": tl, "lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2, "rcp": rcp}
+GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp}
+GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2}
+CALLS = {name: name for name in ("lg2", "lg2_or_finite", "ex2")}
+SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2"}
+for _name in ("sin", "cos"):
+    CALLS[_name] = SCALAR_CALLS[_name] = f"tl.{_name}"
 
 
 class NotExpressible(ValueError):
