@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, kept, load_rows, store_rows, table_distance
+from megatron.kernels.device import ex2, opaque, kept, load_rows, store_rows, table_distance
 from megatron.kernels.forward import LOG2E
 
 
@@ -34,7 +34,8 @@ def query_tile(
     """Add one tile of keys to dq and to the accumulators of theta."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
     j = tl.arange(0, N)[None, :]
     distance = table_distance(i, j, m0, n0, offset, queries)
@@ -45,7 +46,6 @@ def query_tile(
     else:
         e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
         p = ex2(e[0] * c - lse[:, None])
-    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     if DROPOUT:
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
     ds = p * (dp - delta[:, None])
@@ -138,6 +138,7 @@ def key_tile(
         lse = tl.load(lse_base + row)
         delta = tl.load(delta_base + row)
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     # What changes from tile to tile goes with the keys, which are fewer per thread.
     i = tl.arange(0, M)[None, :]
     j = (n0 - offset - m0) + tl.arange(0, N)[:, None]
@@ -151,7 +152,6 @@ def key_tile(
     else:
         e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
         p = ex2(e[0] * c - lse[None, :])
-    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     dropped = p
     if DROPOUT:
         keep = tl.trans(kept(seed, item, m0, n0, threshold, M, N))

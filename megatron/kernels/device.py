@@ -37,6 +37,10 @@ if INTERPRETED:
     def ex2(x):
         return tl.exp2(x)
 
+    @triton.jit
+    def opaque(x):
+        return x
+
 else:
 
     @triton.jit
@@ -64,6 +68,14 @@ else:
     def ex2(x):
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def opaque(x):
+        """x, but the compiler does not see that: it makes s + b(d) / scale a product that starts
+        from b, and b then occupies registers while the product runs."""
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
 
