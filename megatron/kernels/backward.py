@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, opaque, kept, load_rows, store_rows, table_distance
+from megatron.kernels.device import ex2, kept, load_rows, opaque, store_rows, table_distance
 from megatron.kernels.forward import LOG2E
 
 

@@ -75,6 +75,11 @@ class DeviceFunctions:
     biased: bool = True
     source: str = field(default="", repr=False)
 
+    @property
+    def heavy(self) -> bool:
+        """Whether it wants more registers than a logarithm with two parameters."""
+        return self.weighted or self.tabulated or self.num_theta > 2
+
 
 def device_functions(
     name: str,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,10 @@ from megatron.kernels.forward import forward_pass
 
 LAUNCHES: Counter[str] = Counter()
 """How often each pass has been launched in this process."""
+
+
+OPTIONS = {"enable_fp_fusion": True}
+"""Products and sums may be fused: Triton's default, said because Triton means to change it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Setting:
             return self.blocks
         cuda = q_BHTE.is_cuda
         capability = torch.cuda.get_device_capability(q_BHTE.device) if cuda else (0, 0)
-        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1])
+        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], self.functions.heavy)
 
     def scalars(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> tuple:
         """heads, group, queries, keys, offset, width, scale, threshold, rescale."""
@@ -58,13 +63,32 @@ class Setting:
             *(rows_HW.shape[1], self.scale, round(keep * (1 << 24)), 1.0 / keep),
         )
 
-    def constants(self, tile: Tile, head_size: int) -> dict:
-        """Compile-time values common to the passes over tiles of M x N."""
-        return {
-            "DROPOUT": self.dropout_p > 0.0,
-            **{"M": tile.M, "N": tile.N, "E": head_size, "P": padded(head_size)},
-            **{"num_warps": tile.warps, "num_stages": tile.stages},
-        }
+
+def constants(
+    which: str,
+    functions: DeviceFunctions,
+    tile: Tile,
+    head_size: int,
+    *,
+    dropout: bool,
+    theta: bool,
+) -> dict[str, Any]:
+    """Compile-time values of a pass ("forward", "query", "key" or "table").
+
+    Args:
+        theta: whether theta's gradient is wanted (``query``).
+    """
+    values = {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
+    values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
+    values |= {"R": tile.M} if which == "table" else {"M": tile.M, "N": tile.N}
+    if which != "forward":
+        values["WEIGHTED"] = functions.weighted
+    if which == "table":
+        values["BIASED"] = functions.biased
+    if which == "query":
+        values |= {"f_zeros": functions.zeros, "f_add": functions.add, "f_finish": functions.finish}
+        values["THETA"] = functions.num_theta if theta else 0
+    return values
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -78,9 +102,27 @@ def empty_like_heads(x_BHTE: Tensor) -> Tensor:
     return x_BHTE.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
-def on_device(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+def launch(
+    which: str,
+    function: Any,
+    programs: int,
+    tile: Tile,
+    setting: Setting,
+    q_BHTE: Tensor,
+    *args: Any,
+    theta: bool = False,
+) -> None:
+    """Start a pass on q's device, which need not be the current one."""
+    LAUNCHES[which] += 1
+    dropout, size = setting.dropout_p > 0.0, q_BHTE.shape[-1]
+    with torch.cuda.device(q_BHTE.device) if q_BHTE.is_cuda else contextlib.nullcontext():
+        function[(programs,)](
+            *(q_BHTE, *args),
+            **constants(which, setting.functions, tile, size, dropout=dropout, theta=theta),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **OPTIONS,
+        )
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -97,23 +139,18 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, T, E] in q's dtype, lse [B, H, T] fp32, to base 2)."""
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
-    batch, heads, queries, size = q.shape
+    batch, heads, queries = q.shape[:3]
     out = empty_like_heads(q)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    tile, functions = setting.tiles(q).forward, setting.functions
-    grid = (batch * heads * triton.cdiv(queries, tile.M),)
-    LAUNCHES["forward_pass"] += 1
-    with on_device(q):
-        forward_pass[grid](
-            *(q, k, v, out, lse, rows_HW, rows_HW if seed is None else seed),
-            *strides(q, k, v, out),
-            *setting.scalars(q, k, rows_HW),
-            f_prepare=functions.prepare,
-            f_evaluate=functions.evaluate,
-            **setting.constants(tile, size),
-        )
+    tile = setting.tiles(q).forward
+    launch(
+        *("forward", forward_pass, batch * heads * triton.cdiv(queries, tile.M), tile, setting),
+        *(q, k, v, out, lse, rows_HW, rows_HW if seed is None else seed),
+        *strides(q, k, v, out),
+        *setting.scalars(q, k, rows_HW),
+    )
     return out, lse
 
 
@@ -132,7 +169,7 @@ def backward(
     """dq, dk, dv in the inputs' dtype; the gradient of ``rows_HW`` in fp32, or None."""
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     out, lse, functions = out_BHTE, lse_BHT, setting.functions
-    batch, heads, queries, size = q.shape
+    batch, heads, queries = q.shape[:3]
     key_heads, keys = k.shape[1:3]
     dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
     need_theta = need_rows and not functions.tabulated
@@ -145,27 +182,25 @@ def backward(
     part = lse.new_empty(programs, max(1, columns))
     seed_or_any = rows_HW if seed is None else seed
     scalars = setting.scalars(q, k, rows_HW)
-    kernel = {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
-    LAUNCHES.update(query_pass=1, key_pass=1)
-    with on_device(q):
-        query_pass[(programs,)](
-            *(q, k, v, out, grad, dq, lse, delta, part, rows_HW, seed_or_any),
-            *strides(q, k, v, out, grad, dq),
-            *scalars,
-            **kernel,
-            **{"f_zeros": functions.zeros, "f_add": functions.add, "f_finish": functions.finish},
-            THETA=columns,
-            WEIGHTED=functions.weighted,
-            **setting.constants(blocks.query, size),
-        )
-        key_pass[(batch * key_heads * triton.cdiv(keys, blocks.key.N),)](
-            *(q, k, v, grad, dk, dv, lse, delta, rows_HW, seed_or_any),
-            *strides(q, k, v, grad, dk, dv),
-            *scalars,
-            **kernel,
-            WEIGHTED=functions.weighted,
-            **setting.constants(blocks.key, size),
-        )
+    launch(
+        *("query", query_pass, programs, blocks.query, setting),
+        *(q, k, v, out, grad, dq, lse, delta, part, rows_HW, seed_or_any),
+        *strides(q, k, v, out, grad, dq),
+        *scalars,
+        theta=need_theta,
+    )
+    launch(
+        *(
+            "key",
+            key_pass,
+            batch * key_heads * triton.cdiv(keys, blocks.key.N),
+            blocks.key,
+            setting,
+        ),
+        *(q, k, v, grad, dk, dv, lse, delta, rows_HW, seed_or_any),
+        *strides(q, k, v, grad, dk, dv),
+        *scalars,
+    )
     drows = None
     if need_theta:
         drows = part.view(batch, heads, -1, columns).sum((0, 2))
@@ -187,25 +222,16 @@ def table_gradient(
 ) -> Tensor:
     """Gradient of a table [H, W]."""
     functions, tile = setting.functions, setting.tiles(q).table
-    batch, heads, queries, size = q.shape
+    batch, heads, queries = q.shape[:3]
     tables, seen = functions.biased + functions.weighted, setting.query_offset + queries
     groups, R = triton.cdiv(seen, tile.M), tile.M
     part = lse.new_empty(batch, heads, tables, groups, 2, R)
-    constants = setting.constants(tile, size)
-    del constants["M"], constants["N"]
-    LAUNCHES["table_pass"] += 1
-    with on_device(q):
-        table.table_pass[(batch * heads * groups,)](
-            *(q, k, v, grad, part, lse, delta, rows_HW, seed),
-            *strides(q, k, v, grad),
-            *setting.scalars(q, k, rows_HW),
-            f_prepare=functions.prepare,
-            f_evaluate=functions.evaluate,
-            BIASED=functions.biased,
-            WEIGHTED=functions.weighted,
-            R=R,
-            **constants,
-        )
+    launch(
+        *("table", table.table_pass, batch * heads * groups, tile, setting),
+        *(q, k, v, grad, part, lse, delta, rows_HW, seed),
+        *strides(q, k, v, grad),
+        *setting.scalars(q, k, rows_HW),
+    )
     near, far = part.sum(0).unbind(-2)  # [H, tables, G, R]: at D + e, and at D + e - R
     near[:, :, :-1] += far[:, :, 1:]
     drows = rows_HW.new_zeros(heads, tables, rows_HW.shape[1] // tables)

@@ -55,7 +55,8 @@ def make(
     key_heads, keys = key_heads or heads, keys or queries
     inputs = [draw(heads, queries), draw(key_heads, keys), draw(key_heads, keys)]
     if pos.kind == "distance":
-        theta = pos.initial_theta(heads, generator) + 0.05 * torch.rand(heads, 1, generator=generator)
+        theta = pos.initial_theta(heads, generator)
+        theta = theta + 0.05 * torch.rand(heads, 1, generator=generator)
         inputs.append(theta.to(DEVICE).requires_grad_(pos.learnable))
     return Case(pos, inputs, draw(heads, queries).detach())
 
