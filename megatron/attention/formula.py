@@ -104,14 +104,16 @@ def evaluate(expression: sympy.Expr, values: dict[sympy.Symbol, Tensor]) -> Any:
     return getattr(torch, type(expression).__name__)(*args)
 
 
+class Columns(tuple):
+    """Some neighbouring columns of theta, as a tensor [H, len]; one is as good as its number."""
+
+
 class Reader:
     """Interprets the graph of operations that torch's tracer records for one function.
 
-    A value is a sympy expression (the same for all heads and distances), the marker ``COLUMNS``
-    for theta as a whole, a list of expressions for its columns, or a plain Python value.
+    A value is a sympy expression (the same for all heads and distances), ``Columns`` of theta, a
+    list of expressions, or a plain Python value.
     """
-
-    COLUMNS = "theta"
 
     def __init__(self, distance: sympy.Symbol, theta: tuple[sympy.Symbol, ...]):
         self.distance, self.theta = distance, theta
@@ -134,7 +136,7 @@ class Reader:
             except Exception as error:  # whatever a formula does that cannot be traced
                 raise Unreadable(f"it cannot be traced: {error}") from error
         values: dict[Any, Any] = {}
-        inputs = iter((self.COLUMNS, self.distance))
+        inputs = iter((Columns(self.theta), self.distance))
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(inputs)
@@ -160,6 +162,8 @@ class Reader:
 
         if isinstance(value, int | float):
             return exact(value)
+        if isinstance(value, Columns) and len(value) == 1:
+            return value[0]
         if isinstance(value, sympy.Expr):
             return value
         raise Unreadable("it uses theta as a whole, not column by column")
@@ -168,14 +172,18 @@ class Reader:
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if name in SAME:
             return args[0]
-        if name == "unbind" and args[0] == self.COLUMNS and args[1:] == [1]:
-            return list(self.theta)
         if name == "getitem" and isinstance(args[0], list):
             return args[0][args[1]]
-        if name == "select" and args[0] == self.COLUMNS and args[1] == 1:
-            return self.theta[args[2]]
-        if name == "slice" and args[0] == self.COLUMNS and args[1:3] == [0, 0]:
-            return args[0]
+        if isinstance(args[0], Columns):
+            columns, *where = args
+            if name == "unbind" and where == [1]:
+                return list(columns)
+            if name == "select" and where[0] == 1:
+                return columns[where[1]]
+            if name == "slice" and where[:1] == [1]:
+                return Columns(columns[slice(*where[1:])])
+            if name == "slice" and (not where or where[1] == 0 and where[2] > 1 << 31):
+                return columns  # all heads
         table = elementary()
         if name not in table:
             raise Unreadable(f"the operation {name} has no place in an expression of d and theta")

@@ -34,7 +34,8 @@ class DistanceVector:
 
     def __init__(self, values_HS: Tensor, max_rows: int, future: float):
         self.max_rows = max_rows
-        self.padded_HX = torch.nn.functional.pad(values_HS, (max_rows - 1, 0), value=future)
+        padded_HX = torch.nn.functional.pad(values_HS, (max_rows - 1, 0), value=future)
+        self.padded_HX = padded_HX.contiguous()  # one row is not padded, so not copied either
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
         """View [heads, rows, keys] of the block of ``rows`` rows that ends at query keys - 1."""
