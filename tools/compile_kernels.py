@@ -25,7 +25,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-os.environ.pop("TRITON_INTERPRET", None)
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -36,7 +37,7 @@ from triton.compiler import compile as compile_kernel
 
 from megatron.attention.fused import functions_of
 from megatron.kernels.backward import key_pass, query_pass
-from megatron.kernels.blocks import SHARED_MEMORY, choose
+from megatron.kernels.blocks import SHARED_MEMORY, TABLE, look_up, padded
 from megatron.kernels.forward import forward_pass
 from megatron.kernels.launch import OPTIONS, constants
 from megatron.kernels.table import table_pass
@@ -116,9 +117,8 @@ def build(variant: Variant) -> Row:
     """Compile one pass as a launch would, with aligned pointers and strides."""
     pos, dtype = load(variant.kernel), DTYPES[variant.dtype]
     functions, _ = functions_of(pos)
-    capability = (variant.target // 10, variant.target % 10)
-    blocks = choose(capability, dtype, variant.head_size, functions.heavy)
-    tile = getattr(blocks, variant.which)
+    rows, size = TABLE[variant.target], padded(variant.head_size)
+    tile = getattr(look_up(rows, dtype.itemsize, size, functions.heavy), variant.which)
     fixed = {"group": 1} | constants(
         variant.which, functions, tile, variant.head_size, dropout=False, theta=pos.learnable
     )

@@ -118,7 +118,12 @@ def choose(
     """
     if INTERPRETED:
         return Blocks(SMALL, SMALL, SMALL, SMALL)
-    rows = TABLE[family(capability)]
-    fitting = [key for key in rows if key[0] == dtype.itemsize and key[1] >= padded(head_size)]
-    size = min(key[1] for key in fitting)
-    return rows.get((dtype.itemsize, size, heavy)) or rows[dtype.itemsize, size, False]
+    return look_up(TABLE[family(capability)], dtype.itemsize, padded(head_size), heavy)
+
+
+def look_up(
+    rows: dict[tuple[int, int, bool], Blocks], itemsize: int, size: int, heavy: bool
+) -> Blocks:
+    """The row for the smallest listed size that is no smaller than ``size``."""
+    listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
+    return rows.get((itemsize, listed, heavy)) or rows[itemsize, listed, False]

@@ -74,7 +74,7 @@ def test_all_backends_and_their_gradients(pos):
     gradients = {}
     for backend in ("eager", "blocked", "fused"):
         dtype = torch.float32 if backend == "fused" else torch.float64
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v, theta)]
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v, theta)]
         out = attend(*inputs[:3], pos, inputs[3], scale=0.3, backend=backend)
         np.testing.assert_allclose(out.detach(), truth, atol=2e-6)
         gradients[backend] = torch.autograd.grad(out, inputs, grad.to(dtype))
