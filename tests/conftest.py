@@ -5,7 +5,9 @@ Runs on a bare GPU machine too (torch, triton, pytest): hypothesis is set up whe
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
+import json
 import os
 import random
 from pathlib import Path
@@ -20,12 +22,17 @@ os.environ["WANDB_ERROR_REPORTING"] = "false"
 GPU_COMMAND = "python -m pytest -m gpu"
 
 if importlib.util.find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     # Few and always the same examples where every change is tested; HYPOTHESIS_PROFILE=search
     # looks further, with new examples each time.
     settings.register_profile(
-        "house", max_examples=25, deadline=None, derandomize=True, database=None
+        "house",
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no defect
     )
     settings.register_profile("search", max_examples=1000, deadline=None, database=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
@@ -50,6 +57,21 @@ def fixtures() -> Path:
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     return Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def gpt2_files(fixtures, tmp_path_factory) -> tuple[Path, Path]:
+    """GPT-2's vocab.json and merges.txt; the first follows from the second."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    merges = gzip.decompress((fixtures / "data" / "gpt2-merges.txt.gz").read_bytes()).decode()
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    symbols = [chr(byte) for byte in printable]
+    symbols += [chr(256 + n) for n in range(256 - len(printable))]
+    merged = ["".join(line.split()) for line in merges.split("\n")[1:] if line]
+    vocabulary = {token: i for i, token in enumerate([*symbols, *merged, "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "merges.txt").write_text(merges, encoding="utf-8")
+    return folder / "vocab.json", folder / "merges.txt"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

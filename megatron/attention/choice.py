@@ -86,8 +86,16 @@ def choose(
     """Look up a backend for this embedding, device ("cpu", "cuda") and activation dtype.
 
     Raises:
-        AttentionError: the backend is unknown, or not built yet; the message names alternatives.
+        AttentionError: the backend is unknown, not built yet, or computes in fp32 where the
+            published rounding was asked for; the message names alternatives.
     """
+    if pos.published is not None and dtype in (torch.bfloat16, torch.float16):
+        if backend not in ("auto", "eager"):
+            raise AttentionError(
+                f"attention_backend {backend!r} computes in fp32, so it cannot round as "
+                "published_numerics asks; use eager or auto, or drop published_numerics"
+            )
+        return AttentionFn("eager", f"published_numerics: it alone rounds to {dtype}", eager)
     if backend == "auto":
         return AttentionFn(
             "blocked",

@@ -5,6 +5,9 @@
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
 
+Scores and kernels are fp32 at least; only with `pos.published` (the released code's numerics) are
+they as coarse as the activations, rounded after each operation.
+
 Caution: the [B, H, T, S] score matrix and the [H, T, S] kernels exist as a whole, several times.
 """
 
@@ -29,13 +32,19 @@ def eager(
     query_offset: int,
 ) -> Tensor:
     """See :class:`megatron.attention.choice.AttentionFn`."""
-    dtype, device = torch.promote_types(q_BHTE.dtype, torch.float32), q_BHTE.device
+    dtype, device = pos.working_dtype(q_BHTE.dtype), q_BHTE.device
     query_T = torch.arange(q_BHTE.shape[2], device=device) + query_offset
     key_S = torch.arange(k_BHSE.shape[2], device=device)
     distance_TS = query_T[:, None] - key_S
-    scores_BHTS = scale * (q_BHTE.to(dtype) @ k_BHSE.to(dtype).mT)
+    if pos.published is None:
+        scores_BHTS = scale * (q_BHTE.to(dtype) @ k_BHSE.to(dtype).mT)
+    else:  # scaled before it is rounded
+        flat_q, flat_k = q_BHTE.flatten(0, 1), k_BHSE.flatten(0, 1)
+        scores_BHTS = torch.baddbmm(flat_q.new_zeros(1), flat_q, flat_k.mT, beta=0, alpha=scale)
+        scores_BHTS = scores_BHTS.unflatten(0, q_BHTE.shape[:2])
     if pos.kind == "distance":
-        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, dtype))
+        wide = torch.promote_types(theta_HN.dtype, dtype)
+        theta_HN = theta_HN.to(wide if pos.published is None else dtype)
         weight_HTS = pos.weight(theta_HN, distance_TS.clamp(min=0))
         bias_HTS = pos.bias(theta_HN, distance_TS.clamp(min=0))
         if weight_HTS is not None:

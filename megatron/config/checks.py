@@ -140,18 +140,27 @@ def _sinusoidal(pos_emb: str, hidden: int) -> Found | None:
     return None
 
 
-@_relation("pos_emb", "max_position_embeddings", "seq_length", "seq_length_val", "eval_lengths")
+@_relation(
+    "pos_emb",
+    "max_position_embeddings",
+    "opt_pos_emb_offset",
+    "seq_length",
+    "seq_length_val",
+    "eval_lengths",
+)
 def _learned(
-    pos_emb: str, rows: int, seq: int, seq_val: int, lengths: tuple[int, ...]
+    pos_emb: str, rows: int, offset: int, seq: int, seq_val: int, lengths: tuple[int, ...]
 ) -> Found | None:
     asked = {"seq_length": seq, "seq_length_val": seq_val, "eval_lengths": max(lengths, default=0)}
-    name = next((name for name, length in asked.items() if length > rows), None)
+    name = next((name for name, length in asked.items() if length + offset > rows), None)
     if pos_emb != "learned" or name is None:
         return None
+    shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
     return (
         name,
-        f"{asked[name]} is above max_position_embeddings {rows}, and learned positions end there; "
-        f"write max_position_embeddings: {max(asked.values())}, or another pos_emb",
+        f"{asked[name]}{shifted} is above max_position_embeddings {rows}, and learned positions "
+        f"end there; write max_position_embeddings: {max(asked.values()) + offset}, or another "
+        "pos_emb",
     )
 
 

@@ -89,6 +89,7 @@ class ModelConfig(Section):
     hidden_dropout: Probability = 0.0  # gpt-neox; the published code's default is 0.1
     make_vocab_size_divisible_by: Positive = 128
     attention_backend: AttentionBackend = "auto"
+    published_numerics: Flag = False  # own key: 16-bit rounding as in the published code
     checkpoint_activations: Flag = False
     checkpoint_num_layers: Positive = 1
     output_layer_parallelism: Side = "column"  # the same function; published: row

@@ -84,8 +84,8 @@ class GPT2BPETokenizer(HFTokenizer):
     `backend`, the library that encodes (the ids are the same, so the fingerprint is too):
 
     - "tokenizers", the reference, which always works;
-    - "tiktoken", several times as fast; for GPT-2's own merges only, where its rule (merge the pair of
-      lowest rank, whatever it was made of) is known to give the same ids;
+    - "tiktoken", several times as fast; for GPT-2's own merges only, where its rule (merge the
+      pair of lowest rank, whatever it was made of) is known to give the same ids;
     - "gigatoken", optional and faster still; each run checks it against the reference
       (`fast.py`), which refuses it where it differs;
     - "auto": tiktoken for GPT-2's own merges where it is installed, else tokenizers; `backend` then

@@ -15,7 +15,9 @@ from megatron.config import Config
 from megatron.data.corpora import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.schedule import Schedule
 from megatron.model import GPT, BlockShape, GPTShape
+from megatron.positional import PositionalEmbedding
 from megatron.positional import load as load_positional
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +55,7 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         hidden_dropout=m.hidden_dropout,
         rotary_pct=m.rotary_pct,
         rotary_base=m.rotary_emb_base,
+        rounds_as_published=m.published_numerics,
     )
     padded = padded_vocab_size(
         vocab_size, m.make_vocab_size_divisible_by, config.parallel.model_parallel_size
@@ -71,8 +74,8 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
     )
 
 
-def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
-    """The model on the CPU in fp32, initialised from the config's seed."""
+def positional_of(config: Config) -> PositionalEmbedding:
+    """The config's positional embedding."""
     m = config.model
     options = {}
     if m.pos_emb == "rpe":
@@ -83,8 +86,16 @@ def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
         }
     options |= m.pos_emb_options
     pos = load_positional(m.pos_emb, **options)
+    if m.published_numerics:
+        pos.published = DTYPES[config.training.precision]
+    return pos
+
+
+def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
+    """The model on the CPU in fp32, initialised from the config's seed."""
+    pos = positional_of(config)
     attend = choose(
-        m.attention_backend,
+        config.model.attention_backend,
         pos,
         device_type=device_type,
         dtype=DTYPES[config.training.precision],
@@ -98,7 +109,7 @@ def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, A
     block = shape.pop("block")
     for name in ("init_method", "output_init_method", "init_std", "checkpoint_activations"):
         del shape[name]
-    for name in ("attention_dropout", "hidden_dropout"):
+    for name in ("attention_dropout", "hidden_dropout", "rounds_as_published"):
         del block[name]
     return {
         "pos_emb": config.model.pos_emb,
@@ -107,6 +118,18 @@ def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, A
         **block,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",
     }
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The config's learning-rate curve."""
+    decay_iters = config.lr.decay_iters or max(1, config.training.train_iters)
+    return Schedule(
+        start_lr=config.optimizer.lr,
+        end_iter=decay_iters,
+        warmup_iter=config.lr.warmup * decay_iters,
+        decay_style=config.lr.decay_style,
+        min_lr=config.lr.min_lr,
+    )
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:

@@ -6,9 +6,7 @@
         kerple.json                                       layout, progress, versions, config
     SAVE/latest                 name of the newest whole checkpoint
 
-A checkpoint is written as `.unfinished-global_stepN`, flushed to disk, renamed, and only then named
-by `latest` (itself replaced by a rename): a process killed at any moment leaves the previous one
-usable. An older folder of the same name is put aside first and deleted last.
+A process killed at any moment leaves the previous one usable: see `folders`.
 
 DeepSpeed unpickles its files when a run resumes: load checkpoints of your own only.
 """
@@ -16,25 +14,21 @@ DeepSpeed unpickles its files when a run resumes: load checkpoints of your own o
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
 
 from megatron import __version__
+from megatron.engine.folders import UNFINISHED, publish
+from megatron.engine.neox_checkpoint import is_published
+from megatron.engine.safe_load import CheckpointError, safe_load
 from megatron.parallel import Groups, rng_state, set_rng_state
 
-UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read or does not fit this run; the text says what to do."""
-
+if TYPE_CHECKING:
+    import deepspeed
 
 @dataclass(frozen=True)
 class Progress:
@@ -61,10 +55,16 @@ def newest(folder: Path) -> str | None:
     """Tag that `latest` names in `folder`; None where there is no checkpoint at all.
 
     Raises:
-        CheckpointError: `latest` names a folder that is not there, or cannot be a tag.
+        CheckpointError: `latest` names a folder that is not there, or cannot be a tag; or `folder`
+            is itself one of the checkpoints, not what holds them.
     """
     latest = folder / "latest"
     if not latest.is_file():
+        if (folder / "kerple.json").is_file() or is_published(folder):
+            raise CheckpointError(
+                f"{folder} is one checkpoint; name the folder that holds it, {folder.parent}, with "
+                f"a file `latest` in it that says {folder.name}"
+            )
         return None
     tag = latest.read_text().strip()
     if not tag or "/" in tag or not (folder / tag).is_dir():
@@ -106,15 +106,7 @@ def save(
     if groups.is_main:
         record = {"version": __version__, "progress": asdict(progress), **about}
         (unfinished / "kerple.json").write_text(json.dumps(record, indent=1))
-        for path in (*unfinished.iterdir(), unfinished):
-            _flush(path)
-        aside = folder / f"{REPLACED}{tag}"
-        if final.exists():
-            final.rename(aside)
-        unfinished.rename(final)
-        _flush(folder)
-        _replace_text(folder / "latest", tag)
-        shutil.rmtree(aside, ignore_errors=True)
+        publish(folder, tag)
         _prune(folder, keep_last, tag)
     groups.barrier()
     return final
@@ -206,73 +198,27 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
-    path = folder / tag / "mp_rank_00_model_states.pt"
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)["module"]
-    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    return safe_load(folder / tag / "mp_rank_00_model_states.pt")["module"]
 
 
-def load_weights(model: torch.nn.Module, folder: Path, tag: str) -> None:
-    """Copy a checkpoint's weights into `model`, which must have the same parameters.
-
-    Raises:
-        CheckpointError: lists what is missing, unknown or of another shape.
-    """
-    stored = read_weights(folder, tag)
-    own = model.state_dict()
-    wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
-    wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
-    wrong += [
-        f"{name}: {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name].shape)} here"
-        for name in own.keys() & stored.keys()
-        if stored[name].shape != own[name].shape
-    ]
-    if wrong:
-        listed = "\n  ".join(sorted(wrong))
-        raise CheckpointError(
-            f"{folder / tag} does not fit the model that the config describes:\n  {listed}\n"
-            f"use the config it was trained with: {folder / 'config.yml'}"
-        )
-    model.load_state_dict(stored)
+def is_foreign(folder: Path, tag: str) -> bool:
+    """Whether the checkpoint is a published one, or was imported from one."""
+    return is_published(folder / tag) or "imported" in read_record(folder, tag)
 
 
-def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what a killed run left half written or half replaced; returns the names."""
-    for aside in folder.glob(f"{REPLACED}*"):
-        final = folder / aside.name.removeprefix(REPLACED)
-        if not final.exists():  # killed between the two renames: the old one is still the newest
-            aside.rename(final)
-    leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in leftovers]
+def imported_buffers(folder: Path, tag: str) -> dict[str, torch.Tensor]:
+    """What an imported checkpoint's files held although it follows from the configuration."""
+    if not is_foreign(folder, tag):
+        return {}
+    return safe_load(folder / tag / "mp_rank_00_model_states.pt")["neox_buffers"]
 
 
 def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
     if not keep_last:
         return
-    done = [p for p in folder.glob("global_step*") if p.name[len("global_step") :].isdigit()]
+    done = [path.parent for path in folder.glob("global_step*/kerple.json")]  # ours alone
+    done = [p for p in done if p.name[len("global_step") :].isdigit()]
     done.sort(key=lambda p: int(p.name[len("global_step") :]))
     for path in done[:-keep_last]:
         if path.name != newest_tag:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".unfinished")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder, so that a rename never outlives the bytes it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from megatron.attention import AttentionError
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
-from megatron.engine.checkpoint import CheckpointError
 from megatron.engine.distributed import StartError
 from megatron.engine.log import RunLogError
 from megatron.engine.loop import DivergedError
+from megatron.engine.safe_load import CheckpointError
 from megatron.positional import PositionalError
 
 

@@ -24,6 +24,7 @@ from megatron.engine.build import (
 from megatron.engine.evaluate import LossFn, by_length, limited_context
 from megatron.engine.job_data import SPLITS, evaluation_text
 from megatron.engine.report import LengthResult, write_extrapolation, write_kernels
+from megatron.engine.weights import load_weights
 from megatron.parallel import Groups, build_groups
 from megatron.positional import PositionalEmbedding
 
@@ -69,12 +70,11 @@ def _evaluate(
         )
     tokenizer = tokenizer_of(config)
     model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
-    checkpoint.require_same(load, tag, {"model": identity_of(config, model, tokenizer)})
-    checkpoint.load_weights(model, load, tag)
+    notes = load_weights(model, load, tag, identity_of(config, model, tokenizer))
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     shards, splits = evaluation_text(config, tokenizer)
     if groups.is_main:
-        say(f"evaluating {load / tag}")
+        say("\n".join([f"evaluating {load / tag}", *notes]))
     return extrapolate(
         config,
         groups,

@@ -12,7 +12,7 @@ from megatron.data.blend import BlendedDataset, weights_by_documents
 from megatron.data.dataset import TokenDataset
 from megatron.data.index_cache import cache_folder
 from megatron.data.joined import JoinedShards
-from megatron.data.loader import TrainLoader, sample_counts
+from megatron.data.loader import TrainLoader, published_start, sample_counts
 from megatron.data.mmap import MMapIndexedDataset
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine.build import data_prefix, tokenizer_of
@@ -125,6 +125,27 @@ class JobData:
             (shards, (0, n), float(weight))
             for shards, n, weight in zip(opened, documents, weights, strict=True)
         ]
+
+    def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
+        """Batches of `valid` or `test` where the published program, resumed at `iteration`, starts.
+
+        The same as `held_out` after the evaluations of a run without accumulation.
+        """
+        dataset = self._dataset(name, self.wanted[name])
+        if dataset is None:
+            return None
+        loader = self._loader(dataset, 0)
+        loader.consumed_samples = published_start(
+            name,
+            dataset,
+            iteration,
+            micro_batch=loader.micro_batch,
+            dp_size=loader.dp_size,
+            micro_steps=loader.micro_steps,
+            eval_interval=self.config.training.eval_interval,
+            eval_iters=self.config.training.eval_iters,
+        )
+        return loader
 
     def _dataset(self, name: str, index_samples: int) -> TokenDataset | BlendedDataset | None:
         """The split `name`; None where it has no documents or nothing is wanted of it."""

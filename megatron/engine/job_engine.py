@@ -6,8 +6,9 @@ import deepspeed
 from torch import nn
 
 from megatron.config import Config
+from megatron.engine.build import schedule_of
 from megatron.engine.optim import build_engine, build_optimizer, engine_config, parameter_groups
-from megatron.engine.schedule import AnnealingLR, Schedule
+from megatron.engine.schedule import AnnealingLR
 from megatron.parallel import Groups
 
 FP16_OPTIONS = (
@@ -34,15 +35,9 @@ def job_engine(
         eps=c.optimizer.eps,
         momentum=c.optimizer.momentum,
     )
-    decay_iters = c.lr.decay_iters or max(1, c.training.train_iters)
-    schedule = Schedule(
-        start_lr=c.optimizer.lr,
-        end_iter=decay_iters,
-        warmup_iter=c.lr.warmup * decay_iters,
-        decay_style=c.lr.decay_style,
-        min_lr=c.lr.min_lr,
+    annealing = AnnealingLR(
+        optimizer, schedule_of(c), use_checkpoint=c.lr.use_checkpoint_lr_scheduler
     )
-    annealing = AnnealingLR(optimizer, schedule, use_checkpoint=c.lr.use_checkpoint_lr_scheduler)
     communication = "fp32" if c.parallel.fp32_allreduce else c.parallel.communication_data_type
     settings = engine_config(
         micro_batch=c.batch.train_micro_batch_size_per_gpu,
@@ -56,4 +51,6 @@ def job_engine(
         communication_dtype=communication,
         fp16_options={key: getattr(c.training, key) for key in FP16_OPTIONS},
     )
-    return build_engine(model, optimizer, annealing, settings), annealing
+    published = c.model.published_numerics
+    engine = build_engine(model, optimizer, annealing, settings, count_empty_step=published)
+    return engine, annealing

@@ -48,6 +48,7 @@ class LoopSettings:
     extra_save_iters: tuple[int, ...] = ()
     exit_interval: int | None = None
     skips_overflow: bool = False
+    clamps_copy_only: bool = False
 
 
 @dataclass
@@ -143,7 +144,8 @@ def train_loop(
         lr = engine.optimizer.param_groups[0]["lr"]
         loss, norm = train_step(engine, batches, settings.accumulation, groups)
         if theta is not None and theta_bounds is not None:
-            master = project_theta(engine, theta, *theta_bounds)
+            only = settings.clamps_copy_only
+            master = project_theta(engine, theta, *theta_bounds, copy_only=only)
         meter.losses.append(loss)
         meter.steps += 1
         leaves = settings.exit_interval is not None and step % settings.exit_interval == 0

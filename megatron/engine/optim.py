@@ -91,19 +91,25 @@ def engine_config(
 
 
 def build_engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, config: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    config: dict[str, Any],
+    *,
+    count_empty_step: bool = False,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap model, optimizer and learning-rate schedule in a DeepSpeed engine.
 
     DeepSpeed allocates optimizer state by taking a step with zero gradients. At rate zero it moves
-    no weight. Without ZeRO it would still count in Adam's bias correction: that state is dropped.
+    no weight. Without ZeRO it would still count in Adam's bias correction: that state is dropped,
+    unless `count_empty_step`, as it counted in the published 16-bit training.
     """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
     )
-    if hasattr(engine.optimizer, "fp32_groups"):
+    if hasattr(engine.optimizer, "fp32_groups") and not count_empty_step:
         engine.optimizer.optimizer.state.clear()
     schedule.write()
     return engine
@@ -152,13 +158,22 @@ def project_theta(
     theta: nn.Parameter,
     low_N: torch.Tensor,
     high_N: torch.Tensor,
+    *,
+    copy_only: bool = False,
 ) -> torch.Tensor:
     """Clamp theta's columns to [low, high] in the fp32 master and in the model's copy.
 
-    Every rank must call it. Returns the clamped master [heads, n] in fp32.
+    Every rank must call it. Returns the clamped values [heads, n] in fp32.
+
+    Args:
+        copy_only: as the published code, leave the master of 16-bit training where it drifts to.
     """
     master = full_theta(engine, theta)
     bounded = torch.clamp(master, low_N.to(master.device), high_N.to(master.device))
+    if copy_only:
+        with deepspeed.zero.GatheredParameters([theta], 0, enabled=hasattr(theta, "ds_id")):
+            theta.data.copy_(bounded)
+        return bounded
     if hasattr(theta, "ds_id"):  # ZeRO-3: the parameter itself is cut over the ranks
         with deepspeed.zero.GatheredParameters([theta], modifier_rank=0):
             theta.data.copy_(bounded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron.engine.job_data import JobData
 from megatron.engine.job_engine import job_engine
 from megatron.engine.log import RunLog
 from megatron.engine.loop import LoopSettings, train_loop, validation_loss
-from megatron.engine.optim import full_theta, own_hyperparameters
+from megatron.engine.optim import full_theta
+from megatron.engine.start import choose_start
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -60,16 +62,10 @@ class Job:
             "data": self.data.identity,
             "layout": self.layout,
         }
-        source, resumes, self.origin = self._source()
-        if source and not resumes:  # before the engine copies the weights into its masters
-            checkpoint.require_same(*source, {"model": self.about["model"]})
-            checkpoint.load_weights(self.model, *source)
+        self.start = choose_start(config, groups, self.data.wanted["train"])
+        self.start.load_weights(self.model, self.about)
         self.engine, self.schedule = job_engine(config, self.model, groups)
-        self.progress = Progress(0, 0, self.data.wanted["train"])
-        if source and resumes:
-            checkpoint.require_same(*source, self.about)
-            with own_hyperparameters(self.schedule):
-                self.progress = checkpoint.restore(self.engine, groups, *source)
+        self.progress = self.start.finish(self.engine, self.schedule, groups, self.about)
 
     def run(self) -> None:
         """Train to `train_iters`, then evaluate."""
@@ -81,47 +77,16 @@ class Job:
             use_wandb=config.logging.use_wandb,
             wandb_options=self._wandb_options(),
             config=config.to_flat_dict(),
-            append=step > 0,
-            last_step=step,
+            append=step > 0 or config.training.train_iters == 0,
+            last_step=step if config.training.train_iters else None,
         ) as log:
             self._announce(log)
             if step < config.training.train_iters:
                 self._train(log)
-            if config.training.train_iters > 0 and config.training.eval_iters > 0:
-                self._final_losses(log)
+            if config.training.eval_iters > 0:
+                (self._final_losses if config.training.train_iters else self._evaluate)(log)
             if config.evaluation.eval_lengths:
                 self._extrapolate(log)
-
-    def _source(self) -> tuple[tuple[Path, str] | None, bool, str]:
-        """(checkpoint folder and tag or None, whether to resume from it, a line that says why).
-
-        Without resuming, the source gives its weights alone (`finetune`). A `save` folder with
-        another run's checkpoints is refused: they would be replaced one by one.
-        """
-        c = self.config.checkpoint
-        save, load = (Path(name) if name else None for name in (c.save, c.load))
-        if save and self.groups.is_main:
-            left = checkpoint.remove_unfinished(save)
-            if left:
-                print(f"removed what a killed run left half written: {', '.join(left)}")
-        self.groups.barrier()
-        saved = checkpoint.newest(save) if save else None
-        if saved and c.finetune:
-            return (save, saved), True, f"resuming the finetuning from {save / saved}"
-        loaded = checkpoint.newest(load) if load else None
-        if saved and (not loaded or save.resolve() != load.resolve()):
-            raise checkpoint.CheckpointError(
-                f"save: {save} holds a checkpoint already ({saved}), and this run does not "
-                f"continue it; write `load: {save}` to continue, or another `save` for a new run"
-            )
-        if not load:
-            return None, False, "starting fresh: no `load` in the config"
-        if not loaded:
-            return None, False, f"starting fresh: {load} holds no checkpoint"
-        if c.finetune:
-            text = f"starting at step 0 from the weights of {load / loaded} (finetune)"
-            return (load, loaded), False, text
-        return (load, loaded), True, f"resuming from {load / loaded}"
 
     def _announce(self, log: RunLog) -> None:
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
@@ -136,10 +101,11 @@ class Job:
             f"{self.data.identity['tokens']:,} tokens in "
             f"{self.data.identity['documents']:,} documents"
         )
-        log.line(self.origin)
+        log.line(self.start.text)
         if self.progress.step >= c.training.train_iters > 0:
             log.line(f"step {self.progress.step} of {c.training.train_iters}: nothing to train")
-        if groups.is_main:
+        evaluates_another = c.training.train_iters == 0 and (self.run_dir / "config.yml").exists()
+        if groups.is_main and not evaluates_another:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             temporary = self.run_dir / ".config.yml.unfinished"
             temporary.write_text(c.to_yaml())
@@ -198,6 +164,7 @@ class Job:
                 extra_save_iters=tuple(c.checkpoint.extra_save_iters),
                 exit_interval=c.training.exit_interval,
                 skips_overflow=c.training.precision == "fp16",
+                clamps_copy_only=c.model.published_numerics and c.training.precision != "fp32",
             ),
             self.groups,
             log,
@@ -219,6 +186,28 @@ class Job:
                     {f"final/{name}_loss": value},
                     text=f"{name} loss after training: {value:.4f}",
                 )
+
+    def _evaluate(self, log: RunLog) -> None:
+        """`train_iters: 0`: the losses that the published program prints, on its batches."""
+        b, step = self.config.batch, self.progress.step
+        wanted = self.config.training.eval_iters * b.gradient_accumulation_steps
+        for name in ("valid", "test"):
+            loader = self.data.held_out_at(name, iteration=step)
+            count = 0 if loader is None else min(wanted, loader.batches_left)
+            if count == 0:
+                log.line(f"{name}: the split holds no batch to evaluate")
+                continue
+            first = loader.consumed_samples
+            value = validation_loss(self.engine, loader, count, self.groups)
+            short = f", all that are left of {wanted} batches" if count < wanted else ""
+            sequences = count * loader.micro_batch * loader.dp_size
+            text = (
+                f"{name} loss at iteration {step}: {value:.6f} | perplexity "
+                f"{math.exp(value):.4f} | {sequences} sequences of "
+                f"{self.config.model.seq_length_val} tokens, from sample {first} on{short}"
+            )
+            values = {f"final/{name}_loss": value, f"final/{name}_ppl": math.exp(value)}
+            log.metrics(step, values, text=text)
 
     def _extrapolate(self, log: RunLog) -> None:
         self.engine.eval()

@@ -1,7 +1,7 @@
 """One transformer block in GPT-NeoX's conventions.
 
     pre-norm         x = x + drop(attention(norm1(x)));  x = x + drop(mlp(norm2(x)))
-    gpt_j_residual   x = x + drop(attention(norm1(x))) + drop(mlp(norm2(x)))
+    gpt_j_residual   x = x + (drop(attention(norm1(x))) + drop(mlp(norm2(x))))
 
 Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
 The fused projection is interleaved per head: its output is [H, (q k v), E], as in the released
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,13 @@ from megatron.positional import PositionalEmbedding
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What a block needs to know, as plain values."""
+    """What a block needs to know, as plain values.
+
+    Attributes:
+        tanh_gelu: the tanh form of gelu.
+        rounds_as_published: 16-bit activations are rounded where the published code rounds them:
+            in the norms, and before the biases of output projections and MLP are added.
+    """
 
     hidden_size: int
     num_heads: int
@@ -39,6 +46,7 @@ class BlockShape:
     hidden_dropout: float = 0.0
     rotary_pct: float = 1.0
     rotary_base: float = 10000.0
+    rounds_as_published: bool = False
 
     @property
     def head_size(self) -> int:
@@ -52,6 +60,13 @@ class BlockShape:
         return 4 * self.hidden_size
 
 
+class BiasApart(nn.Linear):
+    """x W^T, rounded to x's dtype, then + b."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight) + self.bias
+
+
 class SelfAttention(nn.Module):
     """Causal self-attention; `attend` is the backend that start-up chose."""
 
@@ -61,7 +76,8 @@ class SelfAttention(nn.Module):
         hidden = shape.hidden_size
         self.rotary_ndims = int(shape.head_size * shape.rotary_pct)
         self.query_key_value = skip_init(nn.Linear, hidden, 3 * hidden)
-        self.dense = skip_init(nn.Linear, hidden, hidden)
+        linear = BiasApart if shape.rounds_as_published else nn.Linear
+        self.dense = skip_init(linear, hidden, hidden)
 
     def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
         s = self.shape
@@ -90,20 +106,31 @@ class MLP(nn.Module):
     def __init__(self, shape: BlockShape):
         super().__init__()
         self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
+        self.rounds_as_published = shape.rounds_as_published
+        linear = BiasApart if shape.rounds_as_published else nn.Linear
         halves = 2 if shape.activation == "geglu" else 1
-        self.dense_h_to_4h = skip_init(nn.Linear, shape.hidden_size, halves * shape.mlp_size)
-        self.dense_4h_to_h = skip_init(nn.Linear, shape.mlp_size, shape.hidden_size)
+        self.dense_h_to_4h = skip_init(linear, shape.hidden_size, halves * shape.mlp_size)
+        self.dense_4h_to_h = skip_init(linear, shape.mlp_size, shape.hidden_size)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x_BTD)))
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activation == "gelu" and self.tanh_gelu:
+            # torch's constant differs in the tenth digit, which float64 alone can see.
+            exact = self.rounds_as_published or x.dtype == torch.float64
+            return published_tanh_gelu(x) if exact else F.gelu(x, approximate="tanh")
         if self.activation == "gelu":
-            return F.gelu(x, approximate="tanh" if self.tanh_gelu else "none")
+            return F.gelu(x)
         if self.activation == "geglu":
             value, gate = x.chunk(2, dim=-1)
             return F.gelu(gate) * value
         return ACTIVATIONS[self.activation](x)
+
+
+def published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x / 2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -120,15 +147,19 @@ class Block(nn.Module):
     def __init__(self, shape: BlockShape, pos: PositionalEmbedding, attend: AttentionFn):
         super().__init__()
         self.gpt_j_residual = shape.gpt_j_residual
-        self.input_layernorm = build_norm(shape.norm, shape.hidden_size, shape.norm_eps)
+        norm = partial(
+            build_norm, shape.norm, shape.hidden_size, shape.norm_eps, shape.rounds_as_published
+        )
+        self.input_layernorm = norm()
         self.attention = SelfAttention(shape, pos, attend)
-        self.post_attention_layernorm = build_norm(shape.norm, shape.hidden_size, shape.norm_eps)
+        self.post_attention_layernorm = norm()
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.hidden_dropout)
 
     def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
         attention = self.dropout(self.attention(self.input_layernorm(x_BTD), theta_HN))
         if self.gpt_j_residual:
-            return x_BTD + attention + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+            mlp = self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+            return x_BTD + (attention + mlp)
         x_BTD = x_BTD + attention
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))

@@ -38,7 +38,7 @@ class GPTShape:
     Attributes:
         vocab_size: padded vocabulary size V.
         max_positions: rows of the position table (`learned` only).
-        position_offset: added to every position of `learned` (OPT uses 2).
+        position_offset: added to every position of `learned`, within those rows (OPT uses 2).
         checkpoint_activations: recompute each block in the backward pass.
     """
 
@@ -93,9 +93,7 @@ class EmbeddingLayer(nn.Module):
         hidden, heads = shape.block.hidden_size, shape.block.num_heads
         self.word_embeddings = skip_init(WordEmbeddings, shape.vocab_size, hidden)
         if pos.name == "learned":
-            self.position_embeddings = skip_init(
-                nn.Embedding, shape.max_positions + shape.position_offset, hidden
-            )
+            self.position_embeddings = skip_init(nn.Embedding, shape.max_positions, hidden)
         self.fixed_theta: FixedTheta | None = None
         self.theta: nn.Parameter | None = None
         if pos.kind == "distance":
@@ -116,7 +114,8 @@ class EmbeddingLayer(nn.Module):
 
     def _position_vectors(self, positions_T: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
         if self.pos.name != "learned":
-            return self.pos.table(positions_T, x_BTD.shape[-1]).to(x_BTD.dtype)
+            table = self.pos.table(positions_T, x_BTD.shape[-1], x_BTD.dtype)
+            return table.to(x_BTD.dtype)
         rows, length = self.position_embeddings.num_embeddings, positions_T.numel()
         if length + self.offset > rows:
             raise ValueError(
@@ -127,11 +126,11 @@ class EmbeddingLayer(nn.Module):
         return self.position_embeddings(positions_T + self.offset)
 
     def _theta(self, dtype: torch.dtype) -> torch.Tensor | None:
-        source = self.theta if self.fixed_theta is None else self.fixed_theta.value
-        if source is None:
-            return None
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.fixed_theta is not None:
+            return self.pos.within_bounds(self.pos.rounded(self.fixed_theta.value).to(wide))
         # A copy, never a view: a sharding engine frees the parameter's storage after this layer.
-        return source.to(torch.promote_types(dtype, torch.float32), copy=True)
+        return None if self.theta is None else self.theta.to(wide, copy=True)
 
 
 class GPT(nn.Module):
@@ -143,7 +142,9 @@ class GPT(nn.Module):
         block = shape.block
         self.embedding = EmbeddingLayer(shape, pos, seed)
         self.layers = nn.ModuleList(Block(block, pos, attend) for _ in range(shape.num_layers))
-        self.final_norm = build_norm(block.norm, block.hidden_size, block.norm_eps)
+        self.final_norm = build_norm(
+            block.norm, block.hidden_size, block.norm_eps, block.rounds_as_published
+        )
         self.output: nn.Linear | None = None
         if not shape.tie_weights:
             self.output = skip_init(nn.Linear, block.hidden_size, shape.vocab_size, bias=False)

@@ -1,8 +1,11 @@
 """Normalisation layers in GPT-NeoX's conventions (parameter names included).
 
-layernorm  (x - mean) / sqrt(var + eps) * weight + bias
-rmsnorm    x / (rms(x) + eps) * scale          eps OUTSIDE the root, as GPT-NeoX has it
-scalenorm  x / max(|x|_2, eps) * g
+    layernorm  (x - mean) / sqrt(var + eps) * weight + bias
+    rmsnorm    x / (|x|_2 / sqrt(D) + eps) * scale     eps OUTSIDE the root, as GPT-NeoX has it
+    scalenorm  x / max(|x|_2, eps) * g
+
+Statistics are in fp32 at least; `rounds_as_published` leaves them, as the published code does, in
+the dtype of x. Legend: D size of the last dimension.
 """
 
 from __future__ import annotations
@@ -12,38 +15,40 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension; statistics in at least fp32."""
+    """Root mean square norm over the last dimension."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, rounds_as_published: bool = False):
         super().__init__()
-        self.eps = eps
+        self.dim, self.eps, self.rounds = dim, eps, rounds_as_published
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rms = wide.square().mean(-1, keepdim=True).sqrt()
+        wide = x if self.rounds else x.to(torch.promote_types(x.dtype, torch.float32))
+        rms = wide.norm(dim=-1, keepdim=True) * self.dim**-0.5
         return (wide / (rms + self.eps)).to(x.dtype) * self.scale
 
 
 class ScaleNorm(nn.Module):
     """One learned length for every vector (Nguyen & Salazar 2019)."""
 
-    def __init__(self, eps: float):
+    def __init__(self, eps: float, rounds_as_published: bool = False):
         super().__init__()
-        self.eps = eps
+        self.eps, self.rounds = eps, rounds_as_published
         self.g = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x if self.rounds else x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype) * self.g
 
 
-def build_norm(name: str, dim: int, eps: float) -> nn.Module:
+def build_norm(
+    name: str, dim: int, eps: float, rounds_as_published: bool = False
+) -> nn.Module:
     """The norm called `name` in a config: layernorm, rmsnorm or scalenorm."""
     if name == "layernorm":
         return nn.LayerNorm(dim, eps=eps)
     if name == "rmsnorm":
-        return RMSNorm(dim, eps)
+        return RMSNorm(dim, eps, rounds_as_published)
     if name == "scalenorm":
-        return ScaleNorm(eps)
+        return ScaleNorm(eps, rounds_as_published)
     raise ValueError(f"norm {name!r} is unknown; use layernorm, rmsnorm or scalenorm")

@@ -49,12 +49,18 @@ class PositionalEmbedding:
     ``bias`` and ``weight`` are pure torch formulas and ARE the specification: every attention
     backend is tested against them. They never clamp: keeping theta within ``bounds()`` is the
     optimizer's duty, so the gradient at a bound is the formula's own.
+
+    Attributes:
+        published: None computes in fp32 at least. A dtype asks for the released code's numerics:
+            constants (slopes, frequencies) rounded to that dtype, distances and kernels computed
+            in the dtype of theta, angles in that of the activations, however coarse.
     """
 
     kind: ClassVar[Kind] = "none"
     learnable: ClassVar[bool] = False
     """Whether training changes it: a ``distance`` kernel's theta, an ``input`` table."""
     parameters: tuple[ThetaParameter, ...] = ()
+    published: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -74,6 +80,19 @@ class PositionalEmbedding:
         high_N = torch.tensor([p.high for p in self.parameters], dtype=torch.float32)
         return low_N, high_N
 
+    def within_bounds(self, theta_HN: Tensor) -> Tensor:
+        """Theta with each column clamped, to bounds that are exact in theta's dtype."""
+        pairs = zip(theta_HN.unbind(1), self.parameters, strict=True)
+        return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
+
+    def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype to compute in for inputs of ``dtype``."""
+        return torch.promote_types(dtype, torch.float32) if self.published is None else dtype
+
+    def rounded(self, constant: Tensor) -> Tensor:
+        """A constant as the released code stores it; unchanged unless ``published``."""
+        return constant if self.published is None else constant.to(self.published).to(constant)
+
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """b_h(d) as [H, *d.shape] in theta's dtype, at least fp32; None where b = 0."""
         return None
@@ -84,6 +103,6 @@ class PositionalEmbedding:
 
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """(d, column 0, column 1, ...), at least fp32, each column shaped to broadcast with d."""
-        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, torch.float32))
+        theta_HN = theta_HN.to(self.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()
         return d.to(theta_HN.dtype), *(column.view(shape) for column in theta_HN.unbind(1))

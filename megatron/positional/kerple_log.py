@@ -25,4 +25,6 @@ class KerpleLog(PositionalEmbedding):
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a = self.columns(theta_HN, d)
+        if self.published is not None:  # that code's own operations: 1 + a d is rounded as well
+            return -p * torch.log(1 + a * d)
         return -p * torch.log1p(a * d)

@@ -52,22 +52,21 @@ class Rotary(PositionalEmbedding):
         """
         first_key = offset if key_offset is None else key_offset
         return (
-            turn(q_BHTE, offset, rotary_ndims, base),
-            turn(k_BHSE, first_key, rotary_ndims, base),
+            self.turn(q_BHTE, offset, rotary_ndims, base),
+            self.turn(k_BHSE, first_key, rotary_ndims, base),
         )
 
-
-def turn(x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
-    """Turn one tensor whose first position is ``offset``."""
-    length, size = x_BHTE.shape[-2:]
-    ndims = size if rotary_ndims is None else rotary_ndims
-    if ndims > size:
-        raise PositionalError(f"rotary_ndims is {ndims}, but a head has {size} dimensions")
-    dtype, device = torch.promote_types(x_BHTE.dtype, torch.float32), x_BHTE.device
-    position = torch.arange(offset, offset + length, device=device).to(dtype)
-    angle = torch.outer(position, frequencies(ndims, base, dtype, device))
-    cos, sin = angle.cos(), angle.sin()
-    turned, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
-    x1, x2 = turned.to(dtype).chunk(2, dim=-1)
-    turned = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BHTE.dtype)
-    return torch.cat((turned, kept), dim=-1) if ndims < size else turned
+    def turn(self, x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
+        """Turn one tensor whose first position is ``offset``."""
+        length, size = x_BHTE.shape[-2:]
+        ndims = size if rotary_ndims is None else rotary_ndims
+        if ndims > size:
+            raise PositionalError(f"rotary_ndims is {ndims}, but a head has {size} dimensions")
+        dtype, device = self.working_dtype(x_BHTE.dtype), x_BHTE.device
+        position = torch.arange(offset, offset + length, device=device).to(dtype)
+        angle = torch.outer(position, self.rounded(frequencies(ndims, base, dtype, device)))
+        cos, sin = angle.cos(), angle.sin()
+        turned, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
+        x1, x2 = turned.to(dtype).chunk(2, dim=-1)
+        turned = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BHTE.dtype)
+        return torch.cat((turned, kept), dim=-1) if ndims < size else turned

@@ -53,7 +53,7 @@ class Rpe(PositionalEmbedding):
         return torch.where(d < exact, d.long(), far.clamp(max=self.num_buckets - 1))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
-        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, torch.float32))
+        theta_HN = theta_HN.to(self.working_dtype(theta_HN.dtype))
         # An embedding lookup sums its gradient in a fixed order on every device; indexing does not.
         values = torch.nn.functional.embedding(self.bucket(d), theta_HN.T)
         return self.scale * values.movedim(-1, 0)

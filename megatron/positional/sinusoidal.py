@@ -21,6 +21,11 @@ class Sinusoidal(PositionalEmbedding):
     kind = "input"
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Vectors [*positions.shape, dim] in ``dtype`` (fp32 or fp64; frequencies are fp32)."""
-        angle = positions.to(dtype)[..., None] * frequencies(dim, 10000.0, dtype, positions.device)
+        """Vectors [*positions.shape, dim] for activations of ``dtype``, at least fp32.
+
+        Frequencies are fp32, as in a published model that was cast to fp64.
+        """
+        dtype = self.working_dtype(dtype)
+        frequency = self.rounded(frequencies(dim, 10000.0, dtype, positions.device))
+        angle = positions.to(dtype)[..., None] * frequency
         return torch.cat((angle.sin(), angle.cos()), dim=-1)

@@ -138,6 +138,7 @@ def test_wrong_values(problems: Problems, text: str, says: str) -> None:
         ("pos_emb: learned\nseq_length_val: 64", "write max_position_embeddings: 64"),
         ("pos_emb: learned\neval_lengths: [32, 128]", "write max_position_embeddings: 128"),
         ("pos_emb: learned\nmax_position_embeddings: 16", "learned positions end there"),
+        ("pos_emb: learned\nopt_pos_emb_offset: 2", "write max_position_embeddings: 34"),
         ("pos_emb: rotary\nrotary_pct: 0.1", "= 1; choose"),
         ("pos_emb: rotary\nhidden_size: 60", "int(head size 15 x rotary_pct 1.0) = 15"),
         ("pos_emb: rotary\nrotary_pct: 0", "= 0; choose"),

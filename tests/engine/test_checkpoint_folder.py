@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine import checkpoint
+from megatron.engine import checkpoint, folders, weights
 from megatron.engine.checkpoint import CheckpointError
 
 
@@ -51,7 +51,7 @@ def test_the_newest_is_never_pruned_even_below_older_numbers(tmp_path):
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     make(tmp_path, 5)
     (tmp_path / ".unfinished-global_step9").mkdir()
-    assert checkpoint.remove_unfinished(tmp_path) == [".unfinished-global_step9"]
+    assert folders.remove_unfinished(tmp_path) == [".unfinished-global_step9"]
     assert (tmp_path / "global_step5").is_dir()
 
 
@@ -63,7 +63,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path, killed):
     (tmp_path / ".unfinished-global_step5").mkdir()
     if killed == "before the old one goes":
         (tmp_path / ".unfinished-global_step5").rename(tmp_path / "global_step5")
-    checkpoint.remove_unfinished(tmp_path)
+    folders.remove_unfinished(tmp_path)
     assert checkpoint.newest(tmp_path) == "global_step5"
     assert {p.name for p in tmp_path.iterdir()} == {"global_step5", "latest"}
 
@@ -82,7 +82,7 @@ def test_weights_that_do_not_fit_are_all_listed(tmp_path):
     stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}
     tag = make(tmp_path, 1, stored)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.load_weights(model, tmp_path, tag)
+        weights.load_weights(model, tmp_path, tag)
     for text in (
         "0.weight: (3, 5) in the checkpoint, (3, 2) here",
         "1.weight: missing in the checkpoint",

@@ -205,3 +205,24 @@ def test_dropout_acts_in_training_only():
     ids = tokens()
     assert not torch.equal(model.train()(ids), model(ids))
     assert torch.equal(model.eval()(ids), model(ids))
+
+
+def test_learned_positions_are_shifted_within_the_tables_rows():
+    """As published: the offset moves the rows that are used, it adds none."""
+    model = build("learned", shape={"max_positions": LENGTH + 2, "position_offset": 2})
+    table = model.embedding.position_embeddings.weight
+    assert table.shape == (LENGTH + 2, 32)
+    x, _ = model.embedding(tokens())
+    words = model.embedding.word_embeddings(tokens())
+    torch.testing.assert_close(x - words, table[2:].expand_as(x), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=f"has {LENGTH} positions, but a sequence of {LENGTH + 1}"):
+        model.embedding(tokens(length=LENGTH + 1))
+
+
+def test_tanh_gelu_is_the_published_one_in_float64():
+    model = build(activation="gelu", tanh_gelu=True).double()
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    expected = [0.5 * v * (1 + math.tanh(0.79788456 * v * (1 + 0.044715 * v * v))) for v in x]
+    got = model.layers[0].mlp._activate(x)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
+    assert (got - F.gelu(x, approximate="tanh")).abs().max() > 1e-10

@@ -167,7 +167,7 @@ def test_rpe_is_rightly_exempt_from_definiteness():
     assert smallest_eigenvalue(centre @ kernel @ centre) < -0.1
 
 
-class Shifted:
+class Shifted(PositionalEmbedding):
     """An embedding with a constant added to its bias."""
 
     kind = "distance"

@@ -1,0 +1,239 @@
+"""Reading published checkpoints: GPT-NeoX's pipeline layout (see `neox_layout`), merged.
+
+    SRC/latest                                          name of the newest
+    SRC/global_stepN/layer_XX-model_YY-model_states.pt  weights
+    SRC/global_stepN/mp_rank_YY_model_states.pt         counters, schedule, optimizer, random state
+    SRC/global_stepN/configs/*.yml                      the configuration it was trained with
+
+Weights and the counters are taken; the optimizer's state is not (it is one flat tensor in an order
+of that program's own). Files are opened by `safe_load`, so they cannot run code.
+
+Legend: L layers, N tensor-parallel parts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.engine import neox_layout as layout
+from megatron.engine.safe_load import safe_load
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how weights are spread over the published files.
+
+    Attributes:
+        num_layers, tied: L, and whether the output is the embedding.
+        parts: N.
+        theta: names of the kernel's tensors, in the order of our columns; empty without a kernel.
+        geglu: the MLP's first layer has two halves.
+        summed_biases: row-parallel biases are summed over the parts (`gpt_j_residual`).
+        row_output: the output projection is cut by columns (`output_layer_parallelism: row`).
+    """
+
+    num_layers: int
+    tied: bool = False
+    parts: int = 1
+    theta: tuple[str, ...] = ()
+    geglu: bool = False
+    summed_biases: bool = False
+    row_output: bool = False
+
+    def rule(self, name: str) -> str:
+        """How the parts of the published tensor `name` make a whole."""
+        return layout.rule(
+            name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
+        )
+
+
+@dataclass
+class Published:
+    """A published checkpoint, its parts merged, under this project's names.
+
+    Attributes:
+        weights: name -> tensor, as stored (dtype included).
+        buffers: published name -> what the files hold although the configuration implies it.
+        step, schedule, args: the counters it was saved with; schedule is None if not recorded.
+        problems: what is missing, unknown or does not fit together; then the rest is not complete.
+        notes: what a reader should know.
+    """
+
+    shape: Shape
+    step: int
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    schedule: dict[str, Any] | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def about(self) -> dict[str, Any]:
+        """JSON values that an import keeps: what an export needs to give the same files back."""
+        shape = asdict(self.shape)
+        return {"shape": shape, "schedule": self.schedule, "args": self.args}
+
+
+def is_published(checkpoint: Path) -> bool:
+    """Whether the folder `global_stepN` is in the published layout, and not of our making."""
+    if (checkpoint / "kerple.json").is_file():
+        return False
+    return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
+
+
+def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
+    """Read and merge the folder `global_stepN`; look at `problems` before using the weights.
+
+    Raises:
+        CheckpointError: a file cannot be opened, or asks for code to be run.
+    """
+    found = {}
+    for path in checkpoint.iterdir():
+        if match := layout.FILE.fullmatch(path.name):
+            found[int(match[1]), int(match[2])] = path
+    client = _client_state(checkpoint)
+    args = {k: v for k, v in (client.get("args") or {}).items() if isinstance(v, (int, str))}
+    last = max((index for index, _ in found), default=0)
+    states = {place: safe_load(path) for place, path in sorted(found.items())}
+    tied = not any("final_linear.weight" in state for state in states.values())
+    num_layers = args.get("num_layers") or max(0, last - (3 if tied else 4))
+    parts = max([part + 1 for _, part in found] + [int(client.get("mp_world_size") or 1)])
+    shape = _infer(states, num_layers, tied, parts, summed_biases)
+    out = Published(shape, _step(client, checkpoint), schedule=_schedule(client), args=args)
+    by_index = _parts_by_position(states, out)
+    kernels = {}
+    for index, group in by_index.items():
+        merged = _merge_position(index, group, out)
+        kernel = {name: merged.pop(name) for name in list(merged) if name.startswith(layout.RPE)}
+        kernels[index] = kernel
+        for name, tensor in merged.items():
+            ours = layout.our_name(index, name, num_layers)
+            if name in layout.BUFFERS:
+                out.buffers[name] = tensor
+            elif ours is None:
+                out.problems.append(f"{layout.file_name(index, 0)}: {name} is not known")
+            else:
+                out.weights[ours] = tensor
+    _take_kernel({i: kernel for i, kernel in kernels.items() if 2 <= i < num_layers + 2}, out)
+    return out
+
+
+def _infer(
+    states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool
+) -> Shape:
+    """The rest of the shape, from the sizes of the first part's tensors."""
+    first = {index: state for (index, part), state in sorted(states.items()) if part == 0}
+    block = first.get(2, {})
+    inner, back = block.get("mlp.dense_h_to_4h.weight"), block.get("mlp.dense_4h_to_h.weight")
+    output = first.get(num_layers + 4, {}).get("final_linear.weight")
+    words = first.get(0, {}).get("word_embeddings.weight")
+    return Shape(
+        num_layers=num_layers,
+        tied=tied,
+        parts=parts,
+        geglu=inner is not None and back is not None and inner.shape[0] == 2 * back.shape[1],
+        summed_biases=summed_biases,
+        row_output=None not in (output, words) and output.shape[1] != words.shape[1],
+    )
+
+
+def _parts_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
+    """Position -> its parts in order; what is missing or superfluous goes into the problems."""
+    shape = out.shape
+    expected = {
+        (index, part)
+        for index in layout.positions(shape.num_layers, shape.tied)
+        for part in range(shape.parts)
+    }
+    for place in sorted(expected - states.keys()):
+        out.problems.append(f"{layout.file_name(*place)}: missing")
+    for place in sorted(states.keys() - expected):
+        problem = f"{layout.file_name(*place)}: has no place among {shape.num_layers} layers"
+        out.problems.append(problem)
+    whole = {index for index, _ in expected} - {index for index, _ in expected - states.keys()}
+    return {i: [states[i, part] for part in range(shape.parts)] for i in sorted(whole)}
+
+
+def _merge_position(
+    index: int, group: list[dict[str, Tensor]], out: Published
+) -> dict[str, Tensor]:
+    """One position's tensors, each from its parts."""
+    merged = {}
+    for name in sorted(set().union(*group)):
+        where = f"{layout.file_name(index, 0)}: {name}"
+        parts = [state.get(name) for state in group]
+        if not all(isinstance(part, Tensor) for part in parts):
+            out.problems.append(f"{where}: not a tensor in every one of the {len(parts)} parts")
+            continue
+        how = out.shape.rule(name)
+        try:
+            merged[name] = layout.merge(parts, how)
+        except (ValueError, RuntimeError) as error:
+            out.problems.append(f"{where}: {error}")
+            continue
+        if how == "replicated" and any(not torch.equal(part, parts[0]) for part in parts):
+            out.notes.append(f"{where}: its parts differ in the last digits; the first is taken")
+    return merged
+
+
+def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
+    """The one kernel of all blocks: theta, or slopes that are not trained."""
+    if not any(kernels.values()):
+        return
+    first = min(kernels)
+    known = {layout.RPE + name for name in (*layout.THETA, layout.TABLE)}
+    for index, kernel in kernels.items():
+        for name in sorted(kernel.keys() ^ kernels[first].keys() | kernel.keys() - known):
+            problem = f"{layout.file_name(index, 0)}: {name} is not in every block, or not known"
+            out.problems.append(problem)
+    if out.problems:
+        return
+    apart = [
+        index - 2
+        for index, kernel in kernels.items()
+        if any(not torch.equal(kernel[name], tensor) for name, tensor in kernels[first].items())
+    ]
+    if apart:
+        out.problems.append(
+            f"the kernel of blocks {apart} is not that of block {first - 2}: pipeline stages "
+            "trained a copy each, which is another model than one kernel for all blocks"
+        )
+        return
+    if set(kernels[first]) == {layout.FIXED}:
+        out.buffers |= kernels[first]
+        return
+    theta_HN, names = layout.theta_from_columns(kernels[first])
+    out.weights["embedding.theta"] = theta_HN
+    out.shape = Shape(**{**asdict(out.shape), "theta": tuple(names)})
+
+
+def _schedule(client: dict[str, Any]) -> dict[str, Any] | None:
+    """The learning-rate curve as `AnnealingLR` loads it."""
+    state = client.get("lr_scheduler")
+    names = ("start_lr", "end_iter", "warmup_iter", "decay_style", "min_lr", "num_iters")
+    if not isinstance(state, dict) or any(name not in state for name in names):
+        return None
+    return {name: state[name] for name in names}
+
+
+def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
+    """(optimizer steps done, learning-rate curve if recorded) of the folder `global_stepN`."""
+    client = _client_state(checkpoint)
+    return _step(client, checkpoint), _schedule(client)
+
+
+def _client_state(checkpoint: Path) -> dict[str, Any]:
+    """What the first `mp_rank` file holds; nothing where there is none."""
+    path = checkpoint / "mp_rank_00_model_states.pt"
+    return safe_load(path) if path.is_file() else {}
+
+
+def _step(client: dict[str, Any], checkpoint: Path) -> int:
+    named = re.fullmatch(r"global_step(\d+)", checkpoint.name)
+    return int(client.get("iteration") or client.get("total_iters") or (named and named[1]) or 0)

@@ -1,0 +1,149 @@
+"""The published checkpoint layout: which file holds what, and how tensor parallelism cuts it.
+
+GPT-NeoX saves a pipeline of L + 5 positions, one file for each that has tensors and each of N
+tensor-parallel ranks, `layer_XX-model_YY-model_states.pt` (two digits at least):
+
+    XX = 0            embedding           word_embeddings, position_embeddings
+    XX = 2 ... L+1    blocks              norms, attention, mlp; the kernel's parameters in each
+    XX = L+3          final norm          norm
+    XX = L+4          output projection   final_linear; no such file when it is tied to XX = 0
+
+Positions 1 and L+2 only transpose. Linear weights are [out, in]. How the N parts make a whole:
+
+    rows        concatenated on dimension 0: vocabulary, heads, inner width
+    columns     concatenated on dimension 1: the input of a row-parallel layer
+    halves      geglu's first layer: each part is [value | gate], and the halves are joined
+    replicated  the same in every part
+    summed      row-parallel biases under `gpt_j_residual`: that code adds each rank's to the sum
+
+Legend: L layers, N tensor-parallel parts, H heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+THETA = ("bias_p", "bias_a", "wei_p", "wei_a")  # [H / N, 1, 1] each, in our columns' order
+TABLE = "weight"  # T5's, [buckets, H / N]
+RPE = "attention.rpe."
+FIXED = "attention.rpe.bias_a"  # alone: `kerple_power_original`, whose slopes are not trained
+BUFFERS = (
+    "position_embeddings.inv_freq",
+    "attention.rotary_emb.inv_freq",
+    "attention.alibi_embed.slopes",
+)
+"""What those files hold although it follows from the configuration."""
+
+_RULES = {
+    "word_embeddings.": "rows",
+    "attention.query_key_value.": "rows",
+    "attention.alibi_embed.slopes": "rows",
+    RPE + TABLE: "columns",
+    RPE: "rows",
+    "attention.dense.weight": "columns",
+    "mlp.dense_4h_to_h.weight": "columns",
+}
+
+
+def file_name(index: int, part: int) -> str:
+    """`layer_XX-model_YY-model_states.pt`."""
+    return f"layer_{index:02d}-model_{part:02d}-model_states.pt"
+
+
+def positions(num_layers: int, tied: bool) -> list[int]:
+    """Pipeline positions that have a file."""
+    return [0, *range(2, num_layers + 2), num_layers + 3, *([] if tied else [num_layers + 4])]
+
+
+def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
+    """How the parts of the tensor `name` make a whole: see the module docstring."""
+    if name.startswith("mlp.dense_h_to_4h."):
+        return "halves" if geglu else "rows"
+    if name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
+        return "summed" if summed else "replicated"
+    if name == "final_linear.weight":
+        return "columns" if row_output else "rows"
+    return next((how for start, how in _RULES.items() if name.startswith(start)), "replicated")
+
+
+def merge(parts: Sequence[Tensor], how: str) -> Tensor:
+    """One tensor from its parts. Raises ValueError where replicas differ."""
+    if len(parts) == 1:
+        return parts[0]
+    if how == "rows":
+        return torch.cat(list(parts), dim=0)
+    if how == "columns":
+        return torch.cat(list(parts), dim=1)
+    if how == "halves":
+        halves = [part.chunk(2, dim=0) for part in parts]
+        return torch.cat([value for value, _ in halves] + [gate for _, gate in halves], dim=0)
+    if how == "summed":
+        return sum(part.float() for part in parts).to(parts[0].dtype)
+    gap = max((part.double() - parts[0].double()).abs().max().item() for part in parts)
+    if gap > 1e-3 * max(1.0, parts[0].abs().max().item()):
+        raise ValueError(f"its {len(parts)} parts should be equal, but differ by up to {gap:.3g}")
+    return parts[0]
+
+
+def cut(whole: Tensor, how: str, count: int) -> list[Tensor]:
+    """The inverse of `merge`. Raises ValueError where the sizes do not divide."""
+    if count == 1:
+        return [whole]
+    if how == "replicated":
+        return [whole] * count
+    if how == "summed":
+        return [whole / count] * count
+    dim = 1 if how == "columns" else 0
+    pieces = 2 * count if how == "halves" else count
+    if whole.shape[dim] % pieces:
+        raise ValueError(f"{tuple(whole.shape)} cannot be cut into {pieces} along dimension {dim}")
+    chunks = [chunk.clone() for chunk in whole.chunk(pieces, dim=dim)]
+    if how == "halves":
+        return [torch.cat((chunks[i], chunks[count + i])) for i in range(count)]
+    return chunks
+
+
+def our_name(index: int, name: str, num_layers: int) -> str | None:
+    """This project's name of a published tensor; None where it has none (the kernel's too)."""
+    if index == 0:
+        known = name in ("word_embeddings.weight", "position_embeddings.weight")
+        return f"embedding.{name}" if known else None
+    if index == num_layers + 3:
+        return f"final_norm.{name.removeprefix('norm.')}" if name.startswith("norm.") else None
+    if index == num_layers + 4:
+        return "output.weight" if name == "final_linear.weight" else None
+    return None if name.startswith(RPE) else f"layers.{index - 2}.{name}"
+
+
+def published_place(name: str, num_layers: int) -> tuple[int, str]:
+    """The inverse of `our_name`: (pipeline position, published name)."""
+    head, _, rest = name.partition(".")
+    if head == "embedding":
+        return 0, rest
+    if head == "final_norm":
+        return num_layers + 3, f"norm.{rest}"
+    if head == "output":
+        return num_layers + 4, f"final_linear.{rest}"
+    layer, _, rest = rest.partition(".")
+    return int(layer) + 2, rest
+
+
+def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """Theta, or its gradient, as the published tensors of every block."""
+    if list(names) == [TABLE]:
+        return {RPE + TABLE: theta_HN.T.contiguous()}
+    columns = zip(names, theta_HN.unbind(1), strict=True)
+    return {RPE + name: column.reshape(-1, 1, 1).contiguous() for name, column in columns}
+
+
+def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
+    """(theta [H, n], the names of its columns) from one block's merged kernel tensors."""
+    if RPE + TABLE in columns:
+        return columns[RPE + TABLE].T.contiguous(), [TABLE]
+    names = [name for name in THETA if RPE + name in columns]
+    return torch.stack([columns[RPE + name].flatten() for name in names], dim=1), names

@@ -1,0 +1,199 @@
+"""The parity tool on the committed cases; then on cases with one thing changed, which must fail."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.positional.kerple_log import KerpleLog
+from tools.check_parity import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def cases(fixtures) -> Path:
+    return fixtures / "parity"
+
+
+@pytest.fixture(scope="session")
+def data_case(fixtures, gpt2_files, tmp_path_factory) -> Path:
+    """The committed data, laid out as a data case."""
+    source, folder = fixtures / "data", tmp_path_factory.mktemp("cases") / "data"
+    for part, files in {
+        "samples_a": ("samples_a", "index_and_samples"),
+        "samples_b": ("samples_b", "index_and_samples"),
+        "iterators": ("iterators", "batches"),
+    }.items():
+        (folder / part).mkdir(parents=True)
+        shutil.copy(source / f"{files[0]}.json", folder / part / "manifest.json")
+        shutil.copy(source / f"{files[0]}.npz", folder / part / f"{files[1]}.npz")
+    (folder / "tokenizer").mkdir()
+    shutil.copy(gpt2_files[0], folder / "tokenizer" / "gpt2-vocab.json")
+    shutil.copy(gpt2_files[1], folder / "tokenizer" / "gpt2-merges.txt")
+    for name in ("corpus_text_document.bin", "corpus_text_document.idx", "tokenizer_cases.json"):
+        shutil.copy(source / name, folder)
+    text = gzip.decompress((source / "corpus.jsonl.gz").read_bytes())
+    (folder / "corpus.jsonl").write_bytes(text)
+    return folder
+
+
+def check(capsys, *args) -> tuple[int, list[str]]:
+    code = main([str(arg) for arg in args])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def changed_npz(path: Path, key: str, change) -> None:
+    with np.load(path, allow_pickle=False) as stored:
+        arrays = dict(stored)
+    arrays[key] = change(arrays[key].copy())
+    np.savez(path, **arrays)
+
+
+def test_every_committed_case_passes_with_every_backend_of_the_cpu(cases):
+    command = [sys.executable, ROOT / "tools" / "check_parity.py", cases]
+    done = subprocess.run(
+        [*command, "--backend", "eager", "blocked"], capture_output=True, text=True, cwd="/"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "39 cases, 0 failed"
+    assert all(line.startswith("ok    parity/") for line in lines[:-1])
+    for expected in (
+        "models/kerple_log fp64 eager: clamped kernel",
+        "models/kerple_log fp64 blocked: clamped kernel",
+        "models/kerple_log_bf16 bf16 eager: logits",
+        "models/learned_ten_layers fp64 blocked: logits",
+        "models/tp2_row_gptj_geglu fp64 eager: clamped kernel",
+        "training/gas2_decay fp32 blocked: loss",
+        "training/train_bf16_master_kerple_log bf16 eager: loss",
+    ):
+        assert any(expected in line for line in lines), expected
+
+
+def test_data_cases_pass_and_so_do_their_parts(data_case, capsys):
+    code, lines = check(capsys, data_case)
+    assert code == 0 and lines[-1] == "16 cases, 0 failed", lines
+    code, lines = check(capsys, data_case / "samples_a", data_case / "iterators")
+    assert code == 0 and lines[-1] == "13 cases, 0 failed", lines
+
+
+def test_derived_configurations_pass(fixtures, capsys):
+    code, lines = check(capsys, fixtures / "config")
+    assert code == 0 and lines[-1] == "6 cases, 0 failed", lines
+
+
+@pytest.mark.parametrize(
+    "key, number",
+    [("mlp.dense_4h_to_h.weight", (3, 5)), ("attention.dense.bias", (7,))],
+)
+def test_one_changed_number_of_a_checkpoint_is_seen(cases, tmp_path, capsys, key, number):
+    """A weight moved by 0.01; the sign of one bias."""
+    shutil.copytree(cases / "models" / "kerple_log", tmp_path / "kerple_log")
+    [path] = tmp_path.rglob("layer_03-model_00-model_states.pt")
+    state = torch.load(path)
+    state[key][number] += 1e-2 if key.endswith("weight") else -2 * state[key][number]
+    torch.save(state, path)
+    code, lines = check(capsys, tmp_path / "kerple_log")
+    assert code == 1 and lines[-1] == "2 cases, 2 failed"
+    assert all(line.startswith("FAIL") and "TOO FAR" in line for line in lines[:-1])
+
+
+def test_the_sign_of_the_kernel_is_seen(cases, capsys, monkeypatch):
+    formula = KerpleLog.bias
+    monkeypatch.setattr(KerpleLog, "bias", lambda self, *args: -formula(self, *args))
+    code, lines = check(capsys, cases / "models" / "kerple_log", cases / "kernels")
+    failed = [line for line in lines if line.startswith("FAIL")]
+    assert code == 1 and len(failed) == 4 and all("kerple_log" in line for line in failed)
+
+
+@pytest.mark.parametrize("key", ["grad_l2_fp64_L64", "token_loss_fp64_L128", "loss_fp32_L64"])
+def test_every_quantity_counts(cases, tmp_path, capsys, key):
+    shutil.copytree(cases / "models" / "kerple_log", tmp_path / "kerple_log")
+    changed_npz(tmp_path / "kerple_log" / "expected.npz", key, lambda stored: stored * (1 + 1e-4))
+    code, lines = check(capsys, tmp_path)
+    assert code == 1 and lines[-1] == "2 cases, 1 failed"
+
+
+def test_one_changed_sample_is_seen(data_case, tmp_path, capsys):
+    shutil.copytree(data_case, tmp_path / "data")
+
+    def next_token(stored):
+        stored[17].flat[3] += 1
+        return stored
+
+    samples = tmp_path / "data" / "samples_b" / "index_and_samples.npz"
+    changed_npz(samples, "valid/samples", next_token)
+    code, lines = check(capsys, tmp_path / "data")
+    [line] = [line for line in lines if line.startswith("FAIL")]
+    assert code == 1 and "samples, differing 1 (0) TOO FAR" in line and "samples_b" in line
+    batches = tmp_path / "data" / "iterators" / "batches.npz"
+    changed_npz(batches, "train_resume17/train", lambda stored: stored[::-1])
+    code, lines = check(capsys, tmp_path / "data" / "iterators")
+    [line] = [line for line in lines if line.startswith("FAIL")]
+    assert code == 1 and "train_resume17 train" in line
+
+
+def test_one_changed_byte_token_rate_and_setting_are_seen(data_case, cases, tmp_path, capsys):
+    folder = shutil.copytree(data_case, tmp_path / "data")
+    shards = folder / "corpus_text_document.bin"
+    content = bytearray(shards.read_bytes())
+    content[1000] ^= 1
+    shards.write_bytes(content)
+    tokens = json.loads((folder / "tokenizer_cases.json").read_text())
+    tokens["cases"][3]["ids"][0] += 1
+    (folder / "tokenizer_cases.json").write_text(json.dumps(tokens))
+    shutil.rmtree(folder / "samples_a")
+    shutil.rmtree(folder / "samples_b")
+    shutil.rmtree(folder / "iterators")
+    code, lines = check(capsys, folder)
+    assert code == 1 and lines[-1] == "2 cases, 2 failed"
+    assert "bytes of .bin 1 (0) TOO FAR" in lines[0] and "bytes of .idx 0 (0)" in lines[0]
+
+    rates = json.loads((cases / "config" / "lr_schedule.json").read_text())
+    rates["train.yml"]["lr_at_num_iters"]["750"] *= 1 + 1e-11
+    derived = json.loads((ROOT / "tests/fixtures/config/derived_args.json").read_text())
+    derived["train_kerple_log_arxiv_1235_gpus8"]["derived"]["train_batch_size"] = 32
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "lr_schedule.json").write_text(json.dumps(rates))
+    (config / "derived_args.json").write_text(json.dumps(derived))
+    code, lines = check(capsys, config)
+    assert code == 1 and lines[-1] == "7 cases, 2 failed"
+    assert any("train_batch_size: 256, published 32" in line for line in lines)
+
+
+def test_a_changed_curve_is_seen(cases, tmp_path):
+    shutil.copytree(cases / "training" / "gas2_decay", tmp_path / "gas2_decay")
+    path = tmp_path / "gas2_decay" / "curve.npz"
+    changed_npz(path, "kernel/2.attention.rpe.bias_a", lambda stored: stored + 2e-4)
+    command = [sys.executable, ROOT / "tools" / "check_parity.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "kernel 0.0002 (0.0001) TOO FAR" in done.stdout
+
+
+def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):
+    code, lines = check(capsys, tmp_path)
+    assert (code, lines) == (1, [])
+    half = shutil.copytree(cases / "models" / "kerple_log", tmp_path / "half")
+    (half / "expected.npz").unlink()
+    code, lines = check(capsys, tmp_path)
+    assert code == 1 and "neither expected.npz nor curve.npz" in lines[0]
+    shutil.copy(cases / "models" / "kerple_log" / "expected.npz", half)
+    next(half.rglob("layer_04*")).unlink()
+    code, lines = check(capsys, tmp_path)
+    assert code == 1 and "layer_04-model_00-model_states.pt: missing" in " ".join(lines)
+    assert main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_tensor_parallelism_is_refused_in_words(cases, capsys):
+    assert main([str(cases), "--tp", "2"]) == 2
+    assert "not built yet" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""Recompute published numbers with this project's model, engine, schedule and data, and compare.
+
+    python tools/check_parity.py DIR [DIR ...] [--backend NAME ...] [--device cuda] [--configs DIR]
+
+A DIR holds cases, at any depth: `models/NAME` (config.yml, manifest.json, expected.npz and a
+checkpoint), `training/NAME` (the same with curve.npz), `kernels` (probes.npz), `config`
+(lr_schedule.json, derived_args.json), `data` (shards, samples_*, iterators, tokenizer_cases.json).
+A case is recognised by its files, and its configuration is read from it alone.
+
+One line a case: the greatest error of each quantity, its tolerance, ok or FAIL. Exit code 1 if a
+case fails, or if there is none; 2 for what cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: threads would only wait
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.parity.result import Result
+
+Run = Callable[[], "Iterable[Result] | Result"]
+Case = tuple[str, Run]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run every case; see the module docstring for the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
+    backend_help = "attention backends for models and training (default: eager)"
+    parser.add_argument("--backend", nargs="+", default=["eager"], help=backend_help)
+    parser.add_argument("--device", default="cpu", help="where models run: cpu or cuda")
+    tp_help = "tensor-parallel ranks (not built yet: 1)"
+    parser.add_argument("--tp", type=int, default=1, help=tp_help)
+    configs_help = "the published YAML files that derived_args.json names"
+    parser.add_argument("--configs", type=Path, metavar="DIR", help=configs_help)
+    args = parser.parse_args(argv)
+    if args.tp != 1:
+        print(
+            "tensor parallelism is not built yet: --tp must be 1 (checkpoints written with it are "
+            "read and merged all the same)",
+            file=sys.stderr,
+        )
+        return 2
+    missing = [str(folder) for folder in args.folders if not folder.is_dir()]
+    if missing:
+        print(f"no such folder: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    total = failed = 0
+    for name, run in cases(args):
+        for result in results_of(name, run):
+            print(result.line(), flush=True)
+            total += 1
+            failed += not result.passed
+    if not total:
+        print(f"no case found in {', '.join(map(str, args.folders))}", file=sys.stderr)
+        return 1
+    print(f"{total} cases, {failed} failed")
+    return 1 if failed else 0
+
+
+def results_of(name: str, run: Run) -> Iterator[Result]:
+    """What a case yields; an exception is its failure, not the end of the others."""
+    try:
+        found = run()
+        yield from [found] if isinstance(found, Result) else found
+    except Exception as error:  # whatever stops a case, it has not passed
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(where.filename).name}:{where.lineno}"
+        yield Result(name, faults=[f"{type(error).__name__} at {at}: {error}"])
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Every case below the folders, with what runs it."""
+    for root in args.folders:
+        for top, folders, files in os.walk(root.resolve()):
+            folders.sort()
+            folder = Path(top)
+            relative = folder.relative_to(root.resolve().parent)
+            yield from cases_in(folder, str(relative), set(files), args)
+
+
+def cases_in(
+    folder: Path, name: str, files: set[str], args: argparse.Namespace
+) -> Iterator[Case]:
+    """The cases that the files of one folder make."""
+    # Imported where a case needs them: data cases need no torch, data and models no DeepSpeed.
+    if {"manifest.json", "config.yml"} <= files:
+        if not files & {"expected.npz", "curve.npz"}:
+            lacks = Result(name, faults=["neither expected.npz nor curve.npz is there"])
+            yield name, lambda: lacks
+        for number, backend in enumerate(args.backend):
+            run = partial(model_case if "expected.npz" in files else training_case, folder, name)
+            yield name, partial(run, backend, device=args.device, again=number > 0)
+    if "probes.npz" in files:
+        from tools.parity.kernels import check_kernels
+
+        yield name, lambda: check_kernels(folder / "probes.npz", name)
+    if "lr_schedule.json" in files:
+        from tools.parity.settings import check_rates
+
+        yield name, lambda: check_rates(folder / "lr_schedule.json", name)
+    if "derived_args.json" in files:
+        from tools.parity.settings import check_derived
+
+        path = folder / "derived_args.json"
+        yield name, lambda: check_derived(path, name, args.configs)
+    yield from data_cases(folder, name, files)
+
+
+def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
+    """The cases of a data folder, or of one of its parts."""
+    from tools.parity import data
+
+    if any(file.endswith(".jsonl") for file in files):
+        yield name, lambda: data.check_corpora(folder, name)
+    if "tokenizer_cases.json" in files:
+        path = folder / "tokenizer_cases.json"
+        yield name, lambda: data.check_tokens(path, f"{name} tokenizer")
+    if {"index_and_samples.npz", "manifest.json"} <= files:
+        yield name, lambda: data.check_samples(folder, name)
+    if {"batches.npz", "manifest.json"} <= files:
+        yield name, lambda: data.check_iterators(folder, name)
+
+
+def model_case(
+    folder: Path, name: str, backend: str, *, device: str, again: bool
+) -> Iterator[Result]:
+    """A model with one backend; `again` leaves out what does not depend on the backend."""
+    from tools.parity.models import check_model
+
+    return check_model(folder, name, backend=backend, device=device, again=again)
+
+
+def training_case(
+    folder: Path, name: str, backend: str, *, device: str, again: bool
+) -> Iterator[Result]:
+    """Training steps with one backend, in a job of one process."""
+    from megatron.engine import distributed
+    from tools.parity.training import check_training
+
+    return check_training(folder, name, distributed.start(), backend=backend, again=again)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

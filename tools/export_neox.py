@@ -1,0 +1,44 @@
+"""A checkpoint of this project in the published (GPT-NeoX pipeline) layout.
+
+    python tools/export_neox.py SRC DST [--tp N]
+
+SRC is a run folder (its newest checkpoint is taken); DST gets `latest` and `global_stepN/` with
+`layer_XX-model_YY-model_states.pt` and `mp_rank_YY_model_states.pt`. An imported checkpoint gives
+back the files it came from, tensor for tensor. There is no optimizer state in them: give the
+published program `no_load_optim: true`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config import ConfigError
+from megatron.engine.neox_export import export_checkpoint
+from megatron.engine.safe_load import CheckpointError
+
+
+def main() -> int:
+    """Exit code 0, or 1 with what is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("target", type=Path, metavar="DST")
+    parts_help = "tensor-parallel parts (default: as many as were imported, else 1)"
+    parser.add_argument("--tp", type=int, metavar="N", help=parts_help)
+    args = parser.parse_args()
+    try:
+        written = export_checkpoint(args.source, args.target, parts=args.tp)
+    except (CheckpointError, ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.source} -> {written}: {len(list(written.glob('*.pt')))} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""A published KERPLE or GPT-NeoX checkpoint into this project's layout.
+
+    python tools/import_kerple.py SRC DST [--config FILE.yml ...]
+
+SRC holds `latest` and `global_stepN/` (or is a `global_stepN`), as unzipped from a release. DST
+becomes a run folder: name it as `load` in a config, or as `--load` of evaluate.py. Both also read
+SRC itself; importing merges the tensor-parallel parts once and checks that nothing is missing.
+Weights, step and learning-rate curve are taken, the optimizer's state is not. Files that ask for
+code to be run are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.reader import read_file
+from megatron.engine import checkpoint
+from megatron.engine.neox_checkpoint import is_published
+from megatron.engine.neox_export import import_checkpoint
+from megatron.engine.safe_load import CheckpointError
+
+
+def main() -> int:
+    """Exit code 0, or 1 with everything that is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("target", type=Path, metavar="DST")
+    config_help = "what it was trained with (default: the files stored in it)"
+    parser.add_argument("--config", type=Path, nargs="*", help=config_help)
+    args = parser.parse_args()
+    try:
+        source = _checkpoint_in(args.source)
+        stored = sorted((source / "configs").glob("*.yml"))
+        files = stored if args.config is None else args.config
+        summed = bool(_value("gpt_j_residual", files))
+        found = import_checkpoint(source, args.target, summed_biases=summed)
+    except (CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    count = sum(tensor.numel() for tensor in found.weights.values())
+    parts = found.shape.parts
+    if parts > 1 and not files:
+        found.notes.append("no config was found: taken as trained without gpt_j_residual")
+    for note in found.notes:
+        print(f"note: {note}")
+    print(
+        f"{source} -> {args.target}: step {found.step}, {found.shape.num_layers} layers, "
+        f"{count:,} parameters, {parts} tensor-parallel part{'s' if parts > 1 else ''}"
+    )
+    return 0
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    """The `global_stepN` that is meant."""
+    if is_published(folder):
+        return folder
+    tag = checkpoint.newest(folder)
+    if tag is None or not is_published(folder / tag):
+        raise CheckpointError(
+            f"{folder} holds no published checkpoint: no `latest` that names a folder with files "
+            "layer_00-model_00-model_states.pt, ..."
+        )
+    return folder / tag
+
+
+def _value(key: str, files: list[Path]) -> object:
+    """The last value that YAML files give to a key, however they spell it."""
+    value = None
+    for file in files:
+        settings, problems = read_file(file)
+        if problems:
+            raise CheckpointError("\n".join(map(str, problems)))
+        value = settings[(key,)].value if (key,) in settings else value
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

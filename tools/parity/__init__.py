@@ -1,0 +1,1 @@
+"""The parity cases: published numbers, recomputed by this project's own model, engine and data."""

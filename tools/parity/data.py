@@ -1,0 +1,177 @@
+"""data/: shards, sample orders, batches and tokens, compared exactly.
+
+    X.jsonl                  -> X_text_document.{bin,idx}, byte for byte (GPT2BPETokenizer, eod)
+    samples_*/               the three index arrays, the first samples, the hash of all
+    iterators/               the batches that a (resumed) run reads, the hash of all
+    tokenizer_cases.json     text -> ids
+
+The shards are the folder's own `.idx`/`.bin`; samples_* and iterators may also be given alone, as
+folders beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data import split_documents
+from megatron.data.dataset import TokenDataset
+from megatron.data.loader import TrainLoader, published_start, sample_counts
+from megatron.data.mmap import MMapIndexedDataset
+from megatron.data.prepare import PrepareOptions, write_shards
+from megatron.data.sources import find_sources
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.build import padded_vocab_size
+from tools.parity.result import Result
+
+SPLITS = ("train", "valid", "test")
+
+
+def check_corpora(folder: Path, name: str) -> Iterator[Result]:
+    """Each corpus of the folder, tokenised again."""
+    tokenizer = _tokenizer(folder)
+    for corpus in sorted(folder.glob("*.jsonl")):
+        result = Result(f"{name} {corpus.name}")
+        with tempfile.TemporaryDirectory() as temporary:
+            prefix = Path(temporary) / f"{corpus.stem}_text_document"
+            write_shards(
+                find_sources([corpus]), [prefix], tokenizer, PrepareOptions(quiet=True)
+            )
+            for end in (".bin", ".idx"):
+                published = (folder / (prefix.name + end)).read_bytes()
+                ours = prefix.with_name(prefix.name + end).read_bytes()
+                result.add(f"bytes of {end}", _differing(ours, published), 0)
+        yield result
+
+
+def check_tokens(path: Path, name: str) -> Result:
+    """tokenizer_cases.json."""
+    cases, result = json.loads(path.read_text()), Result(name)
+    tokenizer = _tokenizer(path.parent)
+    result.expect("vocab_size", tokenizer.vocab_size, cases["vocab_size"])
+    result.expect("eod", tokenizer.eod, cases["eod"])
+    result.expect("padded", padded_vocab_size(tokenizer.vocab_size, 128, 1), cases["padded"])
+    wrong = [c["text"] for c in cases["cases"] if list(tokenizer.encode(c["text"])) != c["ids"]]
+    result.faults += [f"{text!r} is tokenised otherwise" for text in wrong]
+    result.add(f"of {len(cases['cases'])} texts, differing", len(wrong), 0)
+    return result
+
+
+def check_samples(folder: Path, name: str) -> Result:
+    """samples_*: index, first samples and hash of each split."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    with np.load(folder / "index_and_samples.npz", allow_pickle=False) as stored:
+        published = dict(stored)
+    result, shards = Result(name), _shards(folder)
+    splits = split_documents(manifest["split"], len(shards))
+    result.expect("documents", len(shards), manifest["documents"])
+    result.expect("tokens", int(shards.sizes.sum(dtype=np.int64)), manifest["tokens"])
+    bounds = [0, *(end for _, end in splits)]
+    result.expect("bounds of the splits", bounds, manifest["splits_index"])
+    for split, (start, end) in zip(SPLITS, splits, strict=True):
+        about = manifest["datasets"].get(split)
+        if about is None:
+            result.expect(f"{split} documents", end - start, 0)
+            continue
+        length = manifest["seq_length" if split == "train" else "seq_length_val"]
+        wanted = manifest["num_samples"][split]
+        dataset = TokenDataset(shards, (start, end), wanted, length, manifest["seed"], split)
+        result.expect(f"{split} length", dataset.published_length, about["len"])
+        result.expect(f"{split} built", dataset.index.num_built, about["num_built_samples"])
+        for array in ("doc_idx", "sample_idx", "shuffle_idx"):
+            ours, theirs = getattr(dataset.index, array), published[f"{split}/{array}"]
+            result.expect(f"{split} {array} dtype", str(ours.dtype), about["dtypes"][array])
+            _exact(result, "order", ours, theirs)
+        first = published[f"{split}/samples"]
+        _exact(result, "samples", dataset.batch(range(len(first))), first)
+        digest = _hash(dataset.batch(range(about["len"])))
+        result.expect(f"{split} hash of all samples", digest, about["sha256_all_samples_int64"])
+    return result
+
+
+def check_iterators(folder: Path, name: str) -> Iterator[Result]:
+    """iterators: one result for each run and split."""
+    runs = json.loads((folder / "manifest.json").read_text())
+    with np.load(folder / "batches.npz", allow_pickle=False) as stored:
+        batches = dict(stored)
+    shards = _shards(folder)
+    for key, run in runs.items():
+        for split in (split for split in SPLITS if f"{key}/{split}" in batches):
+            result = Result(f"{name} {key} {split}")
+            _check_iterator(shards, run, split, batches[f"{key}/{split}"], result)
+            yield result
+
+
+def _check_iterator(
+    shards: MMapIndexedDataset, run: dict, split: str, published: np.ndarray, result: Result
+) -> None:
+    counts = dict(
+        zip(
+            SPLITS,
+            sample_counts(
+                run["train_iters"], run["eval_interval"], run["eval_iters"], run["train_batch_size"]
+            ),
+            strict=True,
+        )
+    )
+    documents = dict(zip(SPLITS, split_documents(run["split"], len(shards)), strict=True))[split]
+    length = run["seq" if split == "train" else "seq_val"]
+    dataset = TokenDataset(shards, documents, counts[split], length, run["seed"], split)
+    start = published_start(
+        split,
+        dataset,
+        run["iteration"],
+        micro_batch=run["bs"],
+        micro_steps=run.get("gas", run["train_batch_size"] // run["bs"]),
+        eval_interval=run["eval_interval"],
+        eval_iters=run["eval_iters"],
+    )
+    loader = TrainLoader(dataset, run["bs"], run["bs"], consumed_samples=start)
+    # Ours never ends before the samples asked for; the published loader may, by one.
+    left = (dataset.published_length - start) // run["bs"]
+    result.expect("batches left", left, run[split]["batches_left"])
+    ours = np.stack([next(loader) for _ in range(left)])
+    _exact(result, "batches", ours[: len(published)], published)
+    result.expect("hash of all batches", _hash(ours), run[split]["sha256_all"])
+
+
+def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -> None:
+    """Count the numbers that differ."""
+    if ours.shape != published.shape:
+        result.faults.append(f"{what}: {ours.shape}, published {published.shape}")
+        return
+    wrong = np.count_nonzero(ours.astype(np.int64) != published.astype(np.int64))
+    result.add(f"{what}, differing", wrong, 0)
+
+
+def _differing(ours: bytes, published: bytes) -> int:
+    """How many bytes differ; a difference of length counts for all that has no partner."""
+    size = min(len(ours), len(published))
+    a, b = np.frombuffer(ours, np.uint8, size), np.frombuffer(published, np.uint8, size)
+    return int(np.count_nonzero(a != b)) + abs(len(ours) - len(published))
+
+
+def _hash(samples: np.ndarray) -> str:
+    return hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
+
+
+def _shards(folder: Path) -> MMapIndexedDataset:
+    """The shards of the data folder that `folder` belongs to."""
+    for place in (folder, folder.parent):
+        for index in sorted(place.glob("*.idx")):
+            return MMapIndexedDataset(index.with_suffix(""))
+    raise FileNotFoundError(f"{folder}: no *.idx there, nor in {folder.parent}")
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    """GPT-2's tokenizer from the folder `tokenizer`."""
+    vocab = next(iter(sorted((folder / "tokenizer").glob("*vocab*"))), None)
+    merges = next(iter(sorted((folder / "tokenizer").glob("*merges*"))), None)
+    if vocab is None or merges is None:
+        raise FileNotFoundError(f"{folder / 'tokenizer'}: needs a *vocab* and a *merges* file")
+    return build_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))

@@ -1,0 +1,109 @@
+"""kernels/probes.npz: the positional modules alone, in fp32 and, rounded as published, in bf16.
+
+    KIND/DTYPE/LL         [heads, L]    last row of the scores: distances L-1 ... 0; from zeros, or
+                                        from ones where the kind has a multiplicative kernel
+    KIND/DTYPE/param/NAME               the parameters used
+    alibi/DTYPE/slopes    [heads]
+    sinusoidal/DTYPE/LL...  [L, dim]    the table
+    rotary/DTYPE/cosL, sinL [L, dim]    both halves are alike
+
+Errors are relative to the greatest value of the head (of the table: 1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.config.aliases import resolve
+from megatron.engine import neox_layout as layout
+from megatron.positional import PositionalEmbedding, load
+from tools.parity.result import Result
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def check_kernels(path: Path, name: str) -> Iterator[Result]:
+    """One result for each kind and dtype in the file."""
+    with np.load(path, allow_pickle=False) as stored:
+        probes = dict(stored)
+    for start in dict.fromkeys("/".join(key.split("/")[:2]) for key in probes):
+        inner = {k.removeprefix(start + "/"): v for k, v in probes.items() if k.startswith(start)}
+        kind, dtype = start.split("/")
+        yield check_kind(kind, getattr(torch, dtype), inner, Result(f"{name} {kind} {dtype}"))
+
+
+def check_kind(
+    kind: str, dtype: torch.dtype, probes: dict[str, np.ndarray], result: Result
+) -> Result:
+    """Compare all probes of one kind in one dtype."""
+    name, options = resolve(kind)
+    pos = load(name, **options)
+    if dtype != torch.float32:
+        pos.published = dtype
+    tolerance = TOLERANCES[dtype]
+    for key, published in probes.items():
+        length = int((re.search(r"\d+", key) or [0])[0])
+        if key.startswith("param/"):
+            continue
+        if key == "slopes":
+            slopes = pos.rounded(pos.initial_theta(len(published)))[:, 0]
+            result.compare("slopes", slopes.numpy(), published, tolerance, scale=published)
+        elif pos.kind == "distance":
+            row = last_row(pos, probes, length, dtype)
+            scale = np.abs(published).max(axis=1, keepdims=True)
+            result.compare(f"L{length}", row.float().numpy(), published, tolerance, scale=scale)
+        elif pos.kind == "input":
+            table = pos.table(torch.arange(length), published.shape[1], dtype)
+            result.compare(f"L{length}", table.float().numpy(), published, tolerance)
+        elif pos.kind == "rotary":
+            table = angles(pos, length, published.shape[1], dtype)["cos" if "cos" in key else "sin"]
+            result.compare(key, table.float().numpy(), published, tolerance)
+        else:
+            result.faults.append(f"{key}: nothing to compare it with")
+    return result
+
+
+def last_row(
+    pos: PositionalEmbedding, probes: dict[str, np.ndarray], length: int, dtype: torch.dtype
+) -> Tensor:
+    """The last query's scores [heads, L], from zeros or ones."""
+    params = {
+        layout.RPE + key.removeprefix("param/"): torch.from_numpy(value)
+        for key, value in probes.items()
+        if key.startswith("param/")
+    }
+    d = torch.arange(length - 1, -1, -1)
+    if layout.RPE + layout.TABLE in params:
+        # The case does not say the table's factor: it shows at distance 0, which is bucket 0.
+        theta_HN, _ = layout.theta_from_columns(params)
+        shown = torch.from_numpy(probes[f"L{length}"])[:, -1]
+        pos = load(pos.name, num_buckets=theta_HN.shape[1])
+        pos.published = dtype if dtype != torch.float32 else None
+        pos.scale = round(float((shown / theta_HN[:, 0]).median()), 3)
+    elif pos.learnable:
+        columns = [params[layout.RPE + p.name].flatten() for p in pos.parameters]
+        theta_HN = torch.stack(columns, dim=1)
+    else:
+        theta_HN = pos.rounded(pos.initial_theta(len(probes[f"L{length}"])))
+    theta_HN = pos.within_bounds(theta_HN).to(dtype)
+    bias, weight = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
+    if weight is None:
+        return bias
+    return weight if bias is None else weight + bias
+
+
+def angles(
+    pos: PositionalEmbedding, length: int, dim: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Cosines and sines [L, dim], seen by turning (1, 0) in every plane."""
+    half = dim // 2
+    plane = torch.cat((torch.ones(1, 1, length, half), torch.zeros(1, 1, length, half)), dim=-1)
+    turned, _ = pos.rotate(plane.to(dtype), plane.to(dtype), offset=0, rotary_ndims=dim, base=10000)
+    cos, sin = turned[0, 0].chunk(2, dim=-1)
+    return {"cos": cos.repeat(1, 2), "sin": sin.repeat(1, 2)}

@@ -1,0 +1,216 @@
+"""models/NAME: logits, losses and gradients of a published checkpoint, in each precision stored.
+
+The model is the one that train.py builds from the case's config, with the weights that `load:`
+would give it. float64 and float32 use the asked attention backend; the numbers that the published
+code computed in bf16 are compared under `published_numerics`, which the eager backend alone has.
+
+Gradients are compared by their norm and, against the norm, by their sum (per sqrt of the number of
+elements) and first four values; those of the kernel's parameters and of T5's table whole. A case of
+several tensor-parallel parts may have recorded the first rank's part of each instead of the whole:
+the norm of the embedding's gradient tells which, and all others are then taken alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.config import Config, load_config
+from megatron.engine import neox_checkpoint
+from megatron.engine import neox_layout as layout
+from megatron.engine.build import build_model
+from megatron.engine.weights import load_weights
+from megatron.model import GPT
+from tools.parity.result import Result
+
+EMBEDDING = "0.word_embeddings.weight"
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+# Absolute for logits and losses of single tokens; float32 losses relative, as are gradients.
+TOLERANCES = {
+    "fp64": {"logits": 1e-9, "loss": 1e-9, "token losses": 1e-9, "norms": 1e-8, "values": 1e-8},
+    "fp32": {"logits": 5e-5, "loss": 1e-5, "token losses": 5e-5, "norms": 5e-5, "values": 2e-4},
+    "bf16": {"logits": 0.1, "loss": 1e-2},
+}
+
+
+def case_config(folder: Path, overrides: list[str], vocab_size: int) -> Config:
+    """The case's config for one process, its vocabulary padded as the manifest says.
+
+    `seq_length_val` is dropped: the case lists its lengths, and learned positions may end below it.
+    """
+    own = [f"make_vocab_size_divisible_by={vocab_size}", "seq_length_val=null"]
+    own += ["model_parallel_size=1", "pipe_parallel_size=1"]
+    return load_config([folder / "config.yml"], own + overrides)
+
+
+def check_model(
+    folder: Path, name: str, *, backend: str = "eager", device: str = "cpu", again: bool = False
+) -> Iterator[Result]:
+    """One result for each precision of the case; `again` leaves out bf16, which is always eager."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    with np.load(folder / "expected.npz", allow_pickle=False) as stored:
+        expected = dict(stored)
+    lengths = sorted(int(key.removeprefix("tokens_L")) for key in expected if "tokens_L" in key)
+    for precision in DTYPES:
+        if not any(f"_{precision}_" in key for key in expected) or (again and precision == "bf16"):
+            continue
+        used = "eager" if precision == "bf16" else backend
+        result = Result(f"{name} {precision} {used}")
+        case = ModelCase(folder, manifest, expected, precision, used, device, result)
+        for length in lengths:
+            case.check(length)
+        yield result
+
+
+class ModelCase:
+    """One model in one precision against its published numbers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict,
+        expected: dict[str, np.ndarray],
+        precision: str,
+        backend: str,
+        device: str,
+        result: Result,
+    ):
+        self.manifest, self.expected, self.result = manifest, expected, result
+        self.precision, self.tolerances = precision, TOLERANCES[precision]
+        self.device = torch.device(device)
+        overrides = [f"attention_backend={backend}", "fp16=null", "bf16=null"]
+        if precision == "bf16":
+            overrides += ["precision=bf16", "published_numerics=true"]
+        else:
+            overrides += ["precision=fp32"]
+        vocab_size = manifest["padded_vocab_size"]
+        config = case_config(folder, overrides, vocab_size)
+        self.model = build_model(config, vocab_size, device_type=device).to(DTYPES[precision])
+        checkpoint = folder / manifest.get("checkpoint", "checkpoint")
+        tag = manifest.get("tag") or (checkpoint / "latest").read_text().strip()
+        stored = neox_checkpoint.read(checkpoint / tag)
+        self.shape = stored.shape
+        coarse = any(tensor.dtype == torch.bfloat16 for tensor in stored.weights.values())
+        if coarse:  # then its buffers are rounded too, whatever computes with them
+            self.model.pos.published = torch.bfloat16
+            if layout.FIXED in stored.buffers:  # rounded before they were clamped
+                slopes = stored.buffers[layout.FIXED].float().view(-1, 1)
+                self.model.embedding.fixed_theta.value.copy_(slopes)
+        load_weights(self.model, checkpoint, tag)
+        self.model.to(self.device)
+        self._check_clamped(1e-4 if coarse else 1e-8)
+
+    def check(self, length: int) -> None:
+        """Logits, loss and gradients at one length."""
+        end = f"{self.precision}_L{length}"
+        tokens = torch.from_numpy(self.expected[f"tokens_L{length}"]).to(self.device)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        compare, tolerances = self.result.compare, self.tolerances
+        logits_key = f"logits_{end}"
+        if self.precision == "bf16":
+            logits_key = f"logits_bf16_as_fp32_L{length}"
+        if logits_key in self.expected:
+            with torch.no_grad():
+                logits = self.model(inputs)[:, self.expected[f"positions_L{length}"]]
+            compare("logits", _numpy(logits), self.expected[logits_key], tolerances["logits"])
+        self.model.zero_grad()
+        losses = self.model(inputs, targets)
+        losses.mean().backward()
+        published = self.expected[f"loss_{end}"]
+        scale = np.abs(published) if self.precision == "fp32" else 1.0
+        compare("loss", losses.mean().item(), published, tolerances["loss"], scale=scale)
+        if f"token_loss_{end}" in self.expected:
+            stored = self.expected[f"token_loss_{end}"]
+            compare("token losses", _numpy(losses), stored, tolerances["token losses"])
+        if f"grad_l2_{end}" in self.expected:
+            self._check_gradients(end)
+
+    def _check_gradients(self, end: str) -> None:
+        names, norms = self.manifest["grad_param_names"], self.expected[f"grad_l2_{end}"]
+        whole = gradients(self.model)
+        self.result.expect("parameters with a gradient", sorted(whole), sorted(names))
+        recorded = dict(zip(names, norms, strict=True)).get(EMBEDDING, 0.0)
+        part = self._first_parts({EMBEDDING: whole[EMBEDDING]})[EMBEDDING]
+        apart = [abs(tensor.norm().item() - recorded) for tensor in (whole[EMBEDDING], part)]
+        alone = apart[1] < apart[0]
+        ours = {k: _numpy(g) for k, g in (self._first_parts(whole) if alone else whole).items()}
+        floor = 1e-6 * np.linalg.norm(norms)  # a gradient of zero has only rounding in it
+        norm_tolerance, tolerance = self.tolerances["norms"], self.tolerances["values"]
+        for i, name in enumerate(names):
+            if name not in ours:
+                continue
+            flat, norm = ours[name].ravel(), max(float(norms[i]), floor)
+            first = self.expected[f"grad_first4_{end}"][i][: len(flat)]
+            size, total = norm * len(flat) ** 0.5, self.expected[f"grad_sum_{end}"][i]
+            compare = self.result.compare
+            compare("gradient norms", np.linalg.norm(flat), norms[i], norm_tolerance, scale=norm)
+            compare("gradient sums", flat.sum(), total, tolerance, scale=size)
+            compare("gradient values", flat[:4], first, tolerance, scale=norm)
+        start = f"grad_{end}/"
+        for key in (key for key in self.expected if key.startswith(start)):
+            mine, theirs = ours[key.removeprefix(start)], self.expected[key]
+            scale = max(float(np.abs(theirs).max()), floor)
+            self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
+
+    def _check_clamped(self, tolerance: float) -> None:
+        """The kernel's parameters after the published forward pass has clamped them."""
+        whole = positional_tensors(self.model, self.model.theta)
+        parts = self._first_parts(whole)
+        for key in (key for key in self.expected if key.startswith("after_forward/")):
+            name, stored = key.removeprefix("after_forward/"), self.expected[key]
+            if name not in whole:
+                self.result.faults.append(f"{name}: not in this model")
+                continue
+            ours = parts[name] if stored.size < whole[name].numel() else whole[name]
+            self.result.compare("clamped kernel", _numpy(ours), stored, tolerance)
+
+    def _first_parts(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the first tensor-parallel rank has of each; the whole where there is one rank."""
+        cut, shape = layout.cut, self.shape
+        return {
+            name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]
+            for name, tensor in tensors.items()
+        }
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    """Published parameter name, with its pipeline position -> gradient, in the published shape."""
+    return published_tensors(
+        model, {name: param.grad for name, param in model.named_parameters()}
+    )
+
+
+def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for each of the model's parameters, under the published names."""
+    out = {}
+    for name, tensor in tensors.items():
+        if name == "embedding.theta":
+            out |= positional_tensors(model, tensor)
+        else:
+            index, published = layout.published_place(name, model.shape.num_layers)
+            out[f"{index}.{published}"] = tensor
+    return out
+
+
+def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
+    """Theta, or something of its shape, as the first block's published tensors."""
+    if theta_HN is None:
+        if model.pos.name != "kerple_power_original":
+            return {}
+        device = model.embedding.word_embeddings.weight.device
+        _, theta_HN = model.embedding(torch.zeros(1, 1, dtype=torch.long, device=device))
+        names = ["bias_a"]
+    else:
+        table = model.pos.name == "rpe"
+        names = [layout.TABLE] if table else [p.name for p in model.pos.parameters]
+    columns = layout.theta_columns(theta_HN.detach(), names)
+    return {f"2.{name}": tensor for name, tensor in columns.items()}
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().double().numpy()

@@ -1,0 +1,150 @@
+"""config/: learning rates at given counters, and what the published code derives from its files.
+
+The cases name published YAML files but do not hold them. With `--configs DIR` (a checkout's
+`kerple_configs` with its overlays generated) those files are read; without it the derived values
+themselves, as far as they are keys, stand in for them, without the batch sizes that follow from
+others: every key must then be known, and every derived value come out the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config, ConfigError, load_config
+from megatron.config.aliases import resolve
+from megatron.config.keys import FIELD_OF, KNOWN_KEYS
+from megatron.config.no_effect import NO_EFFECT
+from megatron.config.refused import REFUSED
+from megatron.data.loader import sample_counts
+from megatron.engine.build import schedule_of
+from tools.parity.result import Result
+
+RATES = 1e-12
+SPLITS = ("train", "valid", "test")
+# Attributes of the published program that are not keys -> our field.
+RENAMED = {
+    "optimizer_type": "type",
+    "lr": "lr",
+    "zero_stage": "zero_stage",
+    "clip_grad": "gradient_clipping",
+    "gas": "gradient_accumulation_steps",
+    "batch_size": "train_micro_batch_size_per_gpu",
+}
+PRECISIONS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
+FOLLOWS = {"train_batch_size", "gradient_accumulation_steps", "precision", "attention_config"}
+# The least that a config needs beside what a schedule says.
+BARE = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "seq_length": 8,
+    "train_micro_batch_size_per_gpu": 1,
+}
+
+
+def check_rates(path: Path, name: str) -> Iterator[Result]:
+    """config/lr_schedule.json: one result for each schedule."""
+    for key, case in json.loads(path.read_text()).items():
+        result = Result(f"{name} {key}")
+        state = case["state_dict"]
+        keys = BARE | {
+            "optimizer": {"type": "Adam", "params": {"lr": state["start_lr"]}},
+            "lr_decay_iters": state["end_iter"],
+            "warmup": state["warmup_iter"] / state["end_iter"],
+            "lr_decay_style": state["decay_style"],
+            "min_lr": state["min_lr"],
+            "train_iters": state["end_iter"],
+        }
+        # What the case changed about its file must lead to the same curve by our own arithmetic.
+        changes = [
+            f"{changed}={json.dumps(value)}"
+            for changed, value in case.get("overrides", {}).items()
+            if changed.replace("-", "_") in FIELD_OF and isinstance(value, (int, float, str))
+        ]
+        schedule = schedule_of(_load(keys, changes))
+        for number, rate in case["lr_at_num_iters"].items():
+            result.compare("rates", schedule(int(number)), rate, RATES, scale=max(rate, 1e-30))
+        first = case.get("lr_after_construction", schedule(0))
+        result.compare("rates", schedule(0), first, RATES, scale=max(first, 1e-30))
+        yield result
+
+
+def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Result]:
+    """config/derived_args.json: one result for each set of files and number of processes."""
+    cases = json.loads(path.read_text())
+    for key, case in cases.get("derived", cases).items():
+        result = Result(f"{name} {key}")
+        derived = case["derived"]
+        try:
+            config = _config_of(key, case, configs or path.parent)
+        except ConfigError as error:
+            result.faults.append(str(error))
+            yield result
+            continue
+        ours = {field: value for _, section in config.sections() for field, value in section}
+        compared = 0
+        for attribute, value in derived.items():
+            field = RENAMED.get(attribute) or FIELD_OF.get(attribute)
+            if field in ours and not isinstance(value, (dict, list)):
+                result.expect(attribute, ours[field], _translated(attribute, value))
+                compared += 1
+        if "data_num_samples" in derived:
+            training = config.training
+            counts = sample_counts(
+                training.train_iters,
+                training.eval_interval,
+                training.eval_iters,
+                config.batch.train_batch_size,
+            )
+            samples = dict(zip(SPLITS, counts, strict=True))
+            result.expect("data_num_samples", samples, derived["data_num_samples"])
+        result.add(f"of {compared} values, differing", len(result.faults), 0)
+        yield result
+
+
+def _config_of(key: str, case: dict[str, Any], folder: Path) -> Config:
+    """The case's configuration, for its number of processes."""
+    derived = case["derived"]
+    named = re.search(r"gpus(\d+)", key)
+    per_process = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"]
+    processes = int(named[1]) if named else derived["train_batch_size"] // per_process
+    files = [folder / file for file in case.get("files", [])]
+    if files and all(file.is_file() for file in files):
+        # What that program takes for granted where its files are silent, and we do not.
+        silent = [f"output_layer_parallelism={derived['output_layer_parallelism']}"]
+        return load_config(files, silent, world_size=processes)
+    keys = {
+        name: value
+        for name, value in derived.items()
+        if name in KNOWN_KEYS - FOLLOWS - set(NO_EFFECT) - set(REFUSED) and value is not None
+    }
+    passed = derived.get("deepspeed_config_passed", {})
+    lr = {"params": {"lr": derived["lr"]}}
+    keys["optimizer"] = passed.get("optimizer", {"type": derived["optimizer_type"], **lr})
+    keys["zero_optimization"] = passed.get("zero_optimization", {"stage": derived["zero_stage"]})
+    if "fp16" in passed:
+        keys["fp16"] = passed["fp16"]
+    else:
+        keys["precision"] = derived["precision"]
+    return _load(keys, processes=processes)
+
+
+def _load(keys: dict[str, Any], overrides: Sequence[str] = (), *, processes: int = 1) -> Config:
+    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+        json.dump(keys, file)
+        file.flush()
+        return load_config([file.name], overrides, world_size=processes)
+
+
+def _translated(attribute: str, value: Any) -> Any:
+    """A published value in our spelling."""
+    if attribute == "pos_emb":
+        return resolve(value)[0]
+    if attribute == "precision":
+        return PRECISIONS.get(value, value)
+    return value.lower() if attribute == "optimizer_type" else value

@@ -1,0 +1,169 @@
+"""training/NAME: published training steps, taken again by this project's engine.
+
+The parts are those of train.py: model and groups, optimizer, DeepSpeed engine, schedule, the
+training step and the projection of theta, built by the same functions from the case's config.
+Weight decay reaches the kernel's parameters, as in the published code. The text is the case's own.
+
+bf16: `published_numerics`, with the clamp on the model's copy alone. The published curve there was
+made with another optimizer wrapper, so it shows semantics, not digits.
+
+Without rotation or weights that depend on it, the bias of the keys has no gradient: softmax absorbs
+it. Adam turns what rounding leaves of it into steps, hence a wider tolerance for that one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron.config import Config
+from megatron.engine import checkpoint
+from megatron.engine.build import build_model
+from megatron.engine.job_engine import job_engine
+from megatron.engine.loop import train_step
+from megatron.engine.optim import full_theta, parameter_groups, project_theta
+from megatron.engine.weights import load_weights
+from megatron.parallel import Groups
+from tools.parity.models import case_config, positional_tensors, published_tensors
+from tools.parity.result import Result
+
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
+RATES = 1e-12
+KEY_BIAS = 5e-2
+KINDS = {  # what the curve calls it -> what is compared: see `TrainingCase.seen`
+    "kernel": "kernel",
+    "kernel_before_stats_clamp": "before clamp",
+    "kernel_bf16_after_stats": "kernel",
+    "kernel_bf16_before_stats": "before clamp",
+    "kernel_fp32_master": "master",
+    "kernel_used_in_forward": "used",
+}
+
+
+def check_training(
+    folder: Path, name: str, groups: Groups, *, backend: str = "eager", again: bool = False
+) -> Iterator[Result]:
+    """Take the steps of one case; `again` leaves out bf16, which is always eager."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    with np.load(folder / "curve.npz", allow_pickle=False) as stored:
+        curve = dict(stored)
+    vocab_size = manifest["padded_vocab_size"]
+    config = case_config(folder, ["weight_decay_positional=true"], vocab_size)
+    rounded = config.training.precision != "fp32"
+    if rounded and again:
+        return
+    own = ["weight_decay_positional=true", f"published_numerics={str(rounded).lower()}"]
+    own += [f"attention_backend={'eager' if rounded else backend}"]
+    config = case_config(folder, own, vocab_size)
+    result = Result(f"{name} {config.training.precision} {config.model.attention_backend}")
+    case = TrainingCase(folder, config, vocab_size, groups)
+    case.check_groups(manifest, result)
+    case.run(curve["tokens"])
+    case.compare(curve, manifest, result)
+    yield result
+
+
+class TrainingCase:
+    """A model and its engine at step 0 of a case, and what was seen on the way."""
+
+    def __init__(self, folder: Path, config: Config, vocab_size: int, groups: Groups):
+        self.config, self.groups = config, groups
+        self.model = build_model(config, vocab_size, device_type=groups.device.type)
+        start = folder / "checkpoint_init"
+        load_weights(self.model, start, checkpoint.newest(start))
+        self.engine, _ = job_engine(config, self.model, groups)
+        self.seen: dict[str, list] = {}
+
+    def run(self, tokens: np.ndarray) -> None:
+        """Steps over tokens [steps, micro-batches, batch, seq + 1]."""
+        self.engine.train()
+        theta, pos = self.model.theta, self.model.pos
+        copy_only = self.config.training.precision != "fp32"
+        if theta is not None:
+            self._note_kernel("kernel", theta)
+        for step_tokens in tokens:
+            self._note("lr_used", self.engine.optimizer.param_groups[0]["lr"])
+            if theta is not None:
+                self._note_kernel("used", theta)
+            batches = iter(step_tokens)
+            loss, norm = train_step(self.engine, batches, len(step_tokens), self.groups)
+            self._note("loss", loss.item())
+            self._note("norm", float(norm))
+            self._note("lr_after", self.engine.optimizer.param_groups[0]["lr"])
+            if theta is not None:
+                self._note_kernel("before clamp", theta)
+                self._note_kernel("master", full_theta(self.engine, theta))
+                project_theta(self.engine, theta, *pos.bounds(), copy_only=copy_only)
+                self._note_kernel("kernel", theta)
+
+    def check_groups(self, manifest: dict, result: Result) -> None:
+        """Which parameters decay."""
+        if "optimizer_groups" not in manifest:
+            return
+        placed = {id(p): names for names, p in self._published_parameters()}
+        chosen, ours, theirs = self.config.optimizer, {}, {}
+        for group in parameter_groups(
+            self.model, chosen.weight_decay, decay_theta=chosen.weight_decay_positional
+        ):
+            for param in group["params"]:
+                ours |= dict.fromkeys(placed[id(param)], group["weight_decay"])
+        for group in manifest["optimizer_groups"]:
+            theirs |= dict.fromkeys(group["params"], group["weight_decay"])
+        result.expect("weight decay of each parameter", ours, theirs)
+
+    def compare(self, curve: dict[str, np.ndarray], manifest: dict, result: Result) -> None:
+        """Everything that the curve holds."""
+        tolerance = TOLERANCES[self.config.training.precision]
+        seen = {key: np.array(values) for key, values in self.seen.items()}
+        result.compare("loss", seen["loss"], curve["loss"], tolerance)
+        norm = curve.get("grad_norm_before_clip", curve.get("grad_norm"))
+        if norm is not None:
+            result.compare("gradient norm", seen["norm"], norm, tolerance, scale=norm)
+        for key in ("lr_used", "lr_after"):
+            if key in curve:
+                scale = np.maximum(curve[key], 1e-30)
+                result.compare("learning rate", seen[key], curve[key], RATES, scale=scale)
+        for key, published in curve.items():
+            kind, _, name = key.partition("/")
+            if kind not in KINDS:
+                continue
+            ours = seen.get(f"{KINDS[kind]}/{name}")
+            if ours is None:
+                result.faults.append(f"{key}: not in this model")
+                continue
+            if len(ours) == len(published) + 1:  # the start is not in it
+                ours = ours[1:]
+            result.compare(KINDS[kind], ours.reshape(published.shape), published, tolerance)
+        if "final_l2" in curve:
+            self._compare_final(curve, manifest["final_param_names"], result, tolerance)
+
+    def _compare_final(
+        self, curve: dict[str, np.ndarray], names: list[str], result: Result, tolerance: float
+    ) -> None:
+        final = published_tensors(self.model, dict(self.model.named_parameters()))
+        result.expect("parameters", sorted(final), sorted(names))
+        for i, name in enumerate(names):
+            if name in final:
+                flat = final[name].detach().double().numpy().ravel()
+                norm, total = curve["final_l2"][i], curve["final_sum"][i]
+                noisy = name.endswith("query_key_value.bias")
+                label, allowed = ("final biases", KEY_BIAS) if noisy else ("final", tolerance)
+                result.compare(label, np.linalg.norm(flat), norm, allowed, scale=norm)
+                size = norm * len(flat) ** 0.5
+                result.compare(label, flat.sum(), total, allowed, scale=size)
+
+    def _published_parameters(self) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
+        """(its names in the published code, parameter)."""
+        for name, param in self.model.named_parameters():
+            yield list(published_tensors(self.model, {name: param})), param
+
+    def _note(self, key: str, value: object) -> None:
+        self.seen.setdefault(key, []).append(value)
+
+    def _note_kernel(self, kind: str, theta_HN: torch.Tensor) -> None:
+        for name, tensor in positional_tensors(self.model, theta_HN).items():
+            self._note(f"{kind}/{name}", tensor.detach().float().cpu().numpy().copy())
