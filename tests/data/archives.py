@@ -81,3 +81,26 @@ LAYOUTS = {"openwebtext2": openwebtext2, "github": github, "arxiv": arxiv}
 def gz(path: Path, content: bytes) -> Path:
     path.write_bytes(gzip.compress(content))
     return path
+
+
+def make_faults(folder: Path) -> dict[str, Path]:
+    """One input for each kind of fault."""
+    good = b'{"text": "fine"}\n'
+    files = {
+        "json": good * 3 + b'{"text": "cut\n' + good,
+        "key": good + b'{"body": "b"}\n',
+        "utf8": good + b'{"text": "caf\xe9"}\n' + good,
+        "empty": b"",
+        "blank": b"\n\n",
+    }
+    made = {}
+    for name, data in files.items():
+        made[name] = folder / f"{name}.jsonl"
+        made[name].write_bytes(data)
+    zst = github(folder, texts(300))
+    made["zst"] = folder / "cut.jsonl.zst"
+    made["zst"].write_bytes(zst.read_bytes()[:-200])
+    tar = openwebtext2(folder / "owt", texts(300))
+    made["tar"] = folder / "cut.jsonl.zst.tar"
+    made["tar"].write_bytes(tar.read_bytes()[:-12000])
+    return made

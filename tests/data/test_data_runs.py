@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,26 +77,6 @@ def wait_for(path: Path, least: int, process: subprocess.Popen) -> None:
         time.sleep(0.005)
 
 
-def interrupted(arguments: list, tmp_path: Path, action: Callable) -> tuple[list, Path, int, str]:
-    """Begin runs in fresh folders until `action(process)` comes before the end of one.
-
-    Returns (the run's arguments, its folder, exit code, standard error).
-    """
-    for attempt in range(8):
-        folder = tmp_path / str(attempt)
-        run = [*arguments, "--name", "x", "-d", folder, "--workers", 2]
-        process = begin(*run)
-        try:
-            wait_for(folder / "x_text_document.journal", 0, process)
-            action(process)
-        except (AssertionError, IndexError, FileNotFoundError, ProcessLookupError):
-            process.kill()
-        _, text = process.communicate(timeout=60)
-        if process.returncode not in (0, -signal.SIGKILL):
-            return run, folder, process.returncode, text
-    raise AssertionError("every run ended before it could be interrupted")
-
-
 def test_killed_and_given_again(unbroken, tmp_path):
     """Kill -9 at two moments, with different numbers of workers: the same bytes at the end."""
     arguments, expected = unbroken
@@ -164,17 +142,6 @@ def test_a_full_disk(unbroken, tmp_path):
     assert content(tmp_path / "x_text_document") == expected
 
 
-def test_a_worker_that_dies(unbroken, tmp_path):
-    arguments, expected = unbroken
-    run, folder, code, text = interrupted(
-        arguments, tmp_path, lambda process: os.kill(children(process.pid)[0], signal.SIGKILL)
-    )
-    assert code == 1 and "error: a worker process died" in text
-    assert not list(folder.glob("*.idx"))
-    call(*run)
-    assert content(folder / "x_text_document") == expected
-
-
 def test_workers_die_with_their_parent(unbroken, tmp_path):
     process = begin(*unbroken[0], "--name", "x", "-d", tmp_path, "--workers", 2)
     wait_for(tmp_path / "x_text_document.journal", 0, process)
@@ -195,40 +162,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_interrupted_from_the_keyboard(unbroken, tmp_path):
-    arguments, expected = unbroken
-    run, folder, code, text = interrupted(
-        arguments, tmp_path, lambda process: process.send_signal(signal.SIGINT)
-    )
-    assert code == 130 and "the same command goes on" in text
-    assert "Traceback" not in text
-    call(*run)
-    assert content(folder / "x_text_document") == expected
-
-
-def make_faults(folder: Path) -> dict[str, Path]:
-    """One input for each kind of fault."""
-    good = b'{"text": "fine"}\n'
-    files = {
-        "json": good * 3 + b'{"text": "cut\n' + good,
-        "key": good + b'{"body": "b"}\n',
-        "utf8": good + b'{"text": "caf\xe9"}\n' + good,
-        "empty": b"",
-        "blank": b"\n\n",
-    }
-    made = {}
-    for name, data in files.items():
-        made[name] = folder / f"{name}.jsonl"
-        made[name].write_bytes(data)
-    zst = archives.github(folder, archives.texts(300))
-    made["zst"] = folder / "cut.jsonl.zst"
-    made["zst"].write_bytes(zst.read_bytes()[:-200])
-    tar = archives.openwebtext2(folder / "owt", archives.texts(300))
-    made["tar"] = folder / "cut.jsonl.zst.tar"
-    made["tar"].write_bytes(tar.read_bytes()[:-12000])
-    return made
-
-
 FAULTS = {
     "json": "json.jsonl:4: is not JSON",
     "key": "key.jsonl:2: has no key 'text'",
@@ -243,7 +176,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_faults_are_errors_with_file_and_record(tmp_path, fault):
     (tmp_path / "owt").mkdir()
-    path = make_faults(tmp_path)[fault]
+    path = archives.make_faults(tmp_path)[fault]
     out = tmp_path / "out"
     text = call("--input", path, "--name", "x", "-d", out, "--workers", 2, code=1)
     assert "error: " in text and FAULTS[fault] in text
@@ -252,7 +185,7 @@ def test_faults_are_errors_with_file_and_record(tmp_path, fault):
 
 def test_skipped_faults_are_counted_and_listed(tmp_path):
     (tmp_path / "owt").mkdir()
-    made = make_faults(tmp_path)
+    made = archives.make_faults(tmp_path)
     chosen = [made[name] for name in ("json", "key", "utf8", "zst", "tar")]
     text = call(
         "--input", *chosen, "--name", "x", "-d", tmp_path, "--on-error", "skip", "--workers", 2
@@ -279,30 +212,3 @@ def test_gpt_neox_flags_give_gpt_neox_files(parity, gpt2_files, tmp_path):
     )
     assert "Vocab size: 50257" in text
     assert content(tmp_path / "corpus_text_document") == content(parity / "corpus_text_document")
-
-
-PEAK = """
-import resource, sys
-import prepare_data
-assert prepare_data.main(sys.argv[1:]) == 0
-kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-print("peak", *(resource.getrusage(kind).ru_maxrss for kind in kinds))
-"""
-
-
-def test_memory_does_not_grow_with_the_input(tmp_path):
-    """Peak resident KiB of the run and of its largest worker: 5 MB against 50 MB of text."""
-    line = '{"text": "' + "some words in a row " * 50 + '"}\n'
-    peaks = []
-    for count in (5_000, 50_000):
-        path = tmp_path / f"{count}.jsonl"
-        path.write_text(line * count)
-        arguments = ["--input", path, "--name", f"n{count}", "-d", tmp_path, "--workers", 2]
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, *map(str, arguments)],
-            cwd=ROOT, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        peaks.append(list(map(int, done.stdout.split("peak")[1].split())))
-    for small, large in zip(*peaks, strict=True):
-        assert large < small + 15_000, peaks
