@@ -14,8 +14,13 @@ import torch.multiprocessing as mp
 from megatron.engine import distributed
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 280
+) -> list[Any]:
     """`[function(groups, *args) on rank r for r in ranks]`; `function` must be importable.
+
+    Args:
+        timeout: seconds for the first rank to finish.
 
     Raises:
         RuntimeError: a rank failed; its traceback is in the text.
@@ -34,7 +39,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     outcome: dict[int, Any] = {}
     try:
         while len(outcome) < world_size:
-            rank, error, value = results.get(timeout=280)
+            rank, error, value = results.get(timeout=timeout)
             if error:
                 raise RuntimeError(f"rank {rank}:\n{error}")
             outcome[rank] = pickle.loads(value)
