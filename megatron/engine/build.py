@@ -91,14 +91,22 @@ def positional_of(config: Config) -> PositionalEmbedding:
     return pos
 
 
-def build_model(config: Config, vocab_size: int, *, device_type: str) -> GPT:
-    """The model on the CPU in fp32, initialised from the config's seed."""
+def build_model(config: Config, vocab_size: int, *, device_type: str, training: bool = True) -> GPT:
+    """The model on the CPU in fp32, initialised from the config's seed.
+
+    Raises:
+        AttentionError: the attention backend cannot serve this model on this device.
+    """
+    m = config.model
     pos = positional_of(config)
     attend = choose(
-        config.model.attention_backend,
+        m.attention_backend,
         pos,
         device_type=device_type,
         dtype=DTYPES[config.training.precision],
+        training=training,
+        dropout=training and m.attention_dropout > 0.0,
+        head_size=m.hidden_size // m.num_attention_heads,
     )
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
 
