@@ -93,18 +93,41 @@ def positional_of(config: Config) -> PositionalEmbedding:
     return pos
 
 
-def attention_of(config: Config, pos: PositionalEmbedding, device_type: str) -> AttentionFn:
-    """The config's attention backend, chosen."""
-    dtype = DTYPES[config.training.precision]
-    return choose(config.model.attention_backend, pos, device_type=device_type, dtype=dtype)
+def attention_of(
+    config: Config, pos: PositionalEmbedding, device_type: str, *, training: bool = True
+) -> AttentionFn:
+    """The config's attention backend, chosen.
+
+    Raises:
+        AttentionError: it cannot serve this model on this device.
+    """
+    m = config.model
+    return choose(
+        m.attention_backend,
+        pos,
+        device_type=device_type,
+        dtype=DTYPES[config.training.precision],
+        training=training,
+        dropout=training and m.attention_dropout > 0.0,
+        head_size=m.hidden_size // m.num_attention_heads,
+    )
 
 
 def build_model(
-    config: Config, vocab_size: int, *, device_type: str, tp: TensorGroup = ALONE
+    config: Config,
+    vocab_size: int,
+    *,
+    device_type: str,
+    training: bool = True,
+    tp: TensorGroup = ALONE,
 ) -> GPT:
-    """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed."""
+    """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed.
+
+    Raises:
+        AttentionError: the attention backend cannot serve this model on this device.
+    """
     pos = positional_of(config)
-    attend = attention_of(config, pos, device_type)
+    attend = attention_of(config, pos, device_type, training=training)
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp)
 
 

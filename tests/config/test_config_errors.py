@@ -82,7 +82,7 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("zero_optimization: {offload_optimizer: {device: cpu}}", "offloading to the CPU"),
         ("pipe_parallel_size: 2", "1 process(es) cannot form groups of pipe_parallel_size 2 x "),
         ("model-parallel-size: 4", "1 process(es) cannot form groups of pipe_parallel_size 1 x "),
-        ("attention_backend: fused", "not built yet; write one of auto, eager, blocked"),
+        ("attention_backend: fusd", "fused"),
         ("attention_config: [[[local, global], all]]", "attention types local are not built"),
         ("attention_config: [[[global], 3]]", "names 3 layers, but num_layers is 2"),
         ("attention_config: global", "names 1 layers, but num_layers is 2"),
