@@ -95,7 +95,8 @@ class Published:
 
 def is_published(checkpoint: Path) -> bool:
     """Whether the folder `global_stepN` is in the published layout, and not of our making."""
-    if (checkpoint / "kerple.json").is_file():
+    ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
+    if ours:  # by the second sign even where the first was lost
         return False
     return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
 
