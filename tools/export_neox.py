@@ -31,6 +31,8 @@ def main() -> int:
     parts_help = "tensor-parallel parts (default: as many as were imported, else 1)"
     parser.add_argument("--tp", type=int, metavar="N", help=parts_help)
     args = parser.parse_args()
+    if args.tp is not None and args.tp < 1:
+        parser.error(f"--tp must be at least 1, not {args.tp}")
     try:
         written = export_checkpoint(args.source, args.target, parts=args.tp)
     except (CheckpointError, ConfigError, OSError) as error:

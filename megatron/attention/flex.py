@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backend import Backend, Use
-from megatron.attention.formula import Unreadable, evaluate, read
+from megatron.attention.formula import Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
 
 
@@ -73,15 +73,20 @@ def score_mod_of(
     if formula is None:
         return tabulated(pos, theta_HN, offset, length)
 
+    arguments = (formula.distance, *formula.theta)
+    bias, weight = (
+        None if part is None else torch_function(part, arguments)
+        for part in (formula.bias, formula.weight)
+    )
+    # A tensor that wants a gradient may be looked up but once: a column each, in memory of its own.
+    columns = [column.clone() for column in theta_HN.unbind(1)]
+
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         d = (i + offset - j).clamp(min=0).to(theta_HN.dtype)
-        values = {symbol: theta_HN[h, n] for n, symbol in enumerate(formula.theta)}
-        values[formula.distance] = d
-        if formula.weight is not None:
-            score = score * evaluate(formula.weight, values)
-        if formula.bias is not None:
-            score = score + evaluate(formula.bias, values)
-        return score
+        theta = [column[h] for column in columns]
+        if weight is not None:
+            score = score * weight(d, *theta)
+        return score if bias is None else score + bias(d, *theta)
 
     return score_mod
 

@@ -80,28 +80,37 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
         if expression is None:
             continue
         expected = function(theta_HN, d)
-        values = dict(zip((formula.distance, *formula.theta), (d, *columns), strict=True))
-        got = evaluate(expression, values)
+        got = torch_function(expression, (formula.distance, *formula.theta))(d, *columns)
         got = torch.as_tensor(got, dtype=torch.float64).expand_as(expected)
         if not torch.allclose(got, expected, rtol=1e-9, atol=1e-12):
             raise Unreadable(f"what was read, {expression}, is not what it computes")
 
 
-def evaluate(expression: sympy.Expr, values: dict[sympy.Symbol, Tensor]) -> Any:
-    """The expression in torch operations, on tensors of any (broadcastable) shape."""
+def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
+    """The expression as a function of tensors of any (broadcastable) shape.
+
+    A plain function, without sympy: it is what ``torch.compile`` gets to read.
+    """
+    names = [symbol.name for symbol in arguments]
+    return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", {"torch": torch})
+
+
+def torch_text(expression: sympy.Expr) -> str:
+    """The expression in Python and torch."""
     if expression.is_number:
-        return float(expression)
+        return f"({float(expression)!r})"
     if expression.is_Symbol:
-        return values[expression]
-    args = [evaluate(arg, values) for arg in expression.args]
+        return expression.name
+    args = [torch_text(arg) for arg in expression.args]
     if expression.is_Add:
-        return sum(args[1:], args[0])
+        return f"({' + '.join(args)})"
     if expression.is_Mul:
-        return math.prod(args[1:], start=args[0])
+        return f"({' * '.join(args)})"
+    if expression.is_Pow and expression.base.is_number:
+        return f"torch.exp({math.log(expression.base)!r} * {args[1]})"
     if expression.is_Pow:
-        base, exponent = args
-        return base**exponent if torch.is_tensor(base) else torch.exp(exponent * math.log(base))
-    return getattr(torch, type(expression).__name__)(*args)
+        return f"({args[0]} ** {args[1]})"
+    return f"torch.{type(expression).__name__}({args[0]})"
 
 
 class Columns(tuple):

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from .chunks import Chunk, Fault, damaged
+from .chunks import TABLE_ROWS, Chunk, Fault, damaged
 from .errors import CorpusError
 from .sources import HUB, Source
 from .streams import DAMAGE, hash_file
-
-_ROWS = 256  # of a chunk
 
 
 def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
@@ -31,7 +29,7 @@ def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator
                     f"{source.path}:1", f"has no column {missing[0]!r} (its columns: {names})"
                 )
             columns = [*keys, *(name for name in ("meta",) if name in names)]
-            for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
+            for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
                 for chunk in rows_chunk(batch.to_pylist(), source.path, row + 1):
                     row += chunk.lines.count(b"\n")
                     chunk.position = source.size * row // max(1, file.metadata.num_rows)
@@ -57,7 +55,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
     row, batch = 0, []
     for record in rows:
         batch.append(record)
-        if len(batch) == _ROWS:
+        if len(batch) == TABLE_ROWS:
             for chunk in rows_chunk(batch, source.path, row + 1):
                 row += chunk.lines.count(b"\n")
                 yield chunk

@@ -70,7 +70,7 @@ def newest(folder: Path) -> str | None:
                 f"a file `latest` in it that says {folder.name}"
             )
         return None
-    tag = latest.read_text().strip()
+    tag = latest.read_text(errors="replace").strip()
     if not tag or "/" in tag or not (folder / tag).is_dir():
         there = ", ".join(sorted(p.name for p in folder.glob("global_step*"))) or "none"
         raise CheckpointError(
@@ -265,11 +265,14 @@ def is_foreign(folder: Path, tag: str) -> bool:
     return is_published(folder / tag) or "imported" in read_record(folder, tag)
 
 
-def imported_buffers(folder: Path, tag: str) -> dict[str, torch.Tensor]:
-    """What an imported checkpoint's files held although it follows from the configuration."""
+def imported_rest(
+    folder: Path, tag: str
+) -> tuple[dict[str, torch.Tensor], dict[str, list[torch.Tensor]]]:
+    """(buffers, parts) of an imported checkpoint, as in `neox_checkpoint.Published`."""
     if not is_foreign(folder, tag):
-        return {}
-    return safe_load(folder / tag / "mp_rank_00_model_states.pt")["neox_buffers"]
+        return {}, {}
+    state = safe_load(folder / tag / "mp_rank_00_model_states.pt")
+    return state["neox_buffers"], state.get("neox_parts", {})
 
 
 def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:

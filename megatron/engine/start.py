@@ -20,7 +20,8 @@ from megatron.config import Config
 from megatron.engine import checkpoint
 from megatron.engine.checkpoint import CheckpointError, Progress
 from megatron.engine.folders import remove_unfinished
-from megatron.engine.neox_checkpoint import counters, is_published
+from megatron.engine.neox_checkpoint import is_published
+from megatron.engine.neox_counters import counters
 from megatron.engine.optim import own_hyperparameters
 from megatron.engine.schedule import AnnealingLR
 from megatron.engine.weights import load_weights

@@ -9,7 +9,7 @@ import torch
 
 from megatron.engine import neox_checkpoint
 from megatron.engine import neox_layout as layout
-from megatron.engine.checkpoint import imported_buffers, is_foreign, read_weights, require_same
+from megatron.engine.checkpoint import imported_rest, is_foreign, read_weights, require_same
 from megatron.engine.layout_weights import fill, whole_shapes
 from megatron.engine.safe_load import CheckpointError
 from megatron.model import BlockShape
@@ -60,7 +60,7 @@ def load_weights(
     else:
         if identity is not None and not is_foreign(folder, tag):
             require_same(folder, tag, {"model": identity})
-        stored, buffers = read_weights(folder, tag), imported_buffers(folder, tag)
+        stored, (buffers, _) = read_weights(folder, tag), imported_rest(folder, tag)
         config = str(folder / "config.yml")
     own = whole_shapes(model, groups)
     if not wrong:  # else what is missing follows from what could not be read

@@ -42,7 +42,8 @@ class BlockShape:
     Attributes:
         tanh_gelu: the tanh form of gelu.
         rounds_as_published: 16-bit activations are rounded where the published code rounds them:
-            in the norms, and before the biases of output projections and MLP are added.
+            in the norms and activations, and before the biases of output projections and MLP are
+            added.
     """
 
     hidden_size: int
@@ -140,7 +141,8 @@ class MLP(nn.Module):
         if self.activation == "geglu":
             value, gate = x.chunk(2, dim=-1)
             return F.gelu(gate) * value
-        return ACTIVATIONS[self.activation](x)
+        by_name = PUBLISHED_ACTIVATIONS if self.rounds_as_published else ACTIVATIONS
+        return by_name[self.activation](x)
 
 
 def published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -153,6 +155,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softsign": F.softsign,
     "swish": F.silu,
     "mish": F.mish,
+}
+# The same functions, rounded after each operation.
+PUBLISHED_ACTIVATIONS = ACTIVATIONS | {
+    "swish": lambda x: x * torch.sigmoid(x),
+    "mish": lambda x: x * torch.tanh(F.softplus(x)),
 }
 
 

@@ -7,7 +7,7 @@ import sympy
 import torch
 
 from megatron.attention.flex import score_mod_of
-from megatron.attention.formula import Unreadable, evaluate, read
+from megatron.attention.formula import Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding, ThetaParameter, load, names
 
 DISTANCE = [name for name in names() if load(name).kind == "distance"]
@@ -75,8 +75,8 @@ def test_several_ways_to_write_the_same():
     values = []
     for way in ways:
         formula = read(Odd(way))
-        columns = dict(zip(formula.theta, theta[:, :, None].unbind(1), strict=True))
-        values.append(evaluate(formula.bias, {formula.distance: d, **columns}))
+        function = torch_function(formula.bias, (formula.distance, *formula.theta))
+        values.append(function(d, *theta[:, :, None].unbind(1)))
         torch.testing.assert_close(values[-1], values[0])
     torch.testing.assert_close(values[0], -theta[:, :1] * torch.log1p(theta[:, 1:] * d))
 

@@ -68,7 +68,8 @@ def check_model(
         expected = dict(stored)
     lengths = sorted(int(key.removeprefix("tokens_L")) for key in expected if "tokens_L" in key)
     for precision in DTYPES:
-        if not any(f"_{precision}_" in key for key in expected) or (again and precision == "bf16"):
+        stored = (key.replace("bf16_as_fp32", "bf16") for key in expected)
+        if not any(f"_{precision}_" in key for key in stored) or (again and precision == "bf16"):
             continue
         used = "eager" if precision == "bf16" else backend
         result = Result(f"{name} {precision} {used}")
@@ -135,9 +136,10 @@ class ModelCase:
         self.model.zero_grad()
         losses = self.model(inputs, targets)
         losses.mean().backward()
-        published = self.expected[f"loss_{end}"]
-        scale = np.abs(published) if self.precision == "fp32" else 1.0
-        compare("loss", losses.mean().item(), published, tolerances["loss"], scale=scale)
+        if f"loss_{end}" in self.expected:
+            published = self.expected[f"loss_{end}"]
+            scale = np.abs(published) if self.precision == "fp32" else 1.0
+            compare("loss", losses.mean().item(), published, tolerances["loss"], scale=scale)
         if f"token_loss_{end}" in self.expected:
             stored = self.expected[f"token_loss_{end}"]
             compare("token losses", _numpy(losses), stored, tolerances["token losses"])
@@ -147,7 +149,8 @@ class ModelCase:
     def _check_gradients(self, end: str) -> None:
         names, norms = self.manifest["grad_param_names"], self.expected[f"grad_l2_{end}"]
         whole = gradients(self.model)
-        self.result.expect("parameters with a gradient", sorted(whole), sorted(names))
+        moved = [name for name, norm in zip(names, norms, strict=True) if norm or name in whole]
+        self.result.expect("parameters with a gradient", sorted(whole), sorted(moved))
         recorded = dict(zip(names, norms, strict=True)).get(EMBEDDING, 0.0)
         part = self._first_parts({EMBEDDING: whole[EMBEDDING]})[EMBEDDING]
         apart = [abs(tensor.norm().item() - recorded) for tensor in (whole[EMBEDDING], part)]
