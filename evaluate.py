@@ -25,6 +25,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     # A rank evaluates the whole model, however the run that trained it was laid out.
     overrides = [*args.overrides, "pipe_parallel_size=1", "model_parallel_size=1"]
+    overrides += ["context_parallel_size=1", "sequence_parallel=false"]
     batch = ("train_batch_size=null", "gradient_accumulation_steps=null")
     overrides += [*batch, "train_micro_batch_size_per_gpu=1"]
     if args.lengths:

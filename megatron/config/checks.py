@@ -6,7 +6,6 @@ relation whose values are missing says nothing, because their own problem is rep
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,20 +31,10 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
     if values.get("decay_iters", 0) is None and "train_iters" in values:
         values["decay_iters"] = max(1, values["train_iters"])
     values["world_size"] = world_size
-    parts = [values.get("pipe_parallel_size"), values.get("model_parallel_size")]
-    if None in parts:
-        return
-    stages, slices = parts
-    if world_size % math.prod(parts):
-        yield (
-            "pipe_parallel_size" if stages > 1 else "model_parallel_size",
-            f"{world_size} process(es) cannot form groups of pipe_parallel_size {stages} x "
-            f"model_parallel_size {slices} = {stages * slices}; start a multiple of "
-            f"{stages * slices}, e.g. torchrun --nproc-per-node {stages * slices} train.py ...",
-        )
-        return
-    values["data_parallel_size"] = world_size // math.prod(parts)
-    yield from _derive_batch(values)
+    values.pop("data_parallel_size", None)  # its default
+    yield from layouts.share_out(values)
+    if "data_parallel_size" in values:
+        yield from _derive_batch(values)
 
 
 def _derive_batch(values: Values) -> Iterator[Found]:
@@ -57,8 +46,7 @@ def _derive_batch(values: Values) -> Iterator[Found]:
     dp = values["data_parallel_size"]
     ranks = (
         f"data-parallel size {dp} (= {values['world_size']} process(es) / "
-        f"(pipe_parallel_size {values['pipe_parallel_size']} x "
-        f"model_parallel_size {values['model_parallel_size']}))"
+        f"({layouts.factors(values)}))"
     )
     if t is None and m is None:
         return  # reported as required

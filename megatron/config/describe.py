@@ -67,7 +67,8 @@ def derived(config: Config) -> list[str]:
     tokens = b.train_batch_size * m.seq_length
     lines = [
         f"data-parallel size {p.data_parallel_size} = {p.world_size} process(es) / "
-        f"({p.pipe_parallel_size} pipe x {p.model_parallel_size} model)",
+        f"({p.pipe_parallel_size} pipe x {p.model_parallel_size} model"
+        + (f" x {p.context_parallel_size} context)" if p.context_parallel_size > 1 else ")"),
         f"train_batch_size {b.train_batch_size} = {b.train_micro_batch_size_per_gpu} micro x "
         f"{b.gradient_accumulation_steps} accumulation x {p.data_parallel_size} data-parallel",
         f"tokens a step {tokens:,} = {b.train_batch_size} x {m.seq_length}; "

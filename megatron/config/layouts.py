@@ -6,8 +6,34 @@ Degrees of parallelism must divide what they cut; some pairs DeepSpeed cannot ru
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
+Values = dict[str, Any]
 Found = tuple[str, str]  # (attribute to blame, text)
+_DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size")
+
+
+def factors(values: Values) -> str:
+    """The degrees of parallelism as messages name them; context parallelism where it is used."""
+    named = [f"{name} {values[name]}" for name in _DEGREES]
+    return " x ".join(named if values[_DEGREES[2]] > 1 else named[:2])
+
+
+def share_out(values: Values) -> Iterator[Found]:
+    """Set `data_parallel_size`, or yield why the processes cannot be shared out."""
+    if any(name not in values for name in _DEGREES):
+        return
+    world, degrees = values["world_size"], [values[name] for name in _DEGREES]
+    whole = math.prod(degrees)
+    if world % whole == 0:
+        values["data_parallel_size"] = world // whole
+        return
+    yield (
+        next(name for name in _DEGREES if values[name] > 1),
+        f"{world} process(es) cannot form groups of {factors(values)} = {whole}; start a multiple "
+        f"of {whole}, e.g. torchrun --nproc-per-node {whole} train.py ...",
+    )
 
 
 def _stages(stages: int, layers: int) -> Found | None:
@@ -37,6 +63,35 @@ def _cut_heads(slices: int, heads: int) -> Found | None:
         return None
     text = f"{slices} cannot share num_attention_heads {heads} out evenly"
     return "model_parallel_size", f"{text}; write a divisor of {heads}"
+
+
+def _cut_context(shares: int, stages: int, slices: int, heads: int) -> Found | None:
+    if shares == 1:
+        return None
+    if stages > 1:
+        return (
+            "context_parallel_size",
+            f"{shares} with pipe_parallel_size {stages}: stages are not told which positions they "
+            "have; write one of the two as 1",
+        )
+    if heads % (shares * slices):
+        return (
+            "context_parallel_size",
+            f"{shares} x model_parallel_size {slices} cannot share num_attention_heads {heads} out "
+            f"evenly; write a product that divides {heads}",
+        )
+    return None
+
+
+def _cut_sequence(spread: bool, shares: int, slices: int, length: int) -> Found | None:
+    parts = shares * (slices if spread else 1)
+    if length % parts == 0:
+        return None
+    how = f"context_parallel_size {shares}"
+    if spread:
+        how += f" x model_parallel_size {slices} (sequence_parallel)"
+    text = f"{length} cannot be cut into {how} = {parts} equal parts"
+    return "seq_length", f"{text}; write e.g. {-(-length // parts) * parts}"
 
 
 def _cut_vocabulary(slices: int, multiple: int) -> Found | None:
@@ -71,6 +126,15 @@ RELATIONS = (
     (("pipe_parallel_size", "num_layers"), _stages),
     (("pipe_parallel_size", "zero_stage"), _pipeline_stage),
     (("model_parallel_size", "num_attention_heads"), _cut_heads),
+    (
+        ("context_parallel_size", "pipe_parallel_size", "model_parallel_size")
+        + ("num_attention_heads",),
+        _cut_context,
+    ),
+    (
+        ("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length"),
+        _cut_sequence,
+    ),
     (("model_parallel_size", "make_vocab_size_divisible_by"), _cut_vocabulary),
     (("model_parallel_size", "activation", "hidden_size"), _cut_gates),
     (("zero_stage", "precision", "grad_accum_dtype"), _accumulation),

@@ -167,7 +167,6 @@ _refuse(
     "the GPT-NeoX key of each part",
     _only_reports,
 )
-_refuse("sequence_parallel", "sequence parallelism is not built yet", "false", _FALSE)
 _refuse("checkpoint_scale", "checkpoints come at a fixed interval", "linear", _equals("linear"))
 _refuse("s3_path", "checkpoints are not copied to S3", "save: DIRECTORY", _never)
 _refuse("iteration", "the folder's `latest` names the checkpoint", "load: DIRECTORY", _never)

@@ -169,6 +169,8 @@ class TrainingConfig(Section):
 class ParallelConfig(Section):
     pipe_parallel_size: Degree = 1
     model_parallel_size: Degree = 1  # tensor parallelism
+    sequence_parallel: Flag = False  # its ranks share the positions between cut layers
+    context_parallel_size: Degree = 1  # Ulysses: ranks that share one sequence's positions
     zero_stage: Annotated[
         int, Key("zero_optimization.stage"), BeforeValidator(whole(0, 3, write="e.g. 1"))
     ] = 1

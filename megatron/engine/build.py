@@ -120,6 +120,7 @@ def build_model(
     device_type: str,
     training: bool = True,
     tp: TensorGroup = ALONE,
+    cp: TensorGroup = ALONE,
 ) -> GPT:
     """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed.
 
@@ -128,7 +129,7 @@ def build_model(
     """
     pos = positional_of(config)
     attend = attention_of(config, pos, device_type, training=training)
-    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp)
+    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp, cp)
 
 
 def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:

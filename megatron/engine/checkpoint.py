@@ -31,7 +31,7 @@ from megatron.parallel import Groups, rng_state, set_rng_state
 if TYPE_CHECKING:
     import deepspeed
 
-ONE_SLICE = {"model_parallel_size": 1, "pipe_parallel_size": 1}
+ONE_SLICE = {f"{kind}_parallel_size": 1 for kind in ("model", "pipe", "context")}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def job_engine(
     settings = engine_config(
         micro_batch=c.batch.train_micro_batch_size_per_gpu,
         accumulation=c.batch.gradient_accumulation_steps,
-        world_size=groups.data_size,
+        world_size=groups.replica_size,
         precision=c.training.precision,
         gradient_clipping=c.optimizer.gradient_clipping,
         zero_stage=c.parallel.zero_stage,

@@ -10,7 +10,8 @@ from megatron.parallel import Groups
 class Mpu:
     """DeepSpeed's "model parallel unit" over `Groups` without a pipeline.
 
-    Its names are DeepSpeed's. Model parallel and tensor model parallel are the same here.
+    Its names are DeepSpeed's, whose data-parallel ranks are our replicas. Model parallel and tensor
+    model parallel are the same here.
     """
 
     def __init__(self, groups: Groups):
@@ -30,13 +31,13 @@ class Mpu:
     get_tensor_model_parallel_group = get_model_parallel_group
 
     def get_data_parallel_rank(self) -> int:
-        return self.groups.data_rank
+        return self.groups.replica_rank
 
     def get_data_parallel_world_size(self) -> int:
-        return self.groups.data_size
+        return self.groups.replica_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.groups.data
+        return self.groups.replicas
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.groups.data)
+        return dist.get_process_group_ranks(self.groups.replicas)

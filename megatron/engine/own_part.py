@@ -14,8 +14,9 @@ Model = GPT | Pipeline
 def build_own_part(config: Config, vocab_size: int, groups: Groups) -> Model:
     """What this rank holds of the model: its slice, or its slice of its stage."""
     if groups.pipe_size == 1:
+        device = groups.device.type
         return build_model(
-            config, vocab_size, device_type=groups.device.type, tp=groups.model
+            config, vocab_size, device_type=device, tp=groups.model, cp=groups.context
         )
     pos = positional_of(config)
     attend = attention_of(config, pos, groups.device.type)

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megatron.attention import AttentionFn
-from megatron.model.gpt import GPTShape, initialise, logits_group
+from megatron.model.gpt import GPTShape, logits_group
+from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
 from megatron.parallel import Groups, token_losses
 from megatron.positional import PositionalEmbedding
@@ -118,6 +120,7 @@ class PipelineLosses:
 
     def __init__(self, engine: PipelineEngine, groups: Groups):
         self.engine, self.groups = engine, groups
+        self.multiple = groups.model.size if groups.model.sequence else 1
         self.last = dist.get_global_rank(groups.pipe, groups.pipe_size - 1)
 
     @torch.no_grad()
@@ -125,13 +128,14 @@ class PipelineLosses:
         engine = self.engine
         engine.reset_activation_shape()
         engine.total_loss = None  # it adds up the losses of a batch, now of another shape
-        batch = iter([(inputs_BT, targets_BT)])
+        padding = (0, -inputs_BT.shape[1] % self.multiple)  # causal attention never sees it
+        batch = iter([(F.pad(inputs_BT, padding), F.pad(targets_BT, padding))])
         found = engine.eval_batch(
             batch, reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
         engine.reset_activation_shape()
         if engine.is_last_stage():
-            losses_BT = found[0].float().contiguous()
+            losses_BT = found[0][:, : inputs_BT.shape[1]].float().contiguous()
         else:
             losses_BT = torch.empty(inputs_BT.shape, device=self.groups.device)
         dist.broadcast(losses_BT, src=self.last, group=self.groups.pipe)

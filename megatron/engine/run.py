@@ -50,7 +50,10 @@ class Job:
     def __init__(self, config: Config, groups: Groups, *, allow_fallback: bool = False):
         parallel = config.parallel
         groups = groups.divided(
-            model_size=parallel.model_parallel_size, pipe_size=parallel.pipe_parallel_size
+            model_size=parallel.model_parallel_size,
+            pipe_size=parallel.pipe_parallel_size,
+            context_size=parallel.context_parallel_size,
+            cuts_sequence=parallel.sequence_parallel,
         )
         self.config, self.groups = config, groups
         save = config.checkpoint.save
@@ -60,13 +63,14 @@ class Job:
             "data_parallel_size": groups.data_size,
             "model_parallel_size": groups.model.size,
             "pipe_parallel_size": groups.pipe_size,
+            "context_parallel_size": groups.context.size,
             "zero_stage": parallel.zero_stage,
             "precision": config.training.precision,
             "optimizer": config.optimizer.type,
             "weight_decay_positional": config.optimizer.weight_decay_positional,
         }
-        # Dropout: each data-parallel rank and stage its own stream.
-        stream = groups.pipe_rank * groups.data_size + groups.data_rank
+        # Dropout: each data- and context-parallel rank and stage its own stream.
+        stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
         torch.manual_seed(config.training.seed + stream)
         self.model = build_own_part(config, self.data.tokenizer.vocab_size, groups)
         self.about = {
@@ -111,6 +115,7 @@ class Job:
             f"{parameters:,} parameters, {c.model.pos_emb}, {c.training.precision}, "
             f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
             f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel)"
+            + (f", {groups.context.size} share a sequence" if groups.context.size > 1 else "")
         )
         log.line(f"attention: {attend.name} ({attend.reason})")
         log.line(

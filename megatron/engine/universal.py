@@ -26,7 +26,13 @@ from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 
 from megatron.parallel import Groups
 
-FREE = ("data_parallel_size", "model_parallel_size", "pipe_parallel_size", "zero_stage")
+FREE = (
+    "data_parallel_size",
+    "model_parallel_size",
+    "pipe_parallel_size",
+    "context_parallel_size",
+    "zero_stage",
+)
 """What of a layout may change."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

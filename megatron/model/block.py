@@ -8,7 +8,8 @@ The fused projection is interleaved per head: its output is [H, (q k v), E], as 
 checkpoints. Theta is the job's one kernel tensor; it flows through every block beside x.
 
 Under tensor parallelism H, and the theta that comes in, count this rank's heads; the layers know
-how they are cut. `gpt_j_residual` adds both branches up before the ranks do, in one reduction.
+how they are cut. Under context parallelism (`cp`) T counts this rank's positions, but in attention
+all, of fewer heads. `gpt_j_residual` adds both branches up before the ranks do, in one reduction.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from megatron.model.norm import build_norm
 from megatron.parallel import (
     ALONE,
     ColumnLinear,
+    HiddenDropout,
     RowLinear,
     TensorGroup,
     add_partial,
+    exchange,
     rank_dropout,
 )
 from megatron.positional import PositionalEmbedding
@@ -80,9 +83,10 @@ class SelfAttention(nn.Module):
         pos: PositionalEmbedding,
         attend: AttentionFn,
         tp: TensorGroup = ALONE,
+        cp: TensorGroup = ALONE,
     ):
         super().__init__()
-        self.shape, self.pos, self.attend, self.tp = shape, pos, attend, tp
+        self.shape, self.pos, self.attend, self.tp, self.cp = shape, pos, attend, tp, cp
         hidden = shape.hidden_size
         self.rotary_ndims = int(shape.head_size * shape.rotary_pct)
         apart = shape.rounds_as_published
@@ -95,6 +99,9 @@ class SelfAttention(nn.Module):
         s = self.shape
         qkv = self.query_key_value(x_BTD)
         qkv = qkv.unflatten(-1, (-1, 3 * s.head_size)).transpose(1, 2)  # [B, H, T, 3E]
+        qkv = exchange(qkv, self.cp, cut=1, join=2)  # fewer heads, all positions
+        if theta_HN is not None:
+            theta_HN = theta_HN.chunk(self.cp.size)[self.cp.rank]
         q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
         if self.pos.kind == "rotary":
             q_BHTE, k_BHTE = self.pos.rotate(
@@ -111,6 +118,7 @@ class SelfAttention(nn.Module):
                 scale=1.0 / math.sqrt(s.head_size),
                 dropout_p=dropout_p,
             )
+        out_BHTE = exchange(out_BHTE, self.cp, cut=2, join=1)
         return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
 
 
@@ -172,15 +180,18 @@ class Block(nn.Module):
         pos: PositionalEmbedding,
         attend: AttentionFn,
         tp: TensorGroup = ALONE,
+        cp: TensorGroup = ALONE,
     ):
         super().__init__()
         self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
-        norm = shape.norm, shape.hidden_size, shape.norm_eps, shape.rounds_as_published
+        norm = shape.norm, shape.hidden_size, shape.norm_eps, shape.rounds_as_published, tp
         self.input_layernorm = build_norm(*norm)
-        self.attention = SelfAttention(shape, pos, attend, tp)
+        self.attention = SelfAttention(shape, pos, attend, tp, cp)
         self.post_attention_layernorm = build_norm(*norm)
         self.mlp = MLP(shape, tp)
-        self.dropout = nn.Dropout(shape.hidden_dropout)
+        # In parallel, dropout comes before the sum over ranks: at all positions, alike on each.
+        alike = ALONE if shape.gpt_j_residual else tp
+        self.dropout = HiddenDropout(shape.hidden_dropout, alike)
 
     def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
         if self.gpt_j_residual:

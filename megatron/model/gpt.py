@@ -10,37 +10,40 @@ Theta flows as data: the embedding layer emits it in at least fp32 beside the hi
 every block reads that same tensor, so autograd sums its gradient over the layers in fp32. Under
 bf16 the stored parameter is bf16; the optimizer's master is fp32.
 
-Under tensor parallelism (`tp`) every value is drawn whole and then cut, theta by heads.
+Under tensor parallelism (`tp`) every value is drawn whole and then cut, theta by heads. The ranks
+of `cp` have the same weights and different positions; where `tp` cuts the sequence too, its ranks
+have different positions between the layers that are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import AttentionFn
 from megatron.model.block import Block, BlockShape
-from megatron.model.init import draw
+from megatron.model.init import initialise
 from megatron.model.norm import build_norm
 from megatron.parallel import (
     ALONE,
     ColumnLinear,
     Cut,
+    HiddenDropout,
     RowLinear,
     TensorGroup,
     VocabEmbedding,
+    collect_from,
+    copy_to,
     gather_from,
     mark_cut,
     named_generator,
-    own_part,
     token_losses,
-    whole_shape,
 )
 from megatron.positional import PositionalEmbedding
 
@@ -107,7 +110,8 @@ def initial_theta(
 class EmbeddingLayer(nn.Module):
     """Tokens [B, T] -> (x [B, T, D], theta [H, N] fp32 or None).
 
-    With `words=False` another layer looks the words up, and their vectors x come in.
+    With `words=False` another layer looks the words up, and their vectors x come in. T counts the
+    positions that this rank has of the sequence, cut by `cp` and then by `tp`.
     """
 
     def __init__(
@@ -117,9 +121,10 @@ class EmbeddingLayer(nn.Module):
         seed: int,
         tp: TensorGroup = ALONE,
         words: bool = True,
+        cp: TensorGroup = ALONE,
     ):
         super().__init__()
-        self.pos, self.offset = pos, shape.position_offset
+        self.pos, self.offset, self.tp, self.cp = pos, shape.position_offset, tp, cp
         hidden, heads = shape.block.hidden_size, shape.block.num_heads
         self.word_embeddings: VocabEmbedding | None = None
         if words:
@@ -135,12 +140,16 @@ class EmbeddingLayer(nn.Module):
                 mark_cut(self.theta, BY_HEADS, tp)
             else:
                 self.fixed_theta = FixedTheta(theta_HN)
-        self.dropout = nn.Dropout(shape.block.hidden_dropout)
+        self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x_BTD = x if self.word_embeddings is None else self.word_embeddings(x)
         if self.pos.kind == "input":
-            positions_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+            before = self.cp.rank
+            if self.tp.sequence:
+                before = before * self.tp.size + self.tp.rank
+            first = before * x_BTD.shape[1]
+            positions_T = torch.arange(first, first + x_BTD.shape[1], device=x_BTD.device)
             x_BTD = x_BTD + self._position_vectors(positions_T, x_BTD)
         return self.dropout(x_BTD), self._theta(x_BTD.dtype)
 
@@ -148,14 +157,17 @@ class EmbeddingLayer(nn.Module):
         if self.pos.name != "learned":
             table = self.pos.table(positions_T, x_BTD.shape[-1], x_BTD.dtype)
             return table.to(x_BTD.dtype)
-        rows, length = self.position_embeddings.num_embeddings, positions_T.numel()
+        rows, length = self.position_embeddings.num_embeddings, int(positions_T[-1]) + 1
         if length + self.offset > rows:
             raise ValueError(
                 f"pos_emb: learned has {rows - self.offset} positions, but a sequence of {length} "
                 "came in; raise max_position_embeddings or choose an embedding that extrapolates, "
                 "such as kerple_log"
             )
-        return self.position_embeddings(positions_T + self.offset)
+        table = self.position_embeddings.weight
+        if self.tp.sequence:
+            table = copy_to(table, self.tp)  # its rows serve other positions on other ranks
+        return F.embedding(positions_T + self.offset, table)
 
     def _theta(self, dtype: torch.dtype) -> torch.Tensor | None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -175,27 +187,34 @@ class GPT(nn.Module):
         attend: AttentionFn,
         seed: int,
         tp: TensorGroup = ALONE,
+        cp: TensorGroup = ALONE,
     ):
         super().__init__()
-        self.shape, self.pos, self.attend = shape, pos, attend
+        self.shape, self.pos, self.attend, self.tp, self.cp = shape, pos, attend, tp, cp
         block = shape.block
-        self.embedding = EmbeddingLayer(shape, pos, seed, tp)
-        self.layers = nn.ModuleList(Block(block, pos, attend, tp) for _ in range(shape.num_layers))
+        self.embedding = EmbeddingLayer(shape, pos, seed, tp, cp=cp)
+        self.layers = nn.ModuleList(
+            Block(block, pos, attend, tp, cp) for _ in range(shape.num_layers)
+        )
         self.final_norm = build_norm(
-            block.norm, block.hidden_size, block.norm_eps, block.rounds_as_published
+            block.norm, block.hidden_size, block.norm_eps, block.rounds_as_published, tp
         )
         self.output: nn.Linear | None = None
         if not shape.tie_weights:
             output, arguments = output_layer(shape, tp)
             self.output = output(**arguments)
         self.logits_tp = logits_group(shape, tp)
-        self._initialise(seed)
+        initialise(self.named_parameters(), shape, seed)
 
     def forward(
         self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [B, T, V], or the loss of each target [B, T] in nats when targets are given."""
-        x_BTD, theta_HN = self.embedding(tokens_BT)
+        """Logits [B, T, V], or the loss of each target [B, T] in nats when targets are given.
+
+        Every rank gets them for the whole sequence, and gives the whole sequence.
+        """
+        length = tokens_BT.shape[1]
+        x_BTD, theta_HN = self.embedding(self._own_positions(tokens_BT))
         recompute = self.shape.checkpoint_activations and self.training
         for layer in self.layers:
             if recompute:
@@ -204,16 +223,26 @@ class GPT(nn.Module):
                 x_BTD = layer(x_BTD, theta_HN)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
-            return gather_from(self._logits(x_BTD), self.logits_tp)
+            logits = gather_from(self._logits(x_BTD), self.logits_tp)
+            return collect_from(logits, self.cp, 1)[:, :length]
         # Without gradients the logits of a long sequence need not exist all at once.
-        width = x_BTD.shape[1]
+        width, parts = x_BTD.shape[1], self.tp.size if self.tp.sequence else 1
         if not torch.is_grad_enabled():
-            width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * self.shape.vocab_size))
-        pieces = zip(x_BTD.split(width, dim=1), targets_BT.split(width, dim=1), strict=True)
-        return torch.cat([self._losses(x, targets) for x, targets in pieces], dim=1)
+            width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * parts * self.shape.vocab_size))
+        targets_BRT = self._own_positions(targets_BT).unflatten(1, (parts, -1))  # R: parts
+        pieces = zip(x_BTD.split(width, 1), targets_BRT.split(width, 2), strict=True)
+        losses_BRT = torch.cat([self._losses(x, targets) for x, targets in pieces], dim=2)
+        return collect_from(losses_BRT.flatten(1), self.cp, 1)[:, :length]
 
-    def _losses(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        return token_losses(self._logits(x_BTD), targets_BT, self.logits_tp)
+    def _own_positions(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sequence, padded behind (which causal attention never sees)."""
+        parts = self.cp.size * (self.tp.size if self.tp.sequence else 1)
+        padded_BT = F.pad(tokens_BT, (0, -tokens_BT.shape[1] % parts))
+        return padded_BT.chunk(self.cp.size, 1)[self.cp.rank]
+
+    def _losses(self, x_BTD: torch.Tensor, targets_BRT: torch.Tensor) -> torch.Tensor:
+        losses_BT = token_losses(self._logits(x_BTD), targets_BRT.flatten(1), self.logits_tp)
+        return losses_BT.view(targets_BRT.shape)
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V], or this rank's part of V where the output is cut by tokens."""
@@ -225,9 +254,6 @@ class GPT(nn.Module):
     def theta(self) -> nn.Parameter | None:
         """The learned kernel parameters [H, N], or None."""
         return self.embedding.theta
-
-    def _initialise(self, seed: int) -> None:
-        initialise(self.named_parameters(), self.shape, seed)
 
 
 def output_layer(shape: GPTShape, tp: TensorGroup) -> tuple[type[nn.Linear], dict[str, Any]]:
@@ -242,30 +268,3 @@ def output_layer(shape: GPTShape, tp: TensorGroup) -> tuple[type[nn.Linear], dic
 def logits_group(shape: GPTShape, tp: TensorGroup) -> TensorGroup:
     """The group over which the logits' vocabulary is cut."""
     return ALONE if shape.cut_output_inputs and not shape.tie_weights else tp
-
-
-@torch.no_grad()
-def initialise(
-    parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int
-) -> None:
-    """Give each named parameter its first value, a function of seed and name alone."""
-    for name, param in parameters:
-        leaf = name.rsplit(".", 1)[-1]
-        if name == "embedding.theta":
-            continue  # drawn by the embedding itself
-        if leaf == "bias":
-            param.zero_()
-        elif param.ndim == 1:
-            param.fill_(1.0)  # norm weights
-        else:
-            residual = ".attention.dense." in name or ".mlp.dense_4h_to_h." in name
-            method = shape.output_init_method if residual else shape.init_method
-            value = draw(
-                method,
-                whole_shape(param),
-                named_generator(seed, name),
-                std=shape.init_std,
-                num_layers=shape.num_layers,
-                hidden_size=shape.block.hidden_size,
-            )
-            param.copy_(own_part(param, value))

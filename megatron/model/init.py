@@ -15,9 +15,17 @@ L layers, D hidden size, std = init_method_std.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.nn import init
+
+from megatron.parallel import named_generator, own_part, whole_shape
+
+if TYPE_CHECKING:
+    from megatron.model.gpt import GPTShape
 
 METHODS = (
     "normal",
@@ -59,3 +67,30 @@ def draw(
     if method == "scaled_orthogonal":
         return init.orthogonal_(tensor, gain=math.sqrt(2 / num_layers), generator=generator)
     raise ValueError(f"init method {method!r} is unknown; use one of {', '.join(METHODS)}")
+
+
+@torch.no_grad()
+def initialise(
+    parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int
+) -> None:
+    """Give each named parameter its first value, a function of seed and name alone."""
+    for name, param in parameters:
+        leaf = name.rsplit(".", 1)[-1]
+        if name == "embedding.theta":
+            continue  # drawn by the embedding itself
+        if leaf == "bias":
+            param.zero_()
+        elif param.ndim == 1:
+            param.fill_(1.0)  # norm weights
+        else:
+            residual = ".attention.dense." in name or ".mlp.dense_4h_to_h." in name
+            method = shape.output_init_method if residual else shape.init_method
+            value = draw(
+                method,
+                whole_shape(param),
+                named_generator(seed, name),
+                std=shape.init_std,
+                num_layers=shape.num_layers,
+                hidden_size=shape.block.hidden_size,
+            )
+            param.copy_(own_part(param, value))

@@ -5,7 +5,8 @@
     scalenorm  x / max(|x|_2, eps) * g
 
 Statistics are in fp32 at least; `rounds_as_published` leaves them, as the published code does, in
-the dtype of x. Legend: D size of the last dimension.
+the dtype of x. Where the ranks of `tp` have different positions, a weight's gradient is the sum of
+theirs (`copy_to`). Legend: D size of the last dimension.
 """
 
 from __future__ import annotations
@@ -13,43 +14,62 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from megatron.parallel import ALONE, TensorGroup, copy_to
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, with weights that serve each rank's positions."""
+
+    def __init__(self, dim: int, eps: float, tp: TensorGroup = ALONE):
+        super().__init__(dim, eps=eps)
+        self.tp = tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = copy_to(self.weight, self.tp), copy_to(self.bias, self.tp)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension."""
 
-    def __init__(self, dim: int, eps: float, rounds_as_published: bool = False):
+    def __init__(
+        self, dim: int, eps: float, tp: TensorGroup = ALONE, rounds_as_published: bool = False
+    ):
         super().__init__()
-        self.dim, self.eps, self.rounds = dim, eps, rounds_as_published
+        self.dim, self.eps, self.tp, self.rounds = dim, eps, tp, rounds_as_published
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x if self.rounds else x.to(torch.promote_types(x.dtype, torch.float32))
         rms = wide.norm(dim=-1, keepdim=True) * self.dim**-0.5
-        return (wide / (rms + self.eps)).to(x.dtype) * self.scale
+        return (wide / (rms + self.eps)).to(x.dtype) * copy_to(self.scale, self.tp)
 
 
 class ScaleNorm(nn.Module):
     """One learned length for every vector (Nguyen & Salazar 2019)."""
 
-    def __init__(self, eps: float, rounds_as_published: bool = False):
+    def __init__(self, eps: float, tp: TensorGroup = ALONE, rounds_as_published: bool = False):
         super().__init__()
-        self.eps, self.rounds = eps, rounds_as_published
+        self.eps, self.tp, self.rounds = eps, tp, rounds_as_published
         self.g = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x if self.rounds else x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype) * self.g
+        unit = (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype)
+        return unit * copy_to(self.g, self.tp)
 
 
 def norm_layer(
-    name: str, dim: int, eps: float, rounds_as_published: bool = False
+    name: str, dim: int, eps: float, rounds_as_published: bool = False, tp: TensorGroup = ALONE
 ) -> tuple[type[nn.Module], dict[str, Any]]:
     """Class and arguments of the norm called `name` in a config: layernorm, rmsnorm, scalenorm."""
-    own = {"eps": eps, "rounds_as_published": rounds_as_published}
+    tp = tp if tp.sequence else ALONE
+    own = {"eps": eps, "tp": tp, "rounds_as_published": rounds_as_published}
     if name == "layernorm":
-        return nn.LayerNorm, {"normalized_shape": dim, "eps": eps}
+        return LayerNorm, {"dim": dim, "eps": eps, "tp": tp}
     if name == "rmsnorm":
         return RMSNorm, own | {"dim": dim}
     if name == "scalenorm":
@@ -58,8 +78,8 @@ def norm_layer(
 
 
 def build_norm(
-    name: str, dim: int, eps: float, rounds_as_published: bool = False
+    name: str, dim: int, eps: float, rounds_as_published: bool = False, tp: TensorGroup = ALONE
 ) -> nn.Module:
     """The norm called `name`, built."""
-    kind, arguments = norm_layer(name, dim, eps, rounds_as_published)
+    kind, arguments = norm_layer(name, dim, eps, rounds_as_published, tp)
     return kind(**arguments)

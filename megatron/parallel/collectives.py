@@ -3,12 +3,16 @@
     name      forward                       backward
     copy      x                             sum over ranks
     reduce    sum over ranks                dy
-    gather    concatenate last dimension    own slice of dy
-    scatter   own slice of last dimension   concatenate
+    gather    concatenate a dimension       own slice of dy
+    scatter   own slice of a dimension      concatenate
+    collect   concatenate a dimension       sum over ranks, own slice of it
+    spread    sum over ranks, own slice     concatenate
     share     x / size                      dy
+    exchange  heads for positions           positions for heads
 
 In a group of one each returns its input. `copy` stands before a layer that is cut by outputs,
-`reduce` behind one that is cut by inputs. `share` is an equal part of a value that all ranks hold:
+`reduce` behind one that is cut by inputs; where the group cuts the sequence too, `collect` and
+`spread` take their places. `share` is an equal part of a value that all ranks hold:
 added to each rank's partial result it is counted once in their sum, and every rank has its whole
 gradient.
 """
@@ -29,12 +33,27 @@ def _sum(x: Tensor, tp: TensorGroup) -> Tensor:
     return total
 
 
-def _slice(x: Tensor, tp: TensorGroup) -> Tensor:
-    return x.chunk(tp.size, dim=-1)[tp.rank].contiguous()
+def _slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
+    return x.chunk(tp.size, dim)[tp.rank].contiguous()
 
 
-def _join(x: Tensor, tp: TensorGroup) -> Tensor:
-    return torch.cat(tp.gather(x), dim=-1)
+def _join(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
+    return torch.cat(tp.gather(x), dim)
+
+
+def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
+    parts = x.chunk(tp.size, dim)
+    own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_tensor(own, torch.cat(parts), group=tp.group)
+    return own
+
+
+def _swap(x: Tensor, tp: TensorGroup, cut: int, join: int) -> Tensor:
+    """Part r of dimension `cut` to rank r, the parts that come in joined along `join`."""
+    parts = torch.cat(x.chunk(tp.size, cut))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=tp.group)
+    return torch.cat(received.chunk(tp.size), join)
 
 
 class _Copy(Function):
@@ -60,24 +79,57 @@ class _Reduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        return _join(x, tp)
+    def forward(ctx, x, tp, dim):
+        ctx.tp, ctx.dim = tp, dim
+        return _join(x, tp, dim)
 
     @staticmethod
     def backward(ctx, dy):
-        return _slice(dy, ctx.tp), None
+        return _slice(dy, ctx.tp, ctx.dim), None, None
 
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        return _slice(x, tp)
+    def forward(ctx, x, tp, dim):
+        ctx.tp, ctx.dim = tp, dim
+        return _slice(x, tp, dim)
 
     @staticmethod
     def backward(ctx, dy):
-        return _join(dy, ctx.tp), None
+        return _join(dy, ctx.tp, ctx.dim), None, None
+
+
+class _Collect(Function):
+    @staticmethod
+    def forward(ctx, x, tp, dim):
+        ctx.tp, ctx.dim = tp, dim
+        return _join(x, tp, dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _sum_slice(dy, ctx.tp, ctx.dim), None, None
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx, x, tp, dim):
+        ctx.tp, ctx.dim = tp, dim
+        return _sum_slice(x, tp, dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _join(dy, ctx.tp, ctx.dim), None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx, x, tp, cut, join):
+        ctx.tp, ctx.cut, ctx.join = tp, cut, join
+        return _swap(x, tp, cut, join)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _swap(dy, ctx.tp, ctx.join, ctx.cut), None, None, None
 
 
 class _Share(Function):
@@ -100,14 +152,34 @@ def reduce_from(x: Tensor, tp: TensorGroup) -> Tensor:
     return x if tp.size == 1 else _Reduce.apply(x, tp)
 
 
-def gather_from(x: Tensor, tp: TensorGroup) -> Tensor:
-    """The group's slices `x` joined along the last dimension."""
-    return x if tp.size == 1 else _Gather.apply(x, tp)
+def gather_from(x: Tensor, tp: TensorGroup, dim: int = -1) -> Tensor:
+    """The group's slices `x` joined along `dim`, for what all ranks then do alike."""
+    return x if tp.size == 1 else _Gather.apply(x, tp, dim)
 
 
-def scatter_to(x: Tensor, tp: TensorGroup) -> Tensor:
-    """This rank's slice of `x` along the last dimension."""
-    return x if tp.size == 1 else _Scatter.apply(x, tp)
+def scatter_to(x: Tensor, tp: TensorGroup, dim: int = -1) -> Tensor:
+    """This rank's slice of `x` along `dim`."""
+    return x if tp.size == 1 else _Scatter.apply(x, tp, dim)
+
+
+def collect_from(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
+    """The group's slices `x` joined along `dim`, for what each rank then does in its own way."""
+    return x if tp.size == 1 else _Collect.apply(x, tp, dim)
+
+
+def enter_cut(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
+    """Hidden states, of all positions, before a layer that is cut by outputs."""
+    return _Collect.apply(x_BTD, tp, 1) if tp.sequence else copy_to(x_BTD, tp)
+
+
+def leave_cut(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
+    """The sum of partial hidden states; where `tp` cuts the sequence, this rank's positions."""
+    return _Spread.apply(x_BTD, tp, 1) if tp.sequence else reduce_from(x_BTD, tp)
+
+
+def exchange(x: Tensor, tp: TensorGroup, *, cut: int, join: int) -> Tensor:
+    """From slices of dimension `join` to slices of dimension `cut` (Ulysses, arXiv 2309.14509)."""
+    return x if tp.size == 1 else _Exchange.apply(x, tp, cut, join)
 
 
 def share_of(x: Tensor, tp: TensorGroup) -> Tensor:
@@ -120,4 +192,4 @@ def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
     first, *others = partial
     for each in others:
         first = first + each
-    return x + reduce_from(first, tp)
+    return x + leave_cut(first, tp)

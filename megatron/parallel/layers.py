@@ -4,8 +4,10 @@
     RowLinear      y   = sum_r (x_r W_r^T + b / size)     W cut by inputs; y whole
     VocabEmbedding row lookup, and the tied projection    rows (tokens) cut
 
-r counts the ranks of the group. In a group of one each is torch's own layer. Weights come
-uninitialised: the model draws them whole, by name, and keeps its slice.
+Where the group cuts the sequence, hidden states come to ColumnLinear, and leave RowLinear and
+VocabEmbedding, as this rank's positions alone. r counts the ranks of the group. In a group of one
+each is torch's own layer. Weights come uninitialised: the model draws them whole, by name, and
+keeps its slice.
 """
 
 from __future__ import annotations
@@ -13,9 +15,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import copy_to, reduce_from, scatter_to, share_of
+from megatron.parallel.collectives import (
+    enter_cut,
+    gather_from,
+    leave_cut,
+    reduce_from,
+    scatter_to,
+    share_of,
+)
 from megatron.parallel.cuts import Cut, mark_cut
 from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.rng import rank_dropout
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, bias_apart: bool) -> Tensor:
@@ -41,7 +51,7 @@ class ColumnLinear(nn.Linear):
             mark_cut(param, Cut(0, blocks), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(copy_to(x, self.tp), self.weight, self.bias, self.bias_apart)
+        return _linear(enter_cut(x, self.tp), self.weight, self.bias, self.bias_apart)
 
 
 class RowLinear(nn.Linear):
@@ -64,10 +74,13 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
         """With `partial` the ranks' results are left for the caller to add up."""
         if self.scatter:
+            x = gather_from(x, self.tp, 1) if self.tp.sequence else x
             x = scatter_to(x, self.tp)
         bias = None if self.bias is None else share_of(self.bias, self.tp)
         y = _linear(x, self.weight, bias, self.bias_apart)
-        return y if partial else reduce_from(y, self.tp)
+        if partial:
+            return y
+        return reduce_from(y, self.tp) if self.scatter else leave_cut(y, self.tp)
 
 
 class VocabEmbedding(nn.Embedding):
@@ -85,12 +98,25 @@ class VocabEmbedding(nn.Embedding):
 
     def forward(self, x: Tensor, project: bool = False) -> Tensor:
         if project:
-            return F.linear(copy_to(x, self.tp), self.weight)
+            return F.linear(enter_cut(x, self.tp), self.weight)
         if self.tp.size == 1:
             return super().forward(x)
         rows = self.num_embeddings
         local = x - self.tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         vectors = super().forward(local.masked_fill(elsewhere, 0))
-        return reduce_from(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+        return leave_cut(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
 
+
+class HiddenDropout(nn.Dropout):
+    """Dropout of hidden states that every rank of `tp` holds alike, or its own positions of."""
+
+    def __init__(self, p: float, tp: TensorGroup = ALONE):
+        super().__init__(p)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.p and self.tp.sequence):
+            return super().forward(x)
+        with rank_dropout(self.tp, x.device):
+            return super().forward(x)

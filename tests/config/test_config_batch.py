@@ -66,6 +66,7 @@ def test_what_does_not_divide(problems: Callable, text: str, says: str) -> None:
 def test_any_two_give_the_third(micro: int, steps: int, world: int, drop: str | None) -> None:
     whole = dict(zip(SIZES, (micro * steps * world, micro, steps), strict=True))
     values = {**whole, "pipe_parallel_size": 1, "model_parallel_size": 1}
+    values["context_parallel_size"] = 1
     if drop:
         values[drop] = None
     assert list(derive(values, world)) == []
@@ -78,5 +79,6 @@ def test_three_are_checked_exactly(sizes: tuple[int, int, int], world: int) -> N
     values = dict(zip(SIZES, sizes, strict=True)) | {
         "pipe_parallel_size": 1,
         "model_parallel_size": 1,
+        "context_parallel_size": 1,
     }
     assert bool(list(derive(values, world))) == (total != micro * steps * world)

@@ -15,6 +15,8 @@ import pytest
         ("model_parallel_size: 2\npipe_parallel_size: 2", 8, 2),
         ("model_parallel_size: 0\npipe_parallel_size: 0", 3, 3),
         ("model_parallel_size: 4\nactivation: geglu\nhidden_size: 48", 4, 1),
+        ("context_parallel_size: 2\nmodel_parallel_size: 2\nsequence_parallel: true", 8, 2),
+        ("sequence_parallel: true", 1, 1),  # one rank has all positions
     ],
 )
 def test_the_data_parallel_size_is_what_is_left(
@@ -56,6 +58,30 @@ def test_the_data_parallel_size_is_what_is_left(
             "int(8/3 x hidden_size 64) = 170 evenly; write another hidden_size, or activation",
         ),
         ("model_parallel_size: two", 2, "write 1 for none"),
+        (
+            "context_parallel_size: 2\nmodel_parallel_size: 2",
+            6,
+            "6 process(es) cannot form groups of pipe_parallel_size 1 x model_parallel_size 2 x "
+            "context_parallel_size 2 = 4; start a multiple of 4",
+        ),
+        (
+            "context_parallel_size: 2\npipe_parallel_size: 2",
+            4,
+            "2 with pipe_parallel_size 2: stages are not told which positions they have; write one",
+        ),
+        (
+            "context_parallel_size: 4\nmodel_parallel_size: 2",
+            8,
+            "4 x model_parallel_size 2 cannot share num_attention_heads 4 out evenly; write",
+        ),
+        (
+            "context_parallel_size: 2\nmodel_parallel_size: 2\nsequence_parallel: true\n"
+            "seq_length: 30",
+            4,
+            "30 cannot be cut into context_parallel_size 2 x model_parallel_size 2 "
+            "(sequence_parallel) = 4 equal parts; write e.g. 32",
+        ),
+        ("context_parallel_size: 2\nseq_length: 31", 2, "context_parallel_size 2 = 2 equal parts"),
     ],
 )
 def test_a_refused_layout_says_what_to_write(

@@ -33,14 +33,18 @@ LAYOUTS = {
     "tp2-zero3": {"model_parallel_size": 2, **cell(3, "fp32")},
     "pp2": {"pipe_parallel_size": 2},
     "tp2-pp2": {"model_parallel_size": 2, "pipe_parallel_size": 2},
+    "tp2sp-cp2": {
+        "model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True
+    },
     "bf16": cell(1, "bf16"),
     "tp2-bf16": {"model_parallel_size": 2, **cell(1, "bf16")},
 }
-RANKS = {"one": 1, "zero3": 1, "bf16": 1, "dp4": 4, "tp2-pp2": 4}
+RANKS = {"one": 1, "zero3": 1, "bf16": 1, "dp4": 4, "tp2-pp2": 4, "tp2sp-cp2": 4}
 SOURCES = ("one", "tp2-pp2", "dp2-zero3", "tp2-zero3", "bf16")
 CHANGES = [
     ("tp2-pp2", "one"),
     ("tp2-pp2", "dp4"),
+    ("tp2-pp2", "tp2sp-cp2"),
     ("tp2-pp2", "zero3"),
     ("one", "tp2-pp2"),
     ("one", "zero3"),

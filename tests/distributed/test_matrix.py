@@ -24,10 +24,12 @@ def test_the_cells_cover_every_pair_of_settings():
     covered = set().union(*map(pairs, CELLS))
     for (a, these), (b, those) in itertools.combinations(AXES.items(), 2):
         for x, y in itertools.product(these, those):
-            refused = {a: x, b: y}.get("pp") == 2 and {a: x, b: y}.get("zero", 1) != 1
-            if max((v for v in (x, y) if type(v) is int and (a, v) != ("zero", v)), default=0) > 2:
+            pair = {a: x, b: y}
+            if any(pair.get(axis, 1) > 2 for axis in ("tp", "pp", "dp")):
                 continue  # up to eight processes: in the script
-            assert (((a, x), (b, y)) in covered) != refused, ((a, x), (b, y))
+            refused = pair.get("pp") == 2 and (pair.get("zero", 1) != 1 or pair.get("cp") == 2)
+            refused |= pair.get("sp", False) and pair.get("tp") == 1
+            assert (((a, x), (b, y)) in covered) != refused, pair
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

@@ -37,7 +37,7 @@ VARIANTS = {
 RESUMED = {
     "pp2-bf16": {"pipe_parallel_size": 2, **cell(1, "bf16")},
     "pp3-untied": {"pipe_parallel_size": 3, "no_weight_tying": True},
-    "pp2-tp2": {"pipe_parallel_size": 2, "model_parallel_size": 2},
+    "pp2-tp2": {"pipe_parallel_size": 2, "model_parallel_size": 2, "sequence_parallel": True},
 }
 
 

@@ -12,7 +12,7 @@ from launch import run_ranks
 from megatron.attention import choose
 from megatron.engine.checkpoint import newest, read_record, read_weights
 from megatron.model import GPT, BlockShape, GPTShape
-from megatron.parallel import Cut, cut_of, cuts_of, gather_from, own_part, token_losses
+from megatron.parallel import ALONE, Cut, cut_of, cuts_of, gather_from, own_part, token_losses
 from megatron.positional import load
 
 BASE = {"pos": "kerple_log", "tied": True, "row": False, "gpt_j": False, "activation": "gelu"}
@@ -31,7 +31,7 @@ VARIANTS = {
 }
 
 
-def build(tp, dropout=0.0, **changes):
+def build(tp, dropout=0.0, cp=ALONE, **changes):
     """A float64 model whose biases are not zero, so that one counted twice would show."""
     v = BASE | changes
     pos = load(v["pos"])
@@ -46,7 +46,7 @@ def build(tp, dropout=0.0, **changes):
     )
     shape = GPTShape(2, 32, block, 16, tie_weights=v["tied"], cut_output_inputs=v["row"])
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
-    model = GPT(shape, pos, attend, 1, **({"tp": tp} if tp else {})).double()
+    model = GPT(shape, pos, attend, 1, tp=tp or ALONE, cp=cp).double()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("bias"):
