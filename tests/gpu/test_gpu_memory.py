@@ -20,6 +20,8 @@ BF16 = torch.bfloat16
 DEVICE = "cuda"
 LONG = 65_536
 MEGABYTE = 1 << 20
+LIMIT = 1 << 31
+PITCH = 1 << 21
 
 
 def big(name: str, batch: int, heads: int, length: int, size: int = 64) -> Case:
@@ -119,15 +121,15 @@ def test_rows_of_a_long_sequence(name):
 
 def test_rows_gigabytes_apart():
     """Inputs whose rows have a pitch of 2^21 elements: the last begins past element 2^31."""
-    length, pitch = 1100, 1 << 21
-    shape, size = (1, 2, length, 64), 64
-    buffer = torch.empty(length * pitch, device=DEVICE, dtype=BF16)
+    length, size = 1100, 64
+    shape = (1, 2, length, size)
+    buffer = torch.empty(length * PITCH, device=DEVICE, dtype=BF16)
     case = big("kerple_log", *shape[:3])
     views = []
     for n, x in enumerate((*case.inputs[:3], case.grad)):
-        view = buffer.as_strided(shape, (0, size, pitch, 1), 2 * n * size)
+        view = buffer.as_strided(shape, (0, size, PITCH, 1), 2 * n * size)
         views.append(view.copy_(x.detach()))
-    assert views[0].stride(2) * (length - 1) > 1 << 31
+    assert views[0].stride(2) * (length - 1) > LIMIT
     expected = gradients(case)
     inputs = [x.detach().requires_grad_() for x in views[:3]]
     got = gradients(Case(case.pos, [*inputs, *case.inputs[3:]], views[3]))
@@ -137,9 +139,9 @@ def test_rows_gigabytes_apart():
 def test_more_than_two_to_the_31_elements():
     """Outputs and gradients too; the last sequences are as they are alone, bit for bit."""
     heads, length = 16, 128
-    batch = (1 << 31) // (heads * length * 64) + 9
+    batch = LIMIT // (heads * length * 64) + 9
     case = big("kerple_log", batch, heads, length)
-    assert case.grad.numel() > 1 << 31
+    assert case.grad.numel() > LIMIT
     results = gradients(case)
     last = slice(batch - 3, batch)
     inputs = [x.detach()[last].requires_grad_() for x in case.inputs[:3]]
