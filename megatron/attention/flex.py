@@ -122,7 +122,8 @@ def function_for(device_type: str) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device_type == "cuda":
-        return torch.compile(flex_attention, dynamic=False)
+        # fullgraph: an error where it could not be compiled, not the whole score matrix in silence.
+        return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def uncompiled(*inputs: Tensor, **options: Any) -> Tensor:
         with warnings.catch_warnings():
