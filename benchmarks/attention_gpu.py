@@ -73,7 +73,6 @@ def plan(args: argparse.Namespace) -> list[Group]:
 def run(args: argparse.Namespace) -> None:
     """Measure and write."""
     device = device_of(args)
-    torch._dynamo.config.recompile_limit = 64
     clock = Clock(device)
     report = {"setting": setting(args, device), "accuracy": [], "timings": [], "skipped": []}
     report["setting"]["matmul_tflops"] = clock.matmul_tflops()

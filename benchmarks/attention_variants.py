@@ -26,6 +26,7 @@ from megatron.attention import attend, flex
 from megatron.positional import PositionalEmbedding, load
 
 FUSED = ("kerple_log", "kerple_power", "none", "rpe")
+LOG = load("kerple_log")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def published_constants(
 
 def with_mask(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
     distance, future = published_constants(q.shape[2], torch.float32, q.device)
-    bias_HTS = load("kerple_log").bias(theta_HN, distance).to(q.dtype)
+    bias_HTS = LOG.bias(theta_HN, distance).to(q.dtype)
     mask = bias_HTS.masked_fill(future, -torch.inf).expand(q.shape[0], -1, -1, -1)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, mask)
@@ -99,23 +100,24 @@ def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
     length = q.shape[2]
     if not torch.is_grad_enabled():
         q, k, v, theta_HN = (x.detach() for x in (q, k, v, theta_HN))
-    score_mod = flex.score_mod_of(load("kerple_log"), theta_HN, 0, length, table=True)
+    score_mod = flex.score_mod_of(LOG, theta_HN, 0, length, table=True)
     mask = flex.causal_mask(length, length, 0, q.device)
     function = flex.function_for(q.device.type)
     return function(q, k, v, score_mod=score_mod, block_mask=mask, scale=q.shape[-1] ** -0.5)
 
 
+@lru_cache(maxsize=1)
 def variants() -> dict[str, Variant]:
-    """All, by name."""
-    log, none = load("kerple_log"), load("none")
-    found = [Variant(f"fused {name}", ours("fused", load(name)), load(name)) for name in FUSED]
+    """All, by name; always the same, so that nothing is compiled twice."""
+    none = load("none")
+    found = [Variant(f"fused {pos.name}", ours("fused", pos), pos) for pos in map(load, FUSED)]
     found += [
-        Variant("flex [H]", ours("flex", log), log),
-        Variant("flex table", flex_table, log),
+        Variant("flex [H]", ours("flex", LOG), LOG),
+        Variant("flex table", flex_table, LOG),
         Variant("sdpa flash", plain_sdpa(SDPBackend.FLASH_ATTENTION), none),
         Variant("sdpa cudnn", plain_sdpa(SDPBackend.CUDNN_ATTENTION), none),
-        Variant("sdpa efficient, mask", with_mask, log),
-        Variant("published", published, log),
+        Variant("sdpa efficient, mask", with_mask, LOG),
+        Variant("published", published, LOG),
     ]
     return {variant.name: variant for variant in found}
 
