@@ -241,14 +241,14 @@ def accuracy(
     exact = inputs.in_float64()
     for name in names:
         variant = variants()[name]
+        truth = Variant(name, reference(variant), variant.pos)
         try:
-            got = inputs.both(variant)
+            got, true = inputs.both(variant), exact.both(truth)
         except Exception as error:
             row = {"group": -1, "variant": name, "what": "accuracy", "why": reason(error)}
             report["skipped"].append(where | row)
             continue
-        truth = Variant(name, reference(variant), variant.pos)
-        pairs = zip(RESULTS, got, exact.both(truth), strict=False)
+        pairs = zip(RESULTS, got, true, strict=False)
         errors = {key: ((x.double() - y).abs().max() / y.abs().max()).item() for key, x, y in pairs}
         rows.append({"variant": name} | where | errors)
     return rows

@@ -37,6 +37,8 @@ PASSES = ("forward", "query", "key")
 KERNELS = {False: "kerple_log", True: "kerple_power_add_mul"}
 LENGTHS = (512, 4096)
 WORTH = 0.99
+LARGEST = 128 * 128
+"""Scores of a tile; beyond, compilers take minutes to say that it does not fit."""
 LIMITS = {"M": (16, 256), "N": (16, 256), "warps": (4, 8), "stages": (1, 5)}
 
 
@@ -99,7 +101,8 @@ def neighbours(tile: Tile, square: bool) -> Iterator[Tile]:
             if not low <= value <= high or (square and field == "N"):
                 continue
             changed = {"M": value, "N": value} if square and field == "M" else {field: value}
-            yield replace(tile, **changed)
+            if (other := replace(tile, **changed)).M * other.N <= LARGEST:
+                yield other
 
 
 class Search:
