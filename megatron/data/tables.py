@@ -5,6 +5,7 @@ Both libraries are imported where they are used; `datasets` is optional.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -44,24 +45,27 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
         import datasets
     except ImportError:
         raise CorpusError(f"{source.path}: a hub's data set needs `pip install datasets`") from None
-    if source.path.startswith(HUB):
-        name, _, split = source.path[len(HUB) :].partition(":")
-        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
-    else:
-        rows = datasets.load_from_disk(source.path)
-        if isinstance(rows, dict):
-            raise Fault(source.path, f"holds several splits; give one of {sorted(rows)}'s folder")
-        facts["fingerprint"] = rows._fingerprint
-    row, batch = 0, []
-    for record in rows:
-        batch.append(record)
-        if len(batch) == TABLE_ROWS:
-            for chunk in rows_chunk(batch, source.path, row + 1):
-                row += chunk.lines.count(b"\n")
-                yield chunk
-            batch = []
-    yield from rows_chunk(batch, source.path, row + 1)
-    facts["rows"] = row + len(batch)
+    try:
+        if source.path.startswith(HUB):
+            name, _, split = source.path[len(HUB) :].partition(":")
+            rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+        else:
+            rows = datasets.load_from_disk(source.path)
+            facts["fingerprint"] = getattr(rows, "_fingerprint", None)
+    except Exception as error:  # the library and those below it raise whatever they like
+        raise Fault(source.path, f"cannot be opened: {error}") from error
+    if isinstance(rows, dict):
+        raise Fault(source.path, f"holds several splits; give one of {sorted(rows)}'s folder")
+    records, row, more = iter(rows), 0, True
+    while more:
+        try:
+            batch = list(itertools.islice(records, TABLE_ROWS))
+        except Exception as error:
+            raise Fault(f"{source.path}:{row + 1}", f"cannot be read on: {error}") from error
+        yield from rows_chunk(batch, source.path, row + 1)
+        row += len(batch)
+        more = len(batch) == TABLE_ROWS
+    facts["rows"] = row
 
 
 def rows_chunk(rows: list[dict], where: str, first: int) -> Iterator[Chunk]:
