@@ -38,13 +38,15 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         summed_biases: it was trained with `gpt_j_residual` (matters with tensor parallelism only).
 
     Raises:
-        CheckpointError: everything that is missing, unknown or does not fit together.
+        CheckpointError: everything that is missing, unknown or does not fit together; or `target`
+            has a checkpoint of that step already (it may be `source` itself).
     """
     found = neox_checkpoint.read(source, summed_biases=summed_biases)
     if found.problems:
         listed = "\n  ".join(found.problems)
         raise CheckpointError(f"{source} is not whole:\n  {listed}")
     tag = checkpoint.tag_of(found.step)
+    _refuse_existing(target / tag)
     record = {
         "version": __version__,
         "progress": {"step": found.step, "consumed_samples": 0, "train_samples": 0},
@@ -94,13 +96,17 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     args = about["args"] | {"model_parallel_size": shape.parts}
     state = {"lr_scheduler": about["schedule"], "args": args}
     target.mkdir(parents=True, exist_ok=True)
-    if (target / tag).exists():
-        raise CheckpointError(f"{target / tag} exists already; remove it, or name another folder")
+    _refuse_existing(target / tag)
     with appears_whole(target, tag) as folder:
         _write(folder, shape, weights, buffers, kept, record["progress"]["step"], state)
         if (source / tag / "configs").is_dir():
             shutil.copytree(source / tag / "configs", folder / "configs")
     return target / tag
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; remove it, or name another folder")
 
 
 def _write(

@@ -130,3 +130,14 @@ def test_an_import_for_another_residual_is_refused(tmp_path, summed):
         return
     with pytest.raises(CheckpointError, match="merged for gpt_j_residual: false.*import again"):
         load_weights(gpt, tmp_path / "ours", tag)
+
+
+def test_an_import_never_replaces_what_is_there(tmp_path):
+    folder, tag = copy_of("kerple_log", tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(CheckpointError, match="exists already"):
+        import_checkpoint(folder / tag, folder, summed_biases=False)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=False)
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_checkpoint(tmp_path / "ours", folder)
