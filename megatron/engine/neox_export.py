@@ -66,7 +66,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Write the newest checkpoint of the run folder `source` in the published layout.
 
     Args:
-        parts: tensor-parallel parts, at least 1; None for as many as an import had, else 1.
+        parts: tensor-parallel parts, at least 1; None for as many as it was trained with.
 
     Returns:
         The new folder, `target/global_stepN`.
@@ -92,8 +92,12 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         block = shape_of(config, len(weights["embedding.word_embeddings.weight"])).block
         shape, buffers, kept = _shape_of(config, pos), implied_buffers(block, pos, dtype), {}
         about = {"schedule": None, "args": _args_of(config, weights)}
-    shape = replace(shape, parts=parts or shape.parts)
-    args = about["args"] | {"model_parallel_size": shape.parts}
+    args, written = about["args"], shape.parts
+    shape = replace(shape, parts=parts or written)
+    args |= {"model_parallel_size": shape.parts}
+    if shape.parts != written:  # that program pads for the parts, and compares; this pads alike
+        padded = len(weights["embedding.word_embeddings.weight"])
+        args["make_vocab_size_divisible_by"] = padded // shape.parts
     state = {"lr_scheduler": about["schedule"], "args": args}
     target.mkdir(parents=True, exist_ok=True)
     _refuse_existing(target / tag)
@@ -180,6 +184,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
         tied=not m.no_weight_tying,
         theta=theta,
         geglu=m.activation == "geglu",
+        parts=config.parallel.model_parallel_size,
         summed_biases=m.gpt_j_residual,
         row_output=m.output_layer_parallelism == "row",
     )
