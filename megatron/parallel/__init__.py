@@ -1,7 +1,15 @@
 """Process groups, cut layers, named random streams, the loss: collectives live here alone."""
 
 from megatron.parallel.collectives import add_partial, gather_from
-from megatron.parallel.cuts import Cut, cut_of, cuts_of, mark_cut, own_part, whole_shape
+from megatron.parallel.cuts import (
+    Cut,
+    cut_of,
+    cuts_of,
+    mark_cut,
+    own_part,
+    whole_of,
+    whole_shape,
+)
 from megatron.parallel.groups import ALONE, Groups, TensorGroup, build_groups
 from megatron.parallel.layers import ColumnLinear, RowLinear, VocabEmbedding
 from megatron.parallel.loss import token_losses
@@ -27,5 +35,6 @@ __all__ = [
     "rng_state",
     "set_rng_state",
     "token_losses",
+    "whole_of",
     "whole_shape",
 ]

@@ -68,6 +68,12 @@ def own_part(param: Tensor, whole: Tensor) -> Tensor:
     return whole if cut is None else cut.part(whole, param.cut_rank, param.cut_size)
 
 
+def whole_of(param: Tensor, part: Tensor, tp: TensorGroup) -> Tensor:
+    """The whole of what each rank of `tp` has a `part` of, cut as `param` is (a collective)."""
+    cut = cut_of(param)
+    return part if cut is None or tp.size == 1 else cut.join(tp.gather(part))
+
+
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
     """Parameter name -> cut, for those that are cut."""
     found = {name: cut_of(param) for name, param in model.named_parameters()}

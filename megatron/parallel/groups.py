@@ -32,8 +32,8 @@ class TensorGroup:
         """Every rank's `tensor` (of one shape), in the order of ranks; without gradients."""
         if self.size == 1:
             return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        parts = [torch.empty_like(tensor.detach()).contiguous() for _ in range(self.size)]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
         return parts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.positional.kerple_log import KerpleLog
-from tools.check_parity import main
+from tools.check_parity import groups_of, main
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_the_job():
+    """Training cases make this process a job of one; no later test shall be in it."""
+    yield
+    groups_of.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
@@ -235,6 +248,18 @@ def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
 
 
-def test_tensor_parallelism_is_refused_in_words(cases, capsys):
-    assert main([str(cases), "--tp", "2"]) == 2
-    assert "not built yet" in capsys.readouterr().err
+def test_two_processes_hold_one_model_and_pass_too(cases, tmp_path):
+    """Every model and curve; a wrong one fails there as well."""
+    command = [sys.executable, ROOT / "tools" / "check_parity.py", "--tp", "2"]
+    folders = [cases / "models", cases / "training"]
+    done = subprocess.run([*command, *folders], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines[-1].endswith(" cases, 0 failed") and len(lines) > 15
+    assert any("models/kerple_log fp64 eager" in line and "kernel gradients" in line
+               for line in lines)  # fmt: skip
+    shutil.copytree(cases / "models" / "kerple_log", tmp_path / "kerple_log")
+    stored = tmp_path / "kerple_log" / "expected.npz"
+    changed_npz(stored, "grad_l2_fp64_L64", lambda stored: stored * (1 + 1e-4))
+    done = subprocess.run([*command, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.endswith("2 cases, 1 failed\n")

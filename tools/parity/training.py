@@ -72,7 +72,9 @@ class TrainingCase:
 
     def __init__(self, folder: Path, config: Config, vocab_size: int, groups: Groups):
         self.config, self.groups = config, groups
-        self.model = build_model(config, vocab_size, device_type=groups.device.type)
+        self.model = build_model(
+            config, vocab_size, device_type=groups.device.type, tp=groups.model
+        )
         start = folder / "checkpoint_init"
         load_weights(self.model, start, checkpoint.newest(start))
         self.engine, _ = job_engine(config, self.model, groups)
