@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.positional.kerple_log import KerpleLog
 from tools.check_parity import groups_of, main
+from tools.parity.models import case_config, require_parts
 
 ROOT = Path(__file__).parents[2]
 
