@@ -60,7 +60,7 @@ def test_a_full_disk(unbroken, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
     text = call(*run, "--checkpoint-seconds", 0, code=1, preexec_fn=limit)
-    assert "error: [Errno 27] File too large" in text
+    assert f"error: {tmp_path}/x_text_document: [Errno 27] File too large; the same" in text
     assert "the same command goes on after the first " in text
     assert not list(tmp_path.glob("*.idx"))
     assert "going on after" in call(*run)
