@@ -1,6 +1,8 @@
 """What every test gets: fixed seeds, one thread, no network for wandb, and the ``gpu`` mark's rule.
 
-Runs on a bare GPU machine too (torch, triton, pytest): hypothesis is set up where it is installed.
+Without a GPU, Triton's kernels run in its interpreter; that is settled when triton is imported, so
+here. On a bare GPU machine (torch, triton, pytest) ``-m gpu`` collects ``tests/gpu`` alone, which
+needs no more than these.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_ERROR_REPORTING"] = "false"
 
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 GPU_COMMAND = "python -m pytest -m gpu"
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -41,7 +49,6 @@ if importlib.util.find_spec("hypothesis"):
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     import numpy as np
-    import torch
 
     random.seed(0)
     np.random.seed(0)
@@ -74,12 +81,18 @@ def gpt2_files(fixtures, tmp_path_factory) -> tuple[Path, Path]:
     return folder / "vocab.json", folder / "merges.txt"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu``, only folders on the way to ``tests/gpu``, and what is in it."""
+    if config.option.markexpr != "gpu":
+        return None
+    inside = collection_path == GPU_TESTS or GPU_TESTS in collection_path.parents
+    return None if inside or collection_path in GPU_TESTS.parents else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    import torch
-
     if not torch.cuda.is_available():
         reason = f"needs a CUDA GPU: run `{GPU_COMMAND}` on a machine that has one"
         for item in marked:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.attention.backend import Backend
 from megatron.attention.tiles import Tile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 from megatron.positional import PositionalEmbedding
@@ -237,3 +238,6 @@ class Blocks:
             dk_mnE.add_(self.product(ds_mRn.mT, q_mRE), alpha=self.scale)
         gradients = (self._unflat(x) for x in (dq_NTE.flip(1), dk_NSE, dv_NSE))
         return *gradients, *(None if x is None else x.flip(1) for x in (db_HS, dw_HS))
+
+
+BACKEND = Backend("blocked", blocked, remark=lambda use: "no quadratic buffer")

@@ -4,24 +4,30 @@ Every backend computes, for query position i = query_offset + row and key positi
 
     out_i = sum_j softmax_j(scale (q_i . k_j) w_h(i - j) + b_h(i - j)) v_j
 
-Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
+A use that a backend does not serve (an embedding, dtype, device, training, dropout) is refused with
+what does serve it; nothing falls back in silence.
+
+Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
+of theta.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megatron.attention.blocked import blocked
-from megatron.attention.eager import eager
+from megatron.attention import blocked, eager, flex, fused, sdpa
+from megatron.attention.backend import Backend, Use
 from megatron.positional import PositionalEmbedding
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"eager": eager, "blocked": blocked}
-PLANNED = ("fused", "flex", "sdpa")
+BACKENDS: dict[str, Backend] = {
+    module.BACKEND.name: module.BACKEND for module in (eager, blocked, fused, sdpa, flex)
+}
+AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
+"""What ``auto`` takes on a device: the first that serves."""
 
 
 class AttentionError(ValueError):
@@ -35,17 +41,18 @@ class AttentionFn:
     Attributes:
         name: the backend's.
         reason: why it was chosen, for the log.
+        use: what it was chosen for; asking for gradients or dropout beyond that is an error.
     """
 
     name: str
     reason: str
-    function: Callable[..., Tensor] = field(repr=False)
+    use: Use = field(repr=False)
 
     def __call__(
         self,
         q_BHTE: Tensor,
-        k_BHSE: Tensor,
-        v_BHSE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
         pos: PositionalEmbedding,
         theta_HN: Tensor | None = None,
         *,
@@ -66,12 +73,25 @@ class AttentionFn:
             query_offset: position of the first query; keys are at 0 ... S-1, and every query's own
                 key must be among them (query_offset + T <= S). Later keys are never seen.
         """
-        check(q_BHTE, k_BHSE, v_BHSE, pos, theta_HN, dropout_p, query_offset)
+        backend = BACKENDS[self.name]
+        check(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset)
+        inputs = (q_BHTE, k_BKSE, v_BKSE, theta_HN)
+        gradients = any(x is not None and x.requires_grad for x in inputs)
+        beyond = replace(
+            self.use,
+            training=self.use.training or (gradients and torch.is_grad_enabled()),
+            dropout=self.use.dropout or dropout_p > 0.0,
+        )
+        if beyond != self.use and (why := refusal(backend, beyond)):
+            raise refused(self.name, why, beyond)
+        group = q_BHTE.shape[1] // k_BKSE.shape[1]
+        if group > 1 and not backend.grouped:
+            k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
         with torch.autocast(q_BHTE.device.type, enabled=False):
-            return self.function(
+            return backend.function(
                 q_BHTE,
-                k_BHSE,
-                v_BHSE,
+                k_BKSE,
+                v_BKSE,
                 pos,
                 theta_HN,
                 scale=scale,
@@ -81,42 +101,63 @@ class AttentionFn:
 
 
 def choose(
-    backend: str, pos: PositionalEmbedding, *, device_type: str, dtype: torch.dtype
+    backend: str,
+    pos: PositionalEmbedding,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    training: bool = True,
+    dropout: bool = False,
+    head_size: int | None = None,
 ) -> AttentionFn:
-    """Look up a backend for this embedding, device ("cpu", "cuda") and activation dtype.
+    """Look up a backend for a use; see :class:`megatron.attention.backend.Use`.
 
     Raises:
-        AttentionError: the backend is unknown, not built yet, or computes in fp32 where the
-            published rounding was asked for; the message names alternatives.
+        AttentionError: the backend is unknown, or does not serve this use; the message names those
+            that do.
     """
-    if pos.published is not None and dtype in (torch.bfloat16, torch.float16):
-        if backend not in ("auto", "eager"):
-            raise AttentionError(
-                f"attention_backend {backend!r} computes in fp32, so it cannot round as "
-                "published_numerics asks; use eager or auto, or drop published_numerics"
-            )
-        return AttentionFn("eager", f"published_numerics: it alone rounds to {dtype}", eager)
+    use = Use(pos, device_type, dtype, training, dropout, head_size)
     if backend == "auto":
-        return AttentionFn(
-            "blocked",
-            f"auto: blocked serves every pos_emb ({pos.name}) in every dtype ({dtype}) on "
-            f"{device_type} without a quadratic buffer",
-            blocked,
-        )
-    if backend in BACKENDS:
-        return AttentionFn(backend, "as configured", BACKENDS[backend])
-    offered = ", ".join(["auto", *BACKENDS])
-    if backend in PLANNED:
-        raise AttentionError(f"attention_backend {backend!r} is not built yet; use {offered}")
-    near = difflib.get_close_matches(backend, ["auto", *BACKENDS, *PLANNED], n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise AttentionError(f"no attention_backend {backend!r}; {hint}There are: {offered}")
+        passed = []
+        for name in AUTO.get(device_type, AUTO["cpu"]):
+            why = refusal(BACKENDS[name], use)
+            if why is None:
+                remark = BACKENDS[name].remark(use)
+                reason = "; ".join([f"auto: for {pos.name} in {dtype} on {device_type}", *passed])
+                return AttentionFn(name, f"{reason}{': ' if remark else ''}{remark}", use)
+            passed.append(f"{name} {why}")
+    if backend not in BACKENDS:
+        near = difflib.get_close_matches(backend, ["auto", *BACKENDS], n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        offered = ", ".join(["auto", *BACKENDS])
+        raise AttentionError(f"no attention_backend {backend!r}; {hint}There are: {offered}")
+    if why := refusal(BACKENDS[backend], use):
+        raise refused(backend, why, use)
+    remark = BACKENDS[backend].remark(use)
+    return AttentionFn(backend, ", ".join(filter(None, ("as configured", remark))), use)
+
+
+def refusal(backend: Backend, use: Use) -> str | None:
+    """Why the backend does not serve this use, or None."""
+    sixteen_bit = use.dtype in (torch.bfloat16, torch.float16)
+    if use.pos.published is not None and sixteen_bit and not backend.rounds_as_published:
+        return "computes in fp32, so it cannot round as published_numerics asks"
+    return backend.refusal(use)
+
+
+def refused(backend: str, why: str, use: Use) -> AttentionError:
+    others = [name for name, each in BACKENDS.items() if refusal(each, use) is None]
+    serve = ", ".join(["auto", *others])
+    return AttentionError(
+        f"attention_backend {backend} {why}. For pos_emb {use.pos.name} in {use.dtype} on "
+        f"{use.device_type} use {serve}"
+    )
 
 
 def attend(
     q_BHTE: Tensor,
-    k_BHSE: Tensor,
-    v_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
     pos: PositionalEmbedding,
     theta_HN: Tensor | None = None,
     *,
@@ -126,11 +167,21 @@ def attend(
     backend: str = "auto",
 ) -> Tensor:
     """Choose and call at once, for tests, tools and notebooks; see :class:`AttentionFn`."""
-    chosen = choose(backend, pos, device_type=q_BHTE.device.type, dtype=q_BHTE.dtype)
+    inputs = (q_BHTE, k_BKSE, v_BKSE, theta_HN)
+    training = any(x is not None and x.requires_grad for x in inputs) and torch.is_grad_enabled()
+    chosen = choose(
+        backend,
+        pos,
+        device_type=q_BHTE.device.type,
+        dtype=q_BHTE.dtype,
+        training=training,
+        dropout=dropout_p > 0.0,
+        head_size=q_BHTE.shape[-1],
+    )
     return chosen(
         q_BHTE,
-        k_BHSE,
-        v_BHSE,
+        k_BKSE,
+        v_BKSE,
         pos,
         theta_HN,
         scale=scale,
@@ -141,25 +192,30 @@ def attend(
 
 def check(
     q_BHTE: Tensor,
-    k_BHSE: Tensor,
-    v_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
     pos: PositionalEmbedding,
     theta_HN: Tensor | None,
+    scale: float,
     dropout_p: float,
     query_offset: int,
 ) -> None:
     """Raise AttentionError for inputs that would give nonsense, or an obscure message, later."""
     batch, heads, queries, size = q_BHTE.shape
-    keys = k_BHSE.shape[2]
-    if k_BHSE.shape != v_BHSE.shape or k_BHSE.shape != (batch, heads, keys, size):
+    key_heads, keys = k_BKSE.shape[1:3]
+    if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
         raise AttentionError(
-            f"q {list(q_BHTE.shape)}, k {list(k_BHSE.shape)} and v {list(v_BHSE.shape)} must agree "
-            "in batch, heads and head size, and k and v in length"
+            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must agree "
+            "in batch and head size, and k and v in heads and length"
         )
-    if not q_BHTE.dtype == k_BHSE.dtype == v_BHSE.dtype:
+    if key_heads == 0 or heads % key_heads:
+        raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
+    if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
         raise AttentionError(
-            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BHSE.dtype}, {v_BHSE.dtype}"
+            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
         )
+    if not scale > 0.0:
+        raise AttentionError(f"scale must be above 0, not {scale}")
     if query_offset < 0 or query_offset + queries > keys:
         raise AttentionError(
             f"queries at positions {query_offset} ... {query_offset + queries - 1} need their own "

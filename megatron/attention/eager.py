@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.attention.backend import Backend
 from megatron.positional import PositionalEmbedding
 
 
@@ -54,3 +55,6 @@ def eager(
     scores_BHTS = scores_BHTS.masked_fill(distance_TS < 0, -torch.inf)
     probs_BHTS = F.dropout(torch.softmax(scores_BHTS, dim=-1), dropout_p)
     return (probs_BHTS @ v_BHSE.to(dtype)).to(q_BHTE.dtype)
+
+
+BACKEND = Backend("eager", eager, rounds_as_published=True)

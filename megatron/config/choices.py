@@ -46,10 +46,8 @@ Activation = Annotated[
     ),
 ]
 
-_Backend = Literal["auto", "eager", "blocked"]
-AttentionBackend = Annotated[
-    _Backend, BeforeValidator(one_of(_Backend, refused=_not_built("fused", "flex", "sdpa")))
-]
+_Backend = Literal["auto", "fused", "blocked", "flex", "sdpa", "eager"]
+AttentionBackend = Annotated[_Backend, BeforeValidator(one_of(_Backend))]
 
 _Init = Literal[
     "normal",

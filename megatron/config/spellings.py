@@ -189,7 +189,7 @@ def read_positional(out: Translation) -> None:
 
 
 def read_attention(own: dict[str, Given], out: Translation) -> None:
-    """attention_config: only attention over the whole sequence; it chooses no backend here."""
+    """attention_config: only attention over the whole sequence, which ``auto`` computes best."""
     given = own.get("attention_config")
     if not given:
         return
@@ -218,3 +218,10 @@ def read_attention(own: dict[str, Given], out: Translation) -> None:
     elif layers and isinstance(layers.value, int) and count != layers.value:
         text = f"names {count} layers, but num_layers is {layers.value} ({layers.mark}); {write}"
         out.problem(given.mark, "attention_config", text)
+    else:
+        backend = out.given.get("attention_backend")
+        named = f"attention_backend: {backend.value if backend else 'auto'}"
+        out.notes.append(
+            f"attention_config: {' and '.join(sorted(set(types)))} attention is over the whole "
+            f"sequence, and {named} chooses how it is computed (auto: fused kernels on a GPU)"
+        )

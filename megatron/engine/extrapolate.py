@@ -69,7 +69,9 @@ def _evaluate(
             f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
         )
     tokenizer = tokenizer_of(config)
-    model = build_model(config, tokenizer.vocab_size, device_type=groups.device.type)
+    model = build_model(
+        config, tokenizer.vocab_size, device_type=groups.device.type, training=False
+    )
     notes = load_weights(model, load, tag, identity_of(config, model, tokenizer))
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     shards, splits = evaluation_text(config, tokenizer)

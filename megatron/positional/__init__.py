@@ -19,8 +19,8 @@ __all__ = ["PositionalEmbedding", "PositionalError", "ThetaParameter", "load", "
 
 
 def names() -> tuple[str, ...]:
-    """Names of all embeddings, sorted: this folder's files but ``base`` and those with a ``_``."""
-    stems = (path.stem for path in Path(__file__).parent.glob("*.py"))
+    """Names of all embeddings, sorted: this package's files but ``base`` and those with a ``_``."""
+    stems = (path.stem for folder in __path__ for path in Path(folder).glob("*.py"))
     return tuple(sorted(stem for stem in stems if stem != "base" and not stem.startswith("_")))
 
 

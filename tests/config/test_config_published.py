@@ -83,7 +83,7 @@ def test_the_other_dialect() -> None:
     assert (config.parallel.zero_stage, config.parallel.pipe_parallel_size) == (1, 1)
     assert (config.model.activation, config.model.attention_backend) == ("swish", "auto")
     noted = [note.split(":")[0] for note in config.notes]
-    assert sorted(noted) == ["log_grad_norm", "rope_fusion"]
+    assert sorted(noted) == ["attention_config", "log_grad_norm", "rope_fusion"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import load_config
 from megatron.engine import checkpoint, neox_checkpoint
-from megatron.engine.build import DTYPES, build_model
+from megatron.engine.build import DTYPES, build_model, padded_vocab_size
 from megatron.engine.neox_export import export_checkpoint
 from megatron.engine.safe_load import CheckpointError
 from megatron.engine.weights import load_weights
@@ -96,6 +96,16 @@ def test_an_embedding_that_the_published_code_lacks_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="has no pos_emb kerple_log3 .it knows no bias_r."):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("parts", "divisor"), [(1, 16), (2, 24), (3, 16)])
+def test_the_vocabulary_is_padded_there_as_it_is_here(tmp_path, parts, divisor):
+    """That program computes the padding anew and refuses a checkpoint that differs."""
+    own_checkpoint(tmp_path / "run", num_attention_heads=6, hidden_size=36)
+    written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
+    args = neox_checkpoint.read(written).args
+    assert (args["make_vocab_size_divisible_by"], args["model_parallel_size"]) == (divisor, parts)
+    assert all(padded_vocab_size(size, divisor, parts) == VOCAB for size in (VOCAB - 15, VOCAB))
 
 
 def test_there_must_be_something_to_export(tmp_path):

@@ -1,0 +1,224 @@
+"""Backward pass of fused causal attention: two passes over the scores, no atomics.
+
+    p_ij  = 2^(c y_ij - lse_i)              from the inputs again, nothing quadratic was kept
+    ds_ij = p_ij (do_i . v_j - delta_i)     delta_i = do_i . o_i
+    dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
+    dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
+
+``query_pass``: one program per M query rows sums dq and theta's gradients in registers, and leaves
+its part of the latter in a row of its own, to be added up in fixed order; it also computes delta.
+``key_pass``: one program per N keys sums dk and dv over all query heads that share them. Every
+result is written by one program in one order, so gradients are repeatable bit for bit.
+
+Legend: see ``forward``; D = delta.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron.kernels.device import ex2, kept, load_rows, opaque, store_rows, table_distance
+from megatron.kernels.forward import LOG2E
+
+
+@triton.jit
+def query_tile(
+    q, do, lse, delta, dq, acc,
+    k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
+    seed, item, threshold, rescale,
+    f_evaluate: tl.constexpr, f_add: tl.constexpr, WEIGHTED: tl.constexpr, THETA: tl.constexpr,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys to dq and to the accumulators of theta."""
+    k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
+    v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
+    s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
+    j = tl.arange(0, N)[None, :]
+    distance = table_distance(i, j, m0, n0, offset, queries)
+    if MASKED:
+        d = tl.maximum(i - j, 0).to(tl.float32)
+        e = f_evaluate(s, d, 0.0, distance, constants)
+        p = tl.where(i >= j, ex2(e[0] * c - lse[:, None]), 0.0)
+    else:
+        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
+        p = ex2(e[0] * c - lse[:, None])
+    if DROPOUT:
+        dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
+    ds = p * (dp - delta[:, None])
+    if THETA:
+        acc = f_add(acc, ds, e)
+    if WEIGHTED:
+        ds = ds * e[1]
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq, acc
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+def query_pass(
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, part_ptr, theta_ptr, seed_ptr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
+    heads, group, queries, keys, offset, width, scale, threshold, rescale,
+    f_prepare: tl.constexpr, f_evaluate: tl.constexpr, f_zeros: tl.constexpr, f_add: tl.constexpr,
+    f_finish: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Program: (sequence and head, tile of query rows), rows counted from the last.
+
+    ``part`` is [programs, THETA], THETA the number of columns with a gradient (0: none is wanted).
+    """
+    tiles = tl.cdiv(queries, M)
+    item = tl.program_id(0) // tiles
+    m0 = (tiles - 1 - tl.program_id(0) % tiles) * M
+    b = (item // heads).to(tl.int64)
+    h = item % heads
+    h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
+    k_base = k_ptr + b * k_b + h_k * k_h
+    v_base = v_ptr + b * v_b + h_k * v_h
+    constants = f_prepare(theta_ptr + h_q * width, width, scale)
+    c = scale * LOG2E
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+
+    q = load_rows(q_ptr + b * q_b + h_q * q_h, m0, queries, q_t, True, M, E, P)
+    do = load_rows(do_ptr + b * g_b + h_q * g_h, m0, queries, g_t, True, M, E, P)
+    out = load_rows(out_ptr + b * o_b + h_q * o_h, m0, queries, o_t, True, M, E, P)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)
+    i = m0 + tl.arange(0, M)
+    per_row = item.to(tl.int64) * queries + i
+    tl.store(delta_ptr + per_row, delta, mask=i < queries)
+    # +inf makes p = 0 in rows past the last.
+    lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
+
+    last = tl.minimum(offset + m0 + M, offset + queries)
+    past = (offset + m0 + 1) // N * N
+    dq = tl.zeros([M, P], dtype=tl.float32)
+    acc = f_zeros(M)
+    for n0 in tl.range(0, past, N):
+        dq, acc = query_tile(
+            q, do, lse, delta, dq, acc,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold, rescale,
+            f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, False, M, N, E, P,
+        )  # fmt: skip
+    for n0 in tl.range(past, last, N):
+        dq, acc = query_tile(
+            q, do, lse, delta, dq, acc,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold, rescale,
+            f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, True, M, N, E, P,
+        )  # fmt: skip
+    store_rows(dq_ptr + b * dq_b + h_q * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
+    if THETA:
+        gradients = f_finish(acc, constants)
+        part = part_ptr + (item.to(tl.int64) * tiles + m0 // M) * THETA
+        for n in tl.static_range(THETA):
+            tl.store(part + n, gradients[n])
+
+
+@triton.jit
+def key_tile(
+    k, v, dk, dv,
+    q_base, do_base, lse_base, delta_base, q_stride, g_stride, m0, n0, offset, queries,
+    constants, c, seed, item, threshold, rescale,
+    f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of query rows to dk and dv. It is [N, M], so that p and ds need no turning."""
+    q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
+    do = load_rows(do_base, m0, queries, g_stride, MASKED, M, E, P)
+    row = m0 + tl.arange(0, M)
+    if MASKED:
+        lse = tl.load(lse_base + row, mask=row < queries, other=float("inf"))  # p = 0
+        delta = tl.load(delta_base + row, mask=row < queries, other=0.0)
+    else:
+        lse = tl.load(lse_base + row)
+        delta = tl.load(delta_base + row)
+    s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+    # What changes from tile to tile goes with the keys, which are fewer per thread.
+    i = tl.arange(0, M)[None, :]
+    j = (n0 - offset - m0) + tl.arange(0, N)[:, None]
+    distance = table_distance(
+        (offset + m0 - n0) + i, tl.arange(0, N)[:, None], m0, n0, offset, queries
+    )
+    if MASKED:
+        d = tl.maximum(i - j, 0).to(tl.float32)
+        e = f_evaluate(s, d, 0.0, distance, constants)
+        p = tl.where(i >= j, ex2(e[0] * c - lse[None, :]), 0.0)
+    else:
+        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
+        p = ex2(e[0] * c - lse[None, :])
+    dropped = p
+    if DROPOUT:
+        keep = tl.trans(kept(seed, item, m0, n0, threshold, M, N))
+        dropped = tl.where(keep, p * rescale, 0.0)
+        dp = tl.where(keep, dp * rescale, 0.0)
+    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
+    ds = p * (dp - delta[None, :])
+    if WEIGHTED:
+        ds = ds * e[1]
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+def key_pass(
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    heads, group, queries, keys, offset, width, scale, threshold, rescale,
+    f_prepare: tl.constexpr, f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Program: (sequence and key head, tile of keys); the first keys are seen by most rows."""
+    tiles = tl.cdiv(keys, N)
+    key_heads = heads // group
+    key_item = tl.program_id(0) // tiles
+    n0 = (tl.program_id(0) % tiles) * N
+    b = key_item // key_heads
+    h_k = key_item % key_heads
+    b_64, h_64 = b.to(tl.int64), h_k.to(tl.int64)
+    c = scale * LOG2E
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+
+    k = load_rows(k_ptr + b_64 * k_b + h_64 * k_h, n0, keys, k_t, True, N, E, P)
+    v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
+    dk = tl.zeros([N, P], dtype=tl.float32)
+    dv = tl.zeros([N, P], dtype=tl.float32)
+    # Tiles of rows in the past of some of these keys, then those that see all of them. A last tile
+    # that is not full is masked too, and is taken with the former.
+    first = tl.maximum(n0 - offset, 0) // M * M
+    whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
+    full = queries // M * M
+    crossing = tl.maximum(whole - first, 0) // M
+    masked = crossing + tl.where((full < queries) & (full >= whole), 1, 0)
+    for member in range(0, group):
+        h = h_k * group + member
+        item = b * heads + h
+        h_q = h.to(tl.int64)
+        constants = f_prepare(theta_ptr + h_q * width, width, scale)
+        q_base = q_ptr + b_64 * q_b + h_q * q_h
+        do_base = do_ptr + b_64 * g_b + h_q * g_h
+        lse_base = lse_ptr + item.to(tl.int64) * queries
+        delta_base = delta_ptr + item.to(tl.int64) * queries
+        for tile in tl.range(0, masked):
+            m0 = tl.where(tile < crossing, first + tile * M, full)
+            dk, dv = key_tile(
+                k, v, dk, dv,
+                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, n0, offset, queries,
+                constants, c, seed, item, threshold, rescale,
+                f_evaluate, WEIGHTED, DROPOUT, True, M, N, E, P,
+            )  # fmt: skip
+        for m0 in tl.range(whole, full, M):
+            dk, dv = key_tile(
+                k, v, dk, dv,
+                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, n0, offset, queries,
+                constants, c, seed, item, threshold, rescale,
+                f_evaluate, WEIGHTED, DROPOUT, False, M, N, E, P,
+            )  # fmt: skip
+    store_rows(dk_ptr + b_64 * dk_b + h_64 * dk_h, dk * scale, n0, keys, dk_t, N, E, P)
+    store_rows(dv_ptr + b_64 * dv_b + h_64 * dv_h, dv, n0, keys, dv_t, N, E, P)

@@ -1,0 +1,263 @@
+"""From the expression of a kernel of distance to Triton device functions, derivatives included.
+
+The logit of a query and a key at distance d is x = scale s w(d) + b(d), s being their product. The
+passes work in units of s: ``evaluate`` gives y = x / scale = s w + b / scale, the slope dy/ds = w,
+and for each theta_k a term: dx/dtheta_k without the factor that depends on theta and scale alone.
+Terms are summed over scores, and the factors applied to the sums.
+
+What the generated code owes its speed to:
+
+- logarithms are to base 2 and exponentials of base 2, which a GPU has as single instructions; the
+  constants ln 2 and log2 e meet factors of theta and vanish into them;
+- everything without s and d is computed once per program (``prepare``);
+- d is the difference of a row vector and a column vector (di - dj, one of them within the tile), so
+  an affine A + B d costs one subtraction per score: (A + B di) - B dj. Both vectors are small, so
+  no digits are lost, however far the tile is from the diagonal.
+
+Powers d^p (and products with their logarithm) are 0 at d = 0, as in torch's derivative of pow.
+
+Sources are kept in ``linecache``, where Triton (and a traceback) finds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import triton
+import triton.language as tl
+
+from megatron.kernels.device import ex2, lg2, lg2_or_finite, rcp
+
+LN2, LOG2E = sympy.Float(math.log(2.0)), sympy.Float(1.0 / math.log(2.0))
+LG2, LG2_OR_FINITE, EX2 = (sympy.Function(name) for name in ("lg2", "lg2_or_finite", "ex2"))
+HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
+GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp}
+GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2}
+CALLS = {name: name for name in ("lg2", "lg2_or_finite", "ex2")}
+SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2"}
+for _name in ("sin", "cos"):
+    CALLS[_name] = SCALAR_CALLS[_name] = f"tl.{_name}"
+
+
+class NotExpressible(ValueError):
+    """The expression has a function that the generator does not know; the message names it."""
+
+
+@dataclass(frozen=True)
+class DeviceFunctions:
+    """A kernel of distance as the passes take it: jitted functions, and what to expect of them.
+
+    Attributes:
+        prepare: (row of theta, its length, scale) -> c, the constants of a head.
+        evaluate: (s, di, dj, d, c) -> (y, w, one term per theta), for a tile.
+        zeros, add, finish: accumulators [M] per theta, sums of ds times the terms, and the
+            gradients of theta from them.
+        num_theta: columns of theta that have a gradient.
+        weighted: whether w is not 1.
+        tabulated: whether "theta" is a table over distances (see ``table``), and then
+        biased: whether the table has b.
+        source: the generated text.
+    """
+
+    prepare: Any
+    evaluate: Any
+    zeros: Any
+    add: Any
+    finish: Any
+    num_theta: int
+    weighted: bool
+    tabulated: bool = False
+    biased: bool = True
+    source: str = field(default="", repr=False)
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it wants more registers than a logarithm with two parameters."""
+        return self.weighted or self.tabulated or self.num_theta > 2
+
+
+def device_functions(
+    name: str,
+    bias: sympy.Expr | None,
+    weight: sympy.Expr | None,
+    distance: sympy.Symbol,
+    theta: tuple[sympy.Symbol, ...],
+) -> DeviceFunctions:
+    """Generate the functions for b (None: 0) and w (None: 1).
+
+    Raises:
+        NotExpressible: b or w uses a function without a counterpart here.
+    """
+    s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
+    b = sympy.S.Zero if bias is None else bias
+    w = sympy.S.One if weight is None else weight
+    writer = Writer(s, distance, theta, scale)
+    y = writer.tile(lower(s * w + b / scale, distance))
+    slope = writer.tile(lower(w, distance))
+    factors, terms = [], []
+    for column in theta:
+        derivative = lower(sympy.diff(scale * s * w + b, column), distance)
+        factor, term = derivative.as_independent(s, distance, as_Add=False)
+        factors.append(writer.constant(factor))
+        terms.append(writer.tile(term))
+    source = writer.source(y, slope, terms, factors)
+    return DeviceFunctions(
+        **compiled(name, source),
+        num_theta=len(theta),
+        weighted=weight is not None,
+        source=source,
+    )
+
+
+def lower(expr: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
+    """log, exp and general powers in terms of ``lg2`` and ``ex2``."""
+    if not expr.args:
+        return expr
+    args = [lower(arg, d) for arg in expr.args]
+    if isinstance(expr, sympy.exp):
+        return EX2(LOG2E * args[0])
+    if isinstance(expr, sympy.log):
+        return LN2 * log2(expr.args[0], args[0], d)
+    if expr.is_Pow and not direct(expr.exp):
+        return EX2(args[1] * log2(expr.base, args[0], d))
+    return expr.func(*args)
+
+
+def direct(exponent: sympy.Expr) -> bool:
+    """Whether a power is best written as products, a root, or the reciprocal of these."""
+    return exponent in HALVES or (exponent.is_Integer and abs(exponent) <= 4)
+
+
+def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
+    return (LG2_OR_FINITE if arg.subs(d, 0) == 0 else LG2)(lowered)
+
+
+class Writer:
+    """Collects the statements of ``prepare`` (scalars) and of ``evaluate`` (tiles)."""
+
+    def __init__(self, s: sympy.Symbol, d: sympy.Symbol, theta: tuple, scale: sympy.Symbol):
+        self.s, self.d, self.scale = s, d, scale
+        self.scalars = {column: f"t{n}" for n, column in enumerate(theta)} | {scale: "scale"}
+        self.constants: dict[sympy.Expr, str] = {}
+        self.prepared: list[str] = []
+        self.names: dict[sympy.Expr, str] = {s: "s"}
+        self.lines: list[str] = []
+
+    def constant(self, expr: sympy.Expr) -> str:
+        """An expression without s and d: a literal, or an entry of c."""
+        if expr.is_number:
+            return repr(float(expr))
+        if expr not in self.constants:
+            self.prepared.append(self.scalar(expr))
+            self.constants[expr] = f"c[{len(self.prepared) - 1}]"
+        return self.constants[expr]
+
+    def scalar(self, expr: sympy.Expr) -> str:
+        """Text of a scalar expression; computed once, so as exactly as may be."""
+        if expr.is_number:
+            return repr(float(expr))
+        if expr in self.scalars:
+            return self.scalars[expr]
+        args = [self.scalar(arg) for arg in expr.args]
+        if expr.is_Add:
+            return f"({' + '.join(args)})"
+        if expr.is_Mul:
+            return f"({' * '.join(args)})"
+        if expr.is_Pow:
+            return power(expr.exp, args[0], "(1.0 / {})")
+        return f"{self.call(expr, SCALAR_CALLS)}({', '.join(args)})"
+
+    def tile(self, expr: sympy.Expr) -> str:
+        """Name (or literal) of an expression's value for a tile, emitting what it needs."""
+        if not expr.has(self.s, self.d):
+            return self.constant(expr)
+        if expr not in self.names:
+            text = self.text(expr)
+            self.names[expr] = f"x{len(self.lines)}"
+            self.lines.append(f"x{len(self.lines)} = {text}")
+        return self.names[expr]
+
+    def text(self, expr: sympy.Expr) -> str:
+        slopes, others = [], []
+        for arg in sympy.Add.make_args(expr):
+            factor, rest = arg.as_independent(self.s, self.d, as_Add=False)
+            (slopes.append(factor) if rest == self.d else others.append((factor, rest)))
+        if slopes:
+            offset = sum(factor for factor, rest in others if rest == 1)
+            others = [(factor, rest) for factor, rest in others if rest != 1]
+            text = self.affine(sum(slopes), offset)
+            return " + ".join([*(self.tile(f * r) for f, r in others), text])
+        if expr.is_Add:
+            return " + ".join(self.product(factor, rest) for factor, rest in others)
+        if expr.is_Mul:
+            return self.product(*others[0])
+        if expr.is_Pow:
+            return power(expr.exp, self.tile(expr.base), "rcp({})")
+        return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
+
+    def affine(self, slope: sympy.Expr, offset: sympy.Expr) -> str:
+        """offset + slope d."""
+        k = "" if slope == 1 else f"{self.constant(slope)} * "
+        start = "" if offset == 0 else f"{self.constant(offset)} + "
+        return f"(({start}{k}di) - {k}dj)"
+
+    def product(self, factor: sympy.Expr, rest: sympy.Expr) -> str:
+        """factor (a constant) times the factors of ``rest``."""
+        if rest == 1:
+            return self.constant(factor)
+        if factor != 1:
+            return f"{self.constant(factor)} * {self.tile(rest)}"
+        *front, last = sympy.Mul.make_args(rest)  # the front once more may be shared
+        return f"{self.tile(sympy.Mul(*front))} * {self.tile(last)}" if front else self.tile(last)
+
+    def call(self, expr: sympy.Expr, calls: dict[str, str]) -> str:
+        name = type(expr).__name__
+        if name not in calls:
+            raise NotExpressible(f"{name} has no counterpart in the generated kernels")
+        return calls[name]
+
+    def source(self, y: str, slope: str, terms: list[str], factors: list[str]) -> str:
+        """The five functions."""
+        count = len(terms)
+        loads = [f"t{n} = tl.load(theta + {n})" for n in range(count)]
+        zeros = "tl.zeros([M], dtype=tl.float32)"
+        sums = [f"acc[{n}] + tl.sum(ds * e[{n + 2}], axis=1)" for n in range(count)]
+        ends = [f"tl.sum(acc[{n}], axis=0) * {factor}" for n, factor in enumerate(factors)]
+        return "\n".join(
+            [
+                *function("prepare(theta, width, scale)", loads, self.prepared or ["scale"]),
+                *function("evaluate(s, di, dj, d, c)", self.lines, [y, slope, *terms]),
+                *function("zeros(M: tl.constexpr)", [], [zeros] * count),
+                *function("add(acc, ds, e)", [], sums),
+                *function("finish(acc, c)", [], ends),
+            ]
+        )
+
+
+def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
+    """Text of a power that is ``direct``."""
+    if exponent in HALVES:
+        return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
+    text = "(" + " * ".join([base] * abs(int(exponent))) + ")"
+    return text if exponent > 0 else reciprocal.format(text)
+
+
+def function(head: str, lines: list[str], results: list[str]) -> list[str]:
+    body = [f"    {line}" for line in lines]
+    values = ", ".join(results or ["0.0"])
+    return ["@triton.jit", f"def {head}:", *body, f"    return ({values},)", "", ""]
+
+
+def compiled(name: str, source: str) -> dict[str, Any]:
+    """The jitted functions of a source text; equal texts have equal names, so caches hit."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    path = f"<kernel of distance {name} {digest}>"
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    scope = GLOBALS | {"__name__": f"{__name__}.{name}"}
+    exec(compile(source, path, "exec"), scope)
+    return {key: scope[key] for key in ("prepare", "evaluate", "zeros", "add", "finish")}

@@ -1,0 +1,107 @@
+"""Forward pass of fused causal attention.
+
+    y_ij = s_ij w(d) + b(d) / scale     s_ij = q_i . k_j     d = query_offset + i - j >= 0
+    out_i = sum_j p_ij v_j              p_ij = softmax_j(scale y_ij)
+
+One program computes M query rows of one head, n keys at a time, with the running maximum and sum of
+the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2205.14135), to base 2:
+p = 2^(c y - c max y), c = scale log2 e. What the kernel of distance costs per score is in
+``formula``. Tiles wholly in the past take no mask, tiles wholly in the future are not visited. The
+programs with the most keys start first.
+
+Beside ``out``, c max y + log2(sum) is kept for the backward pass: ``lse``, [B, H, T] fp32.
+
+Legend: B batch, H heads, T queries, S keys, E head size, P its padded size, M rows and N keys of a
+tile. ``f_``: the device functions of the kernel of distance.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron.kernels.device import ex2, kept, load_rows, store_rows, table_distance
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def forward_tile(
+    q, top, total, acc,
+    k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
+    seed, item, threshold,
+    f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Carry maximum, sum and weighted values over one tile of keys."""
+    k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
+    j = tl.arange(0, N)[None, :]
+    distance = table_distance(i, j, m0, n0, offset, queries)
+    if MASKED:
+        d = tl.maximum(i - j, 0).to(tl.float32)
+        y = f_evaluate(s, d, 0.0, distance, constants)[0]
+        y = tl.where(i >= j, y, -float("inf"))
+    else:
+        y = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)[0]
+    new_top = tl.maximum(top, tl.max(y, axis=1))
+    p = ex2(y * c - (new_top * c)[:, None])
+    shrink = ex2((top - new_top) * c)
+    total = total * shrink + tl.sum(p, axis=1)
+    acc = acc * shrink[:, None]
+    if DROPOUT:
+        p = tl.where(kept(seed, item, m0, n0, threshold, M, N), p, 0.0)
+    v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+def forward_pass(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    heads, group, queries, keys, offset, width, scale, threshold, rescale,
+    f_prepare: tl.constexpr, f_evaluate: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Program: (sequence and head, tile of query rows), rows counted from the last."""
+    tiles = tl.cdiv(queries, M)
+    item = tl.program_id(0) // tiles
+    m0 = (tiles - 1 - tl.program_id(0) % tiles) * M
+    b = (item // heads).to(tl.int64)
+    h = item % heads
+    q_base = q_ptr + b * q_b + h.to(tl.int64) * q_h
+    k_base = k_ptr + b * k_b + (h // group).to(tl.int64) * k_h
+    v_base = v_ptr + b * v_b + (h // group).to(tl.int64) * v_h
+    constants = f_prepare(theta_ptr + h.to(tl.int64) * width, width, scale)
+    c = scale * LOG2E
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+
+    q = load_rows(q_base, m0, queries, q_t, True, M, E, P)
+    last = tl.minimum(offset + m0 + M, offset + queries)  # keys that the tile's last row sees
+    past = (offset + m0 + 1) // N * N  # keys that every row sees, in whole tiles
+    top = tl.full([M], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, P], dtype=tl.float32)
+    for n0 in tl.range(0, past, N):
+        top, total, acc = forward_tile(
+            q, top, total, acc,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold,
+            f_evaluate, DROPOUT, False, M, N, E, P,
+        )  # fmt: skip
+    for n0 in tl.range(past, last, N):
+        top, total, acc = forward_tile(
+            q, top, total, acc,
+            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+            seed, item, threshold,
+            f_evaluate, DROPOUT, True, M, N, E, P,
+        )  # fmt: skip
+    out = acc * (rescale / total)[:, None]
+    o_base = out_ptr + b * o_b + h.to(tl.int64) * o_h
+    store_rows(o_base, out, m0, queries, o_t, M, E, P)
+    i = m0 + tl.arange(0, M)
+    lse = top * c + tl.log2(total)
+    tl.store(lse_ptr + item.to(tl.int64) * queries + i, lse, mask=i < queries)

@@ -1,0 +1,52 @@
+"""FlexAttention with gradients, compiled as on a GPU as far as a CPU goes.
+
+torch refuses flex's backward pass on CPUs, but its plain form (dense, for any device) exists, and
+so does the check that its GPU code generator makes first: which lookups may have a gradient.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
+from torch.nn.attention import flex_attention
+
+from megatron.attention import attend, flex
+from megatron.positional import load
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power_add_mul", "rpe"])
+def test_gradients_of_the_compiled_function(name, monkeypatch):
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    options = {"dynamic": False, "fullgraph": True, "backend": backend}
+    compiled = torch.compile(flex_attention.flex_attention, **options)
+    monkeypatch.setattr(flex, "function_for", lambda device_type: compiled)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *inputs: None)
+    pos = load(name)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = torch.randn(4, 1, 2, 40, 16, generator=generator).unbind()
+    inputs = [x.requires_grad_() for x in (q, k, v, pos.initial_theta(2, generator) + 0.1)]
+    options = {"scale": 0.3, "dropout_p": 0.0, "query_offset": 0}
+    out = flex.flex(*inputs[:3], pos, inputs[3], **options)
+    expected = attend(*inputs[:3], pos, inputs[3], scale=0.3, backend="eager")
+    gradients = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
+    for got, exact in zip(*gradients, strict=True):
+        assert (got - exact).abs().max() < 2e-6 * max(1.0, exact.abs().max())
+    joint = [
+        module.graph
+        for graph in graphs
+        for part, module in graph.named_modules()
+        if part.startswith("joint_graph")
+    ]
+    assert joint, "no backward pass was traced"
+    for graph in joint:
+        validate_joint_graph(graph)

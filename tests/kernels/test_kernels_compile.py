@@ -1,0 +1,93 @@
+"""The passes compile for real GPUs, without one, and fit: in a process without the interpreter."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from dataclasses import astuple, fields
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import compile_kernels as tool  # noqa: E402
+
+WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
+def rows_of(path: Path) -> list[tool.Row]:
+    with path.open(newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == ["pass" if f.name == "which" else f.name for f in fields(tool.Row)]
+    kinds = [f.type for f in fields(tool.Row)]
+    return [
+        tool.Row(*(int(x) if kind == "int" else x for x, kind in zip(line, kinds, strict=True)))
+        for line in lines
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_a_dozen_variants_compile_and_spill_nothing(tmp_path):
+    """Each pass of each, for Ampere and Hopper."""
+    done = subprocess.run(
+        [sys.executable, "tools/compile_kernels.py", "--sample", "--out", str(tmp_path / "x.csv")],
+        cwd=ROOT,
+        env=WITHOUT_INTERPRETER,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path / "x.csv")
+    assert len(tool.SAMPLE) == 12 and len(rows) == len(list(tool.variants(sample=True))) == 38
+    assert all(32 <= row.registers <= 255 and row.shared > 0 for row in rows)
+    assert {row.target for row in rows} == {"sm_80", "sm_86", "sm_90"}
+
+
+def test_the_committed_table_is_whole_and_clean():
+    rows = rows_of(tool.CSV)
+    listed = [(f"sm_{v.target}", v.kernel, v.which, v.dtype, v.head_size)
+              for v in tool.variants(sample=False)]  # fmt: skip
+    assert [astuple(row)[1:6] for row in rows] == listed, "run tools/compile_kernels.py"
+    assert not [row.wrong for row in rows if row.wrong]
+    assert len({row.triton for row in rows}) == 1
+
+
+def test_the_committed_table_is_of_the_present_tiles():
+    for row in rows_of(tool.CSV):
+        family = int(row.target.removeprefix("sm_"))
+        heavy = tool.functions_of(tool.load(row.kernel))[0].heavy
+        size = tool.padded(row.head_size)
+        rows = tool.TABLE[family]
+        tile = getattr(tool.look_up(rows, tool.DTYPES[row.dtype].itemsize, size, heavy), row.which)
+        assert (row.M, row.N, row.warps, row.stages) == astuple(tile), f"{row}: compile anew"
+
+
+def test_a_bad_row_is_seen():
+    good = tool.Row("3.7.1", "sm_90", "x", "query", "bf16", 64, 64, 64, 4, 3, 255, 0, 100_000)
+    assert good.wrong is None
+    for change, why in (
+        ({"spilled": 8}, "a thread spills 8 bytes"),
+        ({"shared": 232_449}, "232449 bytes of shared memory of 232448"),
+        ({"target": "sm_86", "shared": 101_377}, "shared memory"),
+    ):
+        row = tool.Row(**({f.name: getattr(good, f.name) for f in fields(good)} | change))
+        assert why in row.wrong
+    for change in ({"dtype": "fp32"}, {"head_size": 256}):  # recorded, not refused
+        row = {f.name: getattr(good, f.name) for f in fields(good)} | {"spilled": 8} | change
+        assert tool.Row(**row).wrong is None
+
+
+def test_sources_are_printed():
+    done = subprocess.run(
+        [sys.executable, "tools/compile_kernels.py", "--source", "kerple_log"],
+        cwd=ROOT,
+        env=WITHOUT_INTERPRETER,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "def evaluate(s, di, dj, d, c):" in done.stdout

@@ -1,0 +1,194 @@
+"""Compile the fused attention passes ahead of time, without a GPU, and say what they occupy.
+
+    python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
+    python tools/compile_kernels.py --sample         # the dozen that the tests compile
+    python tools/compile_kernels.py --source kerple_log
+
+Columns: Triton's version, target, kernel of distance, pass, dtype, head size, tile (M, N, warps,
+stages), registers of a thread, bytes that a thread spills, bytes of shared memory of a program.
+Spills are an error for 16-bit inputs with head sizes up to 128, and so is more shared memory than
+the target has; elsewhere they are recorded. Needs torch and triton, whose wheel brings ptxas and
+cuobjdump.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from megatron.attention.fused import functions_of
+from megatron.kernels.backward import key_pass, query_pass
+from megatron.kernels.blocks import SHARED_MEMORY, TABLE, look_up, padded
+from megatron.kernels.forward import forward_pass
+from megatron.kernels.launch import OPTIONS, constants
+from megatron.kernels.table import table_pass
+from megatron.positional import load
+
+CSV = Path(__file__).with_name("compiled_kernels.csv")
+TARGETS = (80, 86, 90)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
+# Those left out compile to the same as one of these: kerple_power_original to alibi, embeddings
+# without a kernel of distance to none.
+KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
+           "alibi", "rpe", "none")  # fmt: skip
+PASSES = {
+    "forward": forward_pass,
+    "query": query_pass,
+    "key": key_pass,
+    "table": table_pass,
+}
+SAMPLE = (
+    (90, "kerple_log", "bf16", 64), (90, "kerple_power_add_mul", "bf16", 128),
+    (90, "kerple_log", "fp16", 80), (90, "rpe", "bf16", 64), (90, "kerple_log", "fp32", 64),
+    (80, "kerple_log", "bf16", 64), (80, "kerple_log3", "fp16", 128), (80, "none", "bf16", 96),
+    (80, "alibi", "bf16", 32), (86, "kerple_power", "bf16", 64), (86, "rpe", "fp16", 128),
+    (80, "kerple_power_mul", "fp32", 16),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    target: int
+    kernel: str
+    dtype: str
+    head_size: int
+    which: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV."""
+
+    triton: str
+    target: str
+    kernel: str
+    which: str
+    dtype: str
+    head_size: int
+    M: int
+    N: int
+    warps: int
+    stages: int
+    registers: int
+    spilled: int
+    shared: int
+
+    @property
+    def wrong(self) -> str | None:
+        """Why this must not be shipped, or None."""
+        family = int(self.target.removeprefix("sm_"))
+        where = f"{self.target} {self.kernel} {self.which} {self.dtype} {self.head_size}"
+        if self.shared > SHARED_MEMORY[family]:
+            return f"{where}: {self.shared} bytes of shared memory of {SHARED_MEMORY[family]}"
+        if self.spilled and self.dtype != "fp32" and self.head_size <= 128:
+            return f"{where}: a thread spills {self.spilled} bytes"
+        return None
+
+
+def variants(sample: bool) -> Iterator[Variant]:
+    every = ((t, k, d, e) for t in TARGETS for k in KERNELS for d in DTYPES for e in HEAD_SIZES)
+    for target, kernel, dtype, size in SAMPLE if sample else every:
+        for which in PASSES:
+            if which != "table" or kernel == "rpe":
+                yield Variant(target, kernel, dtype, size, which)
+
+
+def build(variant: Variant) -> Row:
+    """Compile one pass as a launch would, with aligned pointers and strides."""
+    pos, dtype = load(variant.kernel), DTYPES[variant.dtype]
+    functions, _ = functions_of(pos)
+    rows, size = TABLE[variant.target], padded(variant.head_size)
+    tile = getattr(look_up(rows, dtype.itemsize, size, functions.heavy), variant.which)
+    fixed = {"group": 1} | constants(
+        variant.which, functions, tile, variant.head_size, dropout=False, theta=pos.learnable
+    )
+    function = PASSES[variant.which]
+    pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "part_ptr": "*fp32",
+                "theta_ptr": "*fp32", "seed_ptr": "*i64"}  # fmt: skip
+    signature, attributes = {}, {}
+    for n, name in enumerate(function.arg_names):
+        if name in fixed:
+            signature[name] = "constexpr"
+            continue
+        if name.endswith("_ptr"):
+            signature[name] = pointers.get(name, f"*{variant.dtype}")
+        else:
+            signature[name] = "fp32" if name in ("scale", "rescale") else "i32"
+        if name.endswith("_ptr") or re.fullmatch(r"\w+_[bht]", name):
+            attributes[n,] = [["tt.divisibility", 16]]
+    values = {name: value for name, value in fixed.items() if name in function.arg_names}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
+    source = ASTSource(function, signature, values, attributes)
+    target = GPUTarget("cuda", variant.target, 32)
+    compiled = compile_kernel(source, target=target, options=options)
+    registers, stack = resources(compiled.asm["cubin"])
+    return Row(
+        *(triton.__version__, f"sm_{variant.target}", variant.kernel, variant.which),
+        *(variant.dtype, variant.head_size, tile.M, tile.N, tile.warps, tile.stages),
+        *(registers, stack, compiled.metadata.shared),
+    )
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread; nothing but spilled registers is on the stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if not found:
+        raise RuntimeError(f"cuobjdump did not say what the kernel uses:\n{text}")
+    return int(found[1]), int(found[2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", action="store_true", help="only a dozen variants")
+    parser.add_argument("--out", type=Path, help="CSV to write (all variants: the committed one)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--source", metavar="POS_EMB", help="print its device functions and stop")
+    args = parser.parse_args()
+    if args.source:
+        functions, how = functions_of(load(args.source))
+        print(f"# {args.source}: {how}\n\n{functions.source}".rstrip())
+        return 0
+    rows: list[Row] = []
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for row in pool.map(build, variants(args.sample), chunksize=4):
+            rows.append(row)
+            print(",".join(str(value) for value in astuple(row)), flush=True)
+    out = args.out or (None if args.sample else CSV)
+    if out:
+        with out.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["pass" if f.name == "which" else f.name for f in fields(Row)])
+            writer.writerows(astuple(row) for row in rows)
+    wrong = [row.wrong for row in rows if row.wrong]
+    print(f"{len(rows)} kernels compiled" + "".join(f"\n{text}" for text in wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
