@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .chunks import CHUNK_BYTES, MAX_TEXTS, TABLE_ROWS, Chunk, Fault
+from .chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault
 from .encode import COUNTS, Encoded, EncodeOptions, Encoder
 from .errors import CorpusError, DataError
 from .journal import Journal
@@ -81,7 +81,7 @@ class _Run:
             "tokenizer": tokenizer.fingerprint(),
             "encode": [encode.keys, encode.append_eod, encode.ftfy, encode.pile_sets],
             "partition": options.partition,
-            "chunks": [CHUNK_BYTES, MAX_TEXTS, TABLE_ROWS],  # their numbers depend on these
+            "chunks": [CHUNK_BYTES, MAX_TEXTS],  # their numbers depend on these
         }
         self.journal = Journal(self.prefixes[0], job, options.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
