@@ -62,7 +62,10 @@ def test_the_committed_table_is_of_the_present_tiles():
         family = int(row.target.removeprefix("sm_"))
         size = tool.padded(row.head_size)
         rows = tool.TABLE[family]
-        tile = getattr(tool.look_up(rows, tool.DTYPES[row.dtype].itemsize, size, heavy_of[row.kernel]), row.which)
+        tile = getattr(
+            tool.look_up(rows, tool.DTYPES[row.dtype].itemsize, size, heavy_of[row.kernel]),
+            row.which,
+        )
         assert (row.M, row.N, row.warps, row.stages) == astuple(tile), f"{row}: compile anew"
 
 
