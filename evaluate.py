@@ -23,7 +23,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results (default: the run folder)")
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
-    overrides = list(args.overrides)
+    # A rank evaluates the whole model, however the run that trained it was laid out.
+    overrides = [*args.overrides, "pipe_parallel_size=1", "model_parallel_size=1"]
+    batch = ("train_batch_size=null", "gradient_accumulation_steps=null")
+    overrides += [*batch, "train_micro_batch_size_per_gpu=1"]
     if args.lengths:
         overrides.append(f"eval_lengths=[{args.lengths}]")
     try:

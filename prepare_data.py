@@ -25,9 +25,9 @@ from megatron.data.encode import EncodeOptions
 from megatron.data.errors import CorpusError, DataError
 from megatron.data.fast import BACKENDS
 from megatron.data.manifest import read_manifest
-from megatron.data.mmap import MMapIndexedDataset, shard_path
 from megatron.data.prepare import PrepareOptions, write_shards
 from megatron.data.registry import CORPORA, GPT2_FILES, alternatives, find_corpus
+from megatron.data.shard_format import shard_path
 from megatron.data.sources import find_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.check:
             return check_corpora(arguments)
         prefix = prepare(arguments)
-        shards = MMapIndexedDataset(prefix)
+        manifest = read_manifest(prefix)
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -222,10 +222,9 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     print(f"data_path: {prefix}")
-    manifest = read_manifest(prefix)
     print(
-        f"{len(shards):,} documents, {len(shards.tokens):,} tokens of {manifest['tokenizer']} "
-        f"({shards.dtype.name})"
+        f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens of "
+        f"{manifest['tokenizer']} ({manifest['dtype']})"
     )
     return 0
 

@@ -18,6 +18,8 @@ def main() -> int:
         "-o", dest="overrides", action="append", default=[], metavar="K=V", help=overrides_help
     )
     parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
+    fallback_help = "pass over a damaged newest checkpoint"
+    parser.add_argument("--allow-fallback", action="store_true", help=fallback_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="let DeepSpeed speak")
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
@@ -35,7 +37,7 @@ def main() -> int:
     from megatron.engine.run import train
 
     with user_errors() as outcome:
-        train(config, verbose=args.verbose)
+        train(config, verbose=args.verbose, allow_fallback=args.allow_fallback)
     return outcome.code
 
 

@@ -1,6 +1,7 @@
 """Recompute published numbers with this project's model, engine, schedule and data, and compare.
 
-    python tools/check_parity.py DIR [DIR ...] [--backend NAME ...] [--device cuda] [--configs DIR]
+    python tools/check_parity.py DIR [DIR ...] [--backend NAME ...] [--device cuda] [--tp N]
+                                 [--configs DIR]
 
 A DIR holds cases, at any depth: `models/NAME` (config.yml, manifest.json, expected.npz and a
 checkpoint), `training/NAME` (the same with curve.npz), `kernels` (probes.npz), `config`
@@ -15,16 +16,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: threads would only wait
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.parity.result import Result
+
+if TYPE_CHECKING:
+    from megatron.parallel import Groups
 
 Run = Callable[[], "Iterable[Result] | Result"]
 Case = tuple[str, Run]
@@ -39,22 +45,25 @@ def main(argv: list[str] | None = None) -> int:
     backend_help = "attention backends for models and training (default: eager)"
     parser.add_argument("--backend", nargs="+", default=["eager"], help=backend_help)
     parser.add_argument("--device", default="cpu", help="where models run: cpu or cuda")
-    tp_help = "tensor-parallel ranks (not built yet: 1)"
+    tp_help = "cut models and training over that many processes (default: 1)"
     parser.add_argument("--tp", type=int, default=1, help=tp_help)
     configs_help = "the published YAML files that derived_args.json names"
     parser.add_argument("--configs", type=Path, metavar="DIR", help=configs_help)
     args = parser.parse_args(argv)
-    if args.tp != 1:
-        print(
-            "tensor parallelism is not built yet: --tp must be 1 (checkpoints written with it are "
-            "read and merged all the same)",
-            file=sys.stderr,
-        )
-        return 2
     missing = [str(folder) for folder in args.folders if not folder.is_dir()]
     if missing:
         print(f"no such folder: {', '.join(missing)}", file=sys.stderr)
         return 2
+    if args.tp > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.tp}"]
+        own = [str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
+        return subprocess.call([sys.executable, *launch, *own])
+    if int(os.environ.get("RANK", "0")) > 0:  # only what needs all ranks, and without a word
+        for name, run in cases(args):
+            if needs_ranks(run):
+                for _ in results_of(name, run):
+                    pass
+        return 0
     total = failed = 0
     for name, run in cases(args):
         for result in results_of(name, run):
@@ -99,8 +108,9 @@ def cases_in(
             lacks = Result(name, faults=["neither expected.npz nor curve.npz is there"])
             yield name, lambda: lacks
         for number, backend in enumerate(args.backend):
-            run = partial(model_case if "expected.npz" in files else training_case, folder, name)
-            yield name, partial(run, backend, device=args.device, again=number > 0)
+            kind = model_case if "expected.npz" in files else training_case
+            options = {"device": args.device, "again": number > 0, "tp": args.tp}
+            yield name, partial(kind, folder, name, backend, **options)
     if "probes.npz" in files:
         from tools.parity.kernels import check_kernels
 
@@ -133,22 +143,35 @@ def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
 
 
 def model_case(
-    folder: Path, name: str, backend: str, *, device: str, again: bool
+    folder: Path, name: str, backend: str, *, device: str, again: bool, tp: int
 ) -> Iterator[Result]:
     """A model with one backend; `again` leaves out what does not depend on the backend."""
     from tools.parity.models import check_model
 
-    return check_model(folder, name, backend=backend, device=device, again=again)
+    own = {"tp": groups_of(tp).model} if tp > 1 else {}
+    return check_model(folder, name, backend=backend, device=device, again=again, **own)
 
 
 def training_case(
-    folder: Path, name: str, backend: str, *, device: str, again: bool
+    folder: Path, name: str, backend: str, *, device: str, again: bool, tp: int
 ) -> Iterator[Result]:
-    """Training steps with one backend, in a job of one process."""
-    from megatron.engine import distributed
+    """Training steps with one backend, in a job of `tp` processes."""
     from tools.parity.training import check_training
 
-    return check_training(folder, name, distributed.start(), backend=backend, again=again)
+    return check_training(folder, name, groups_of(tp), backend=backend, again=again)
+
+
+@cache
+def groups_of(tp: int) -> Groups:
+    """The groups of this job, all of whose processes hold one model together."""
+    from megatron.engine import distributed
+
+    return distributed.start().divided(model_size=tp)
+
+
+def needs_ranks(run: Run) -> bool:
+    """Whether a case is to be run by every process of a tensor-parallel job."""
+    return getattr(run, "func", None) in (model_case, training_case)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.config import layouts
+
 Values = dict[str, Any]
 Found = tuple[str, str]  # (attribute to blame, text)
 
@@ -32,6 +34,15 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
     values["world_size"] = world_size
     parts = [values.get("pipe_parallel_size"), values.get("model_parallel_size")]
     if None in parts:
+        return
+    stages, slices = parts
+    if world_size % math.prod(parts):
+        yield (
+            "pipe_parallel_size" if stages > 1 else "model_parallel_size",
+            f"{world_size} process(es) cannot form groups of pipe_parallel_size {stages} x "
+            f"model_parallel_size {slices} = {stages * slices}; start a multiple of "
+            f"{stages * slices}, e.g. torchrun --nproc-per-node {stages * slices} train.py ...",
+        )
         return
     values["data_parallel_size"] = world_size // math.prod(parts)
     yield from _derive_batch(values)
@@ -79,7 +90,7 @@ def _derive_batch(values: Values) -> Iterator[Found]:
 
 
 Relation = Callable[..., "Found | None"]
-_RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
+_RELATIONS: list[tuple[tuple[str, ...], Relation]] = list(layouts.RELATIONS)
 
 
 def _relation(*names: str) -> Callable[[Relation], Relation]:
@@ -168,8 +179,8 @@ def _learned(
 def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
     if pos_emb != "rpe":
         return None
-    if buckets < 4:
-        return "rpe_num_buckets", f"{buckets} is too few for near and far; write at least 4"
+    if buckets < 2:
+        return "rpe_num_buckets", f"{buckets} is too few for near and far; write at least 2"
     if distance > buckets // 2:
         return None
     return (
@@ -242,14 +253,6 @@ def _dropout(attention: float, hidden: float) -> Found | None:
         if value >= 1:
             return name, f"{value} drops everything; write a probability below 1"
     return None
-
-
-@_relation("zero_stage", "precision", "grad_accum_dtype")
-def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
-    if stage > 0 or dtype == precision:
-        return None
-    text = f"{dtype} with {precision} needs ZeRO: DeepSpeed's stage 0 accumulates in {precision}"
-    return "grad_accum_dtype", f"{text}; write zero_optimization: {{stage: 1}}, or leave it out"
 
 
 @_relation("finetune", "save", "load")

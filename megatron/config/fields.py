@@ -162,16 +162,9 @@ def off(reason: str) -> Callable:
     return check
 
 
-def undivided(what: str) -> Callable:
-    """Checks a degree of parallelism that can only be 1 for now (NeoX writes 0 for it too)."""
-    each = whole(0, write="1")
-
-    def check(value: Any) -> int:
-        if each(value) > 1:
-            raise ValueError(f"{value} is refused: {what} is not built yet; write 1")
-        return max(1, int(value))
-
-    return check
+def degree(value: Any) -> int:
+    """Checks a degree of parallelism; NeoX writes 0 for 1 too."""
+    return max(1, whole(0, write="1 for none")(value))
 
 
 def whole_list(low: int) -> Callable:
@@ -220,6 +213,7 @@ Positive = Annotated[int, BeforeValidator(whole(1))]
 Count = Annotated[int, BeforeValidator(whole(0))]
 PositiveNumber = Annotated[float, BeforeValidator(number(0, above=True))]
 Epsilon = Annotated[float, BeforeValidator(number(0, above=True, write="e.g. 1e-8"))]
+Degree = Annotated[int, BeforeValidator(degree)]
 Amount = Annotated[float, BeforeValidator(number(0))]
 Probability = Annotated[float, BeforeValidator(number(0, 1))]
 Flag = Annotated[bool, BeforeValidator(flag)]

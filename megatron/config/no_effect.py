@@ -61,7 +61,7 @@ _KEYS: dict[str, str] = {
         bf16.bf16 bf16.loss_scale bf16.loss_scale_window bf16.hysteresis bf16.min_loss_scale
         bf16.initial_scale_power
     """,
-    "there is one pipeline stage": "pipe_partition_method",
+    "stages are cut between blocks, as many to each as can be": "pipe_partition_method",
     "the grad norm is always logged": "log_grad_norm",
     "wandb names the run": "wandb_run_name",
     "only rank 0 writes to wandb": "wandb_init_all_ranks",
@@ -80,7 +80,7 @@ _KEYS: dict[str, str] = {
     "every rank reads or builds the index for itself": "use_shared_fs",
     "no program of this code reads it": """
         deepspeed deepscale deepscale_config lazy_mpu_init short_seq_prob adlr_autoresume
-        adlr_autoresume_interval onnx_safe weight_server_port s3_chunk_size
+        adlr_autoresume_interval weight_server_port s3_chunk_size
         curriculum_seqlen local_rank rank zero_allow_untested_optimizer allow_chopped
     """,
     "says again what `enabled` says": "fp16.fp16",

@@ -33,6 +33,7 @@ from megatron.config.fields import (
     Amount,
     Betas,
     Count,
+    Degree,
     Epsilon,
     Flag,
     Frozen,
@@ -47,7 +48,6 @@ from megatron.config.fields import (
     Text,
     number,
     off,
-    undivided,
     whole,
 )
 from megatron.config.paths import PathList, Paths, Weights
@@ -167,8 +167,8 @@ class TrainingConfig(Section):
 
 
 class ParallelConfig(Section):
-    pipe_parallel_size: Annotated[int, BeforeValidator(undivided("pipeline parallelism"))] = 1
-    model_parallel_size: Annotated[int, BeforeValidator(undivided("tensor parallelism"))] = 1
+    pipe_parallel_size: Degree = 1
+    model_parallel_size: Degree = 1  # tensor parallelism
     zero_stage: Annotated[
         int, Key("zero_optimization.stage"), BeforeValidator(whole(0, 3, write="e.g. 1"))
     ] = 1

@@ -12,7 +12,7 @@ from .errors import ShardError
 from .locks import try_lock
 from .shard_format import CODES, HEADER, MAGIC, shard_path
 
-_ROWS = 1 << 20  # documents handled at a time when the .idx is finished
+_ROWS = 1 << 16  # documents handled at a time when the .idx is finished: 2 MB of memory
 
 
 class MMapIndexedDatasetWriter:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from megatron.attention import choose
+from megatron.attention import AttentionFn, choose
 from megatron.config import Config
 from megatron.data.corpora import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.schedule import Schedule
 from megatron.model import GPT, BlockShape, GPTShape
+from megatron.parallel import ALONE, TensorGroup
 from megatron.positional import PositionalEmbedding
 from megatron.positional import load as load_positional
 
@@ -29,10 +30,13 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
-    """GPT-NeoX's padding: the next multiple of divisible_by * model_parallel_size."""
-    multiple = divisible_by * model_parallel_size
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
+    """The next multiple of `divisible_by`.
+
+    GPT-NeoX multiplies by model_parallel_size, so that its model changes with the layout; here
+    `divisible_by` must be a multiple of it instead.
+    """
+    return -(-vocab_size // divisible_by) * divisible_by
 
 
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
@@ -57,12 +61,9 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         rotary_base=m.rotary_emb_base,
         rounds_as_published=m.published_numerics,
     )
-    padded = padded_vocab_size(
-        vocab_size, m.make_vocab_size_divisible_by, config.parallel.model_parallel_size
-    )
     return GPTShape(
         num_layers=m.num_layers,
-        vocab_size=padded,
+        vocab_size=padded_vocab_size(vocab_size, m.make_vocab_size_divisible_by),
         block=block,
         max_positions=m.max_position_embeddings,
         tie_weights=not m.no_weight_tying,
@@ -71,6 +72,7 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         init_std=m.init_method_std,
         position_offset=m.opt_pos_emb_offset,
         checkpoint_activations=m.checkpoint_activations,
+        cut_output_inputs=m.output_layer_parallelism == "row",
     )
 
 
@@ -91,15 +93,16 @@ def positional_of(config: Config) -> PositionalEmbedding:
     return pos
 
 
-def build_model(config: Config, vocab_size: int, *, device_type: str, training: bool = True) -> GPT:
-    """The model on the CPU in fp32, initialised from the config's seed.
+def attention_of(
+    config: Config, pos: PositionalEmbedding, device_type: str, *, training: bool = True
+) -> AttentionFn:
+    """The config's attention backend, chosen.
 
     Raises:
-        AttentionError: the attention backend cannot serve this model on this device.
+        AttentionError: it cannot serve this model on this device.
     """
     m = config.model
-    pos = positional_of(config)
-    attend = choose(
+    return choose(
         m.attention_backend,
         pos,
         device_type=device_type,
@@ -108,14 +111,33 @@ def build_model(config: Config, vocab_size: int, *, device_type: str, training: 
         dropout=training and m.attention_dropout > 0.0,
         head_size=m.hidden_size // m.num_attention_heads,
     )
-    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed)
+
+
+def build_model(
+    config: Config,
+    vocab_size: int,
+    *,
+    device_type: str,
+    training: bool = True,
+    tp: TensorGroup = ALONE,
+) -> GPT:
+    """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed.
+
+    Raises:
+        AttentionError: the attention backend cannot serve this model on this device.
+    """
+    pos = positional_of(config)
+    attend = attention_of(config, pos, device_type, training=training)
+    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp)
 
 
 def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     """What makes two models' weights interchangeable, as JSON values: shape, kernel, tokenizer."""
     shape = asdict(model.shape)
     block = shape.pop("block")
-    for name in ("init_method", "output_init_method", "init_std", "checkpoint_activations"):
+    for name in ("init_method", "output_init_method", "init_std"):
+        del shape[name]
+    for name in ("checkpoint_activations", "cut_output_inputs"):
         del shape[name]
     for name in ("attention_dropout", "hidden_dropout", "rounds_as_published"):
         del block[name]

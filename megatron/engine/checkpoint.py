@@ -1,9 +1,9 @@
 """Checkpoints: DeepSpeed's files in a folder that appears whole or not at all.
 
     SAVE/global_stepN/          one checkpoint
-        mp_rank_00_model_states.pt, *_optim_states.pt     DeepSpeed's
+        mp_rank_TT_*.pt, layer_*.pt, *_optim_states.pt    DeepSpeed's
         rng_rank_RRRRR.pt                                 dropout streams, one a rank
-        kerple.json                                       layout, progress, versions, config
+        kerple.json       layout, shapes, cuts, progress, version, config; sizes and checksums
     SAVE/latest                 name of the newest whole checkpoint
 
 A process killed at any moment leaves the previous one usable: see `folders`.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron import __version__
+from megatron.engine import layout_weights, manifest
 from megatron.engine.folders import UNFINISHED, publish
 from megatron.engine.neox_checkpoint import is_published
 from megatron.engine.safe_load import CheckpointError, safe_load
@@ -29,6 +30,9 @@ from megatron.parallel import Groups, rng_state, set_rng_state
 
 if TYPE_CHECKING:
     import deepspeed
+
+ONE_SLICE = {"model_parallel_size": 1, "pipe_parallel_size": 1}
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -66,7 +70,7 @@ def newest(folder: Path) -> str | None:
                 f"a file `latest` in it that says {folder.name}"
             )
         return None
-    tag = latest.read_text().strip()
+    tag = latest.read_text(errors="replace").strip()
     if not tag or "/" in tag or not (folder / tag).is_dir():
         there = ", ".join(sorted(p.name for p in folder.glob("global_step*"))) or "none"
         raise CheckpointError(
@@ -88,28 +92,71 @@ def save(
     """Write the state after `progress.step` steps; every rank must call it.
 
     Args:
-        about: JSON values kept beside the state (layout, data identity, resolved config).
+        about: JSON values kept beside the state (layout, data identity, resolved config, and
+            what `layout_weights.describe` says).
         keep_last: remove all but this many newest checkpoints.
 
     Returns:
         The checkpoint's folder.
     """
+    from megatron.engine import universal  # it imports deepspeed, which reading does not need
+
     tag = tag_of(progress.step)
-    unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
+    unfinished = folder / f"{UNFINISHED}{tag}"
     if groups.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     groups.barrier()
-    engine.save_checkpoint(str(folder), tag=unfinished.name, save_latest=False)
+    client = {"universal_checkpoint_info": universal.conversion_info(about)}
+    engine.save_checkpoint(str(folder), unfinished.name, client, save_latest=False)
     torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
     groups.barrier()
+    files = manifest.describe_files(unfinished, groups)
     if groups.is_main:
-        record = {"version": __version__, "progress": asdict(progress), **about}
-        (unfinished / "kerple.json").write_text(json.dumps(record, indent=1))
+        record = {"version": __version__, "progress": asdict(progress), **about, "files": files}
+        (unfinished / manifest.RECORD).write_text(manifest.sealed(record))
         publish(folder, tag)
         _prune(folder, keep_last, tag)
     groups.barrier()
-    return final
+    return folder / tag
+
+
+def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[str | None, str]:
+    """(tag to resume from, what was found damaged); every rank must call it.
+
+    Args:
+        allow_fallback: pass over damaged checkpoints to the newest whole one.
+
+    Raises:
+        CheckpointError: names the damaged file, why it is damaged, and the checkpoint before it.
+    """
+    tag = newest(folder)
+    if tag is None:
+        return None, ""
+    tags = [tag, *(t for t in reversed(finished(folder)) if t != tag)]
+    found: list[str] = []
+    for number, each in enumerate(tags):
+        problem = None
+        if not is_published(folder / each):  # that format has neither sizes nor checksums
+            problem = manifest.damage(folder / each, groups)
+        if problem is None:
+            return each, "; ".join(found)
+        found.append(problem)
+        if not allow_fallback:
+            before = tags[number + 1 : number + 2]
+            way = f"resume from {folder / before[0]} with --allow-fallback, or " if before else ""
+            raise CheckpointError(
+                f"{folder / each} is damaged: {problem}. Restore that file, or {way}"
+                f"remove {folder / 'latest'} to start afresh"
+            )
+    raise CheckpointError(f"{folder} holds no whole checkpoint: " + "; ".join(found))
+
+
+def finished(folder: Path) -> list[str]:
+    """Tags of the checkpoints in `folder`, oldest first."""
+    prefix = tag_of(0)[:-1]
+    steps = [p.name[len(prefix) :] for p in folder.glob(f"{prefix}*")]
+    return [tag_of(step) for step in sorted(int(step) for step in steps if step.isdigit())]
 
 
 def read_record(folder: Path, tag: str) -> dict[str, Any]:
@@ -134,16 +181,12 @@ WAYS_OUT = {
         "Restore those settings to continue its order of samples exactly, or set `finetune: true` "
         "and another `save` to start a new run from its weights"
     ),
-    "layout": (
-        "Resume with the layout it was written under, or set `finetune: true` and another `save` "
-        "to take only its weights"
-    ),
 }
 """What a checkpoint must agree with a run about, and what to do where it does not."""
 
 
 def require_same(folder: Path, tag: str, about: dict[str, dict[str, Any]]) -> None:
-    """Compare `about` (any of model, data, layout) with what the checkpoint says of itself.
+    """Compare `about` (any of model, data) with what the checkpoint says of itself.
 
     Raises:
         CheckpointError: names every entry that differs.
@@ -165,14 +208,35 @@ def require_same(folder: Path, tag: str, about: dict[str, dict[str, Any]]) -> No
 
 
 def restore(
-    engine: deepspeed.DeepSpeedEngine, groups: Groups, folder: Path, tag: str
+    engine: deepspeed.DeepSpeedEngine,
+    groups: Groups,
+    folder: Path,
+    tag: str,
+    layout: dict[str, Any],
 ) -> Progress:
     """Load weights, optimizer, schedule and random streams; every rank must call it.
 
+    Args:
+        layout: this run's layout. Where it is not the checkpoint's, the main rank converts the
+            checkpoint first; the random streams of dropout then start anew.
+
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged, or the layouts cannot be converted.
     """
-    progress = Progress(**read_record(folder, tag)["progress"])
+    from megatron.engine import universal
+
+    record = read_record(folder, tag)
+    progress, written = Progress(**record["progress"]), ONE_SLICE | record["layout"]
+    if written != layout:
+        why = universal.refusal(written, layout)
+        if why:
+            raise CheckpointError(
+                f"{folder / tag} was written with another layout, and {why}. Resume with the "
+                "layout it was written under, or set `finetune: true` and another `save` to take "
+                "only its weights"
+            )
+        universal.restore(engine, groups, folder / tag, folder / f"{UNFINISHED}universal", record)
+        return progress
     try:
         loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
         path = folder / tag / f"rng_rank_{groups.rank:05d}.pt"
@@ -193,12 +257,7 @@ def read_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
 
     16-bit weights come as stored; ZeRO-3, where no rank holds them whole, gives the fp32 masters.
     """
-    record = read_record(folder, tag)
-    if record["layout"]["zero_stage"] == 3:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
-    return safe_load(folder / tag / "mp_rank_00_model_states.pt")["module"]
+    return layout_weights.read_whole(folder, tag, read_record(folder, tag))
 
 
 def is_foreign(folder: Path, tag: str) -> bool:
@@ -206,19 +265,20 @@ def is_foreign(folder: Path, tag: str) -> bool:
     return is_published(folder / tag) or "imported" in read_record(folder, tag)
 
 
-def imported_buffers(folder: Path, tag: str) -> dict[str, torch.Tensor]:
-    """What an imported checkpoint's files held although it follows from the configuration."""
+def imported_rest(
+    folder: Path, tag: str
+) -> tuple[dict[str, torch.Tensor], dict[str, list[torch.Tensor]]]:
+    """(buffers, parts) of an imported checkpoint, as in `neox_checkpoint.Published`."""
     if not is_foreign(folder, tag):
-        return {}
-    return safe_load(folder / tag / "mp_rank_00_model_states.pt")["neox_buffers"]
+        return {}, {}
+    state = safe_load(folder / tag / "mp_rank_00_model_states.pt")
+    return state["neox_buffers"], state.get("neox_parts", {})
 
 
 def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
     if not keep_last:
         return
-    done = [path.parent for path in folder.glob("global_step*/kerple.json")]  # ours alone
-    done = [p for p in done if p.name[len("global_step") :].isdigit()]
-    done.sort(key=lambda p: int(p.name[len("global_step") :]))
-    for path in done[:-keep_last]:
-        if path.name != newest_tag:
-            shutil.rmtree(path, ignore_errors=True)
+    ours = [each for each in finished(folder) if (folder / each / manifest.RECORD).is_file()]
+    for each in ours[:-keep_last]:
+        if each != newest_tag:
+            shutil.rmtree(folder / each, ignore_errors=True)

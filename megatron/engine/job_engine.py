@@ -52,5 +52,5 @@ def job_engine(
         fp16_options={key: getattr(c.training, key) for key in FP16_OPTIONS},
     )
     published = c.model.published_numerics
-    engine = build_engine(model, optimizer, annealing, settings, count_empty_step=published)
+    engine = build_engine(model, optimizer, annealing, settings, groups, count_empty_step=published)
     return engine, annealing

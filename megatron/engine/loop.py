@@ -16,8 +16,10 @@ import deepspeed
 import numpy as np
 import torch
 
+from megatron.engine.evaluate import LossFn
 from megatron.engine.log import RunLog
-from megatron.engine.optim import all_finite, project_theta
+from megatron.engine.optim import all_finite, all_heads, gradient_norm, project_theta
+from megatron.engine.pipeline import PipelineLosses, train_batch
 from megatron.parallel import Groups
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
@@ -64,13 +66,13 @@ class Meter:
         self.seconds, self.steps = 0.0, 0
 
 
-def micro_losses(
-    engine: deepspeed.DeepSpeedEngine, batches: Iterator[np.ndarray], count: int, groups: Groups
-) -> Iterator[torch.Tensor]:
-    """Mean loss of each of the next `count` micro-batches int64 [micro, T + 1], as scalars."""
+def next_batches(
+    batches: Iterator[np.ndarray], count: int, groups: Groups
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(inputs, targets) of each of the next `count` micro-batches int64 [micro, T + 1]."""
     for _ in range(count):
         tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)
-        yield engine(tokens[:, :-1], tokens[:, 1:]).mean()
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
 def train_step(
@@ -81,20 +83,28 @@ def train_step(
 ) -> tuple[torch.Tensor, float | None]:
     """One update. Returns this rank's mean loss (a 0-d tensor, not synchronised) and the gradient's
     norm before clipping."""
+    if groups.pipe_size > 1:
+        loss = train_batch(engine, list(next_batches(batches, accumulation, groups)))
+        return loss, engine.get_global_grad_norm()
     total = torch.zeros((), device=groups.device)
     norm = None
-    for loss in micro_losses(engine, batches, accumulation, groups):
+    for inputs, targets in next_batches(batches, accumulation, groups):
+        loss = engine(inputs, targets).mean()
         total += loss.detach().float()
         engine.backward(loss)
         plain = not (engine.zero_optimization() or engine.fp16_enabled())
         if plain and engine.is_gradient_accumulation_boundary():
             # Without ZeRO the engine clips without saying what the norm was.
-            grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
+            norm = gradient_norm(engine.module, groups.model)
         engine.step()
     if norm is None:
         norm = engine.get_global_grad_norm()
     return total / accumulation, norm
+
+
+def losses_of(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
+    """The engine's model as a function to evaluate, on every rank."""
+    return engine if groups.pipe_size == 1 else PipelineLosses(engine, groups)
 
 
 @torch.no_grad()
@@ -106,9 +116,10 @@ def validation_loss(
 ) -> float:
     """Mean loss over `count` micro-batches on every rank, in nats per token."""
     engine.eval()
+    loss_fn = losses_of(engine, groups)
     total = torch.zeros((), device=groups.device)
-    for loss in micro_losses(engine, batches, count, groups):
-        total += loss.float()
+    for inputs, targets in next_batches(batches, count, groups):
+        total += loss_fn(inputs, targets).mean().float()
     engine.train()
     return groups.sum_over_data(total).item() / (count * groups.data_size)
 
@@ -163,7 +174,8 @@ def train_loop(
             raise DivergedError(f"weights are no longer finite after step {step}; {MEND}")
         meter.seconds += time.monotonic() - start
         if logs:
-            _report(log, step, mean, lr, norm, meter, settings, master, theta_names)
+            whole = None if master is None else all_heads(master, groups)
+            _report(log, step, mean, lr, norm, meter, settings, whole, theta_names)
             meter.reset()
         if step % settings.eval_interval == 0:
             value = validate(step)

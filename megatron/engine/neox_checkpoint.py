@@ -13,7 +13,6 @@ Legend: L layers, N tensor-parallel parts.
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,18 @@ import torch
 from torch import Tensor
 
 from megatron.engine import neox_layout as layout
-from megatron.engine.safe_load import safe_load
+from megatron.engine.neox_counters import (
+    client_state,
+    count,
+    load_mapping,
+    mapping,
+    schedule_of,
+    step_of,
+)
+from megatron.engine.safe_load import CheckpointError
+
+MOST_FILES = 100_000
+"""Layers times parts; more is a damaged count, and a list of so many missing files helps nobody."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Published:
     Attributes:
         weights: name -> tensor, as stored (dtype included).
         buffers: published name -> what the files hold although the configuration implies it.
+        parts: "position.published name" -> the parts of what merging alters: replicas that differ
+            in the last digits, summed biases that are not equal.
         step, schedule, args: the counters it was saved with; schedule is None if not recorded.
         problems: what is missing, unknown or does not fit together; then the rest is not complete.
         notes: what a reader should know.
@@ -69,6 +81,7 @@ class Published:
     step: int
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
     args: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -82,7 +95,8 @@ class Published:
 
 def is_published(checkpoint: Path) -> bool:
     """Whether the folder `global_stepN` is in the published layout, and not of our making."""
-    if (checkpoint / "kerple.json").is_file():
+    ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
+    if ours:  # by the second sign even where the first was lost
         return False
     return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
 
@@ -97,15 +111,20 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     for path in checkpoint.iterdir():
         if match := layout.FILE.fullmatch(path.name):
             found[int(match[1]), int(match[2])] = path
-    client = _client_state(checkpoint)
-    args = {k: v for k, v in (client.get("args") or {}).items() if isinstance(v, (int, str))}
+    client = client_state(checkpoint)
+    args = {k: v for k, v in mapping(client, "args").items() if isinstance(v, (int, str))}
     last = max((index for index, _ in found), default=0)
-    states = {place: safe_load(path) for place, path in sorted(found.items())}
+    states = {place: load_mapping(path) for place, path in sorted(found.items())}
     tied = not any("final_linear.weight" in state for state in states.values())
-    num_layers = args.get("num_layers") or max(0, last - (3 if tied else 4))
-    parts = max([part + 1 for _, part in found] + [int(client.get("mp_world_size") or 1)])
+    num_layers = count(args, "num_layers") or max(0, last - (3 if tied else 4))
+    parts = max([part + 1 for _, part in found] + [count(client, "mp_world_size") or 1])
+    if num_layers * parts > MOST_FILES:
+        raise CheckpointError(
+            f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel parts are more than any "
+            "model has; its file names, or the counts in mp_rank_00_model_states.pt, are damaged"
+        )
     shape = _infer(states, num_layers, tied, parts, summed_biases)
-    out = Published(shape, _step(client, checkpoint), schedule=_schedule(client), args=args)
+    out = Published(shape, step_of(client, checkpoint), schedule=schedule_of(client), args=args)
     by_index = _parts_by_position(states, out)
     kernels = {}
     for index, group in by_index.items():
@@ -120,6 +139,7 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
                 out.problems.append(f"{layout.file_name(index, 0)}: {name} is not known")
             else:
                 out.weights[ours] = tensor
+    _check_width(out)
     _take_kernel({i: kernel for i, kernel in kernels.items() if 2 <= i < num_layers + 2}, out)
     return out
 
@@ -128,6 +148,10 @@ def _infer(
     states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool
 ) -> Shape:
     """The rest of the shape, from the sizes of the first part's tensors."""
+
+    def matrices(*tensors: Any) -> bool:
+        return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
+
     first = {index: state for (index, part), state in sorted(states.items()) if part == 0}
     block = first.get(2, {})
     inner, back = block.get("mlp.dense_h_to_4h.weight"), block.get("mlp.dense_4h_to_h.weight")
@@ -137,9 +161,9 @@ def _infer(
         num_layers=num_layers,
         tied=tied,
         parts=parts,
-        geglu=inner is not None and back is not None and inner.shape[0] == 2 * back.shape[1],
+        geglu=matrices(inner, back) and inner.shape[0] == 2 * back.shape[1],
         summed_biases=summed_biases,
-        row_output=None not in (output, words) and output.shape[1] != words.shape[1],
+        row_output=matrices(output, words) and output.shape[1] != words.shape[1],
     )
 
 
@@ -168,8 +192,9 @@ def _merge_position(
     for name in sorted(set().union(*group)):
         where = f"{layout.file_name(index, 0)}: {name}"
         parts = [state.get(name) for state in group]
-        if not all(isinstance(part, Tensor) for part in parts):
-            out.problems.append(f"{where}: not a tensor in every one of the {len(parts)} parts")
+        if not all(_is_plain(part) for part in parts):
+            problem = f"not a dense tensor of floats in every one of the {len(parts)} parts"
+            out.problems.append(f"{where}: {problem}")
             continue
         how = out.shape.rule(name)
         try:
@@ -177,9 +202,28 @@ def _merge_position(
         except (ValueError, RuntimeError) as error:
             out.problems.append(f"{where}: {error}")
             continue
-        if how == "replicated" and any(not torch.equal(part, parts[0]) for part in parts):
-            out.notes.append(f"{where}: its parts differ in the last digits; the first is taken")
+        if any(not torch.equal(part, parts[0]) for part in parts) and how in layout.MERGED_ANEW:
+            out.parts[f"{index}.{name}"] = parts
+            if how == "replicated":
+                note = "its parts differ in the last digits; the first is taken"
+                out.notes.append(f"{where}: {note}")
     return merged
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _check_width(out: Published) -> None:
+    """A part that is missing with its whole column of files shows in a matrix that is square."""
+    square = out.weights.get("layers.0.attention.dense.weight")
+    if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
+        out.problems.append(
+            f"attention.dense.weight: {tuple(square.shape)} from {out.shape.parts} tensor-parallel "
+            "part(s), but it is square when whole; all files of some part are missing"
+        )
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
@@ -208,32 +252,10 @@ def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
     if set(kernels[first]) == {layout.FIXED}:
         out.buffers |= kernels[first]
         return
-    theta_HN, names = layout.theta_from_columns(kernels[first])
+    try:
+        theta_HN, names = layout.theta_from_columns(kernels[first])
+    except RuntimeError as error:
+        out.problems.append(f"{layout.file_name(first, 0)}: {layout.RPE}*: {error}")
+        return
     out.weights["embedding.theta"] = theta_HN
     out.shape = Shape(**{**asdict(out.shape), "theta": tuple(names)})
-
-
-def _schedule(client: dict[str, Any]) -> dict[str, Any] | None:
-    """The learning-rate curve as `AnnealingLR` loads it."""
-    state = client.get("lr_scheduler")
-    names = ("start_lr", "end_iter", "warmup_iter", "decay_style", "min_lr", "num_iters")
-    if not isinstance(state, dict) or any(name not in state for name in names):
-        return None
-    return {name: state[name] for name in names}
-
-
-def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
-    """(optimizer steps done, learning-rate curve if recorded) of the folder `global_stepN`."""
-    client = _client_state(checkpoint)
-    return _step(client, checkpoint), _schedule(client)
-
-
-def _client_state(checkpoint: Path) -> dict[str, Any]:
-    """What the first `mp_rank` file holds; nothing where there is none."""
-    path = checkpoint / "mp_rank_00_model_states.pt"
-    return safe_load(path) if path.is_file() else {}
-
-
-def _step(client: dict[str, Any], checkpoint: Path) -> int:
-    named = re.fullmatch(r"global_step(\d+)", checkpoint.name)
-    return int(client.get("iteration") or client.get("total_iters") or (named and named[1]) or 0)

@@ -38,13 +38,15 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         summed_biases: it was trained with `gpt_j_residual` (matters with tensor parallelism only).
 
     Raises:
-        CheckpointError: everything that is missing, unknown or does not fit together.
+        CheckpointError: everything that is missing, unknown or does not fit together; or `target`
+            has a checkpoint of that step already (it may be `source` itself).
     """
     found = neox_checkpoint.read(source, summed_biases=summed_biases)
     if found.problems:
         listed = "\n  ".join(found.problems)
         raise CheckpointError(f"{source} is not whole:\n  {listed}")
     tag = checkpoint.tag_of(found.step)
+    _refuse_existing(target / tag)
     record = {
         "version": __version__,
         "progress": {"step": found.step, "consumed_samples": 0, "train_samples": 0},
@@ -52,7 +54,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         "imported": found.about(),
     }
     with appears_whole(target, tag) as folder:
-        state = {"module": found.weights, "neox_buffers": found.buffers}
+        state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.parts}
         torch.save(state, folder / "mp_rank_00_model_states.pt")
         if (source / "configs").is_dir():
             shutil.copytree(source / "configs", folder / "configs")
@@ -64,7 +66,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Write the newest checkpoint of the run folder `source` in the published layout.
 
     Args:
-        parts: tensor-parallel parts; None for as many as an import had, else 1.
+        parts: tensor-parallel parts, at least 1; None for as many as it was trained with.
 
     Returns:
         The new folder, `target/global_stepN`.
@@ -81,26 +83,35 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     if "imported" in record:
         about = record["imported"]
         shape = Shape(**about["shape"] | {"theta": tuple(about["shape"]["theta"])})
-        buffers = checkpoint.imported_buffers(source, tag)
+        buffers, kept = checkpoint.imported_rest(source, tag)
     else:
         config = _config_of(record)
         dtype = DTYPES[config.training.precision]
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
         pos = positional_of(config)
         block = shape_of(config, len(weights["embedding.word_embeddings.weight"])).block
-        shape, buffers = _shape_of(config, pos), implied_buffers(block, pos, dtype)
+        shape, buffers, kept = _shape_of(config, pos), implied_buffers(block, pos, dtype), {}
         about = {"schedule": None, "args": _args_of(config, weights)}
-    shape = replace(shape, parts=parts or shape.parts)
-    args = about["args"] | {"model_parallel_size": shape.parts}
+    args, written = about["args"], shape.parts
+    shape = replace(shape, parts=parts or written)
+    args |= {"model_parallel_size": shape.parts}
+    if shape.parts != written or (shape.parts > 1 and "imported" not in record):
+        # That program pads to a multiple of this times the parts, and compares both.
+        padded = len(weights["embedding.word_embeddings.weight"])
+        args["make_vocab_size_divisible_by"] = padded // shape.parts
     state = {"lr_scheduler": about["schedule"], "args": args}
     target.mkdir(parents=True, exist_ok=True)
-    if (target / tag).exists():
-        raise CheckpointError(f"{target / tag} exists already; remove it, or name another folder")
+    _refuse_existing(target / tag)
     with appears_whole(target, tag) as folder:
-        _write(folder, shape, weights, buffers, record["progress"]["step"], state)
+        _write(folder, shape, weights, buffers, kept, record["progress"]["step"], state)
         if (source / tag / "configs").is_dir():
             shutil.copytree(source / tag / "configs", folder / "configs")
     return target / tag
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; remove it, or name another folder")
 
 
 def _write(
@@ -108,6 +119,7 @@ def _write(
     shape: Shape,
     weights: dict[str, Tensor],
     buffers: dict[str, Tensor],
+    kept: dict[str, list[Tensor]],
     step: int,
     state: dict[str, Any],
 ) -> None:
@@ -124,13 +136,18 @@ def _write(
     for name, tensor in shared.items():
         for index in [0] if name.startswith("position_embeddings.") else blocks:
             placed[index][name] = tensor
+    dtype = weights["embedding.word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for index, tensors in placed.items():
         for name, tensor in tensors.items():
-            try:
-                pieces = layout.cut(tensor, shape.rule(name), shape.parts)
-            except ValueError as error:
-                raise CheckpointError(f"{name}: {error}; export to fewer parts") from error
+            pieces = kept.get(f"{index}.{name}", [])
+            if len(pieces) != shape.parts:
+                if tensor.dtype == torch.float64:  # a sum that `dtype` does not hold
+                    tensor = tensor.to(dtype)
+                try:
+                    pieces = layout.cut(tensor, shape.rule(name), shape.parts)
+                except ValueError as error:
+                    raise CheckpointError(f"{name}: {error}; export to fewer parts") from error
             for part, piece in enumerate(pieces):
                 files[layout.file_name(index, part)][name] = piece.clone()
     for name, tensors in files.items():
@@ -168,6 +185,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
         tied=not m.no_weight_tying,
         theta=theta,
         geglu=m.activation == "geglu",
+        parts=config.parallel.model_parallel_size,
         summed_biases=m.gpt_j_residual,
         row_output=m.output_layer_parallelism == "row",
     )

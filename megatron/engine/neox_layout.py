@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+MERGED_ANEW = ("replicated", "summed")  # the rest is put side by side
 FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 THETA = ("bias_p", "bias_a", "wei_p", "wei_a")  # [H / N, 1, 1] each, in our columns' order
 TABLE = "weight"  # T5's, [buckets, H / N]
@@ -72,7 +73,10 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
 
 
 def merge(parts: Sequence[Tensor], how: str) -> Tensor:
-    """One tensor from its parts. Raises ValueError where replicas differ."""
+    """One tensor from its parts. Raises ValueError where replicas differ.
+
+    A sum that the parts' dtype does not hold is given in fp64.
+    """
     if len(parts) == 1:
         return parts[0]
     if how == "rows":
@@ -82,8 +86,13 @@ def merge(parts: Sequence[Tensor], how: str) -> Tensor:
     if how == "halves":
         halves = [part.chunk(2, dim=0) for part in parts]
         return torch.cat([value for value, _ in halves] + [gate for _, gate in halves], dim=0)
+    if any(part.shape != parts[0].shape for part in parts):
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(f"its parts should have one shape, not {shapes}")
     if how == "summed":
-        return sum(part.float() for part in parts).to(parts[0].dtype)
+        exact = torch.stack([part.double() for part in parts]).sum(dim=0)
+        narrow = exact.to(parts[0].dtype)
+        return narrow if torch.equal(narrow.double(), exact) else exact
     gap = max((part.double() - parts[0].double()).abs().max().item() for part in parts)
     if gap > 1e-3 * max(1.0, parts[0].abs().max().item()):
         raise ValueError(f"its {len(parts)} parts should be equal, but differ by up to {gap:.3g}")

@@ -18,8 +18,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
+from megatron.engine.mpu import Mpu
 from megatron.engine.schedule import AnnealingLR
-from megatron.parallel import Groups
+from megatron.parallel import Groups, TensorGroup, cut_of
 
 THETA = "embedding.theta"
 
@@ -82,6 +83,8 @@ def engine_config(
         "wall_clock_breakdown": False,
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16", **(fp16_options or {})},
+        # Partitioned, only the first tensor between stages may have a gradient; theta is another.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
     if grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
@@ -95,10 +98,13 @@ def build_engine(
     optimizer: torch.optim.Optimizer,
     schedule: Any,
     config: dict[str, Any],
+    groups: Groups | None = None,
     *,
     count_empty_step: bool = False,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap model, optimizer and learning-rate schedule in a DeepSpeed engine.
+
+    `groups` are needed where the job is not data-parallel alone.
 
     DeepSpeed allocates optimizer state by taking a step with zero gradients. At rate zero it moves
     no weight. Without ZeRO it would still count in Adam's bias correction: that state is dropped,
@@ -106,8 +112,11 @@ def build_engine(
     """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    sliced = groups is not None and groups.model.size > 1 and groups.pipe_size == 1
+    mpu = Mpu(groups) if sliced else None  # a pipeline brings its own
+    deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep an earlier engine's
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, mpu=mpu
     )
     if hasattr(engine.optimizer, "fp32_groups") and not count_empty_step:
         engine.optimizer.optimizer.state.clear()
@@ -140,16 +149,36 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
     """Whether every weight on every rank is a finite number."""
     local = (getattr(p, "ds_tensor", p) for p in model.parameters())
     wrong = sum((~torch.isfinite(tensor)).sum() for tensor in local)
-    return groups.sum_over_data(wrong.to(groups.device)).item() == 0
+    return groups.sum_over_job(wrong.to(groups.device)).item() == 0
+
+
+@torch.no_grad()
+def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
+    """Norm of the whole model's gradient where every data-parallel rank holds it (ZeRO-0)."""
+    params = [param for param in model.parameters() if param.grad is not None]
+    if tp.size == 1:
+        return torch.nn.utils.get_total_norm([param.grad for param in params])
+    whole = torch.nn.utils.get_total_norm([p.grad for p in params if cut_of(p) is None])
+    sliced = torch.nn.utils.get_total_norm([p.grad for p in params if cut_of(p) is not None])
+    squares = torch.stack(tp.gather(sliced.float().square())).sum()
+    return (whole.float().square() + squares).sqrt()
 
 
 @torch.no_grad()
 def full_theta(engine: deepspeed.DeepSpeedEngine, theta: nn.Parameter) -> torch.Tensor:
-    """The fp32 master of theta [heads, n], whole, on every rank (a collective under ZeRO)."""
+    """The fp32 master of theta [heads, n], on every rank (a collective under ZeRO).
+
+    Under tensor parallelism, of this rank's heads; see `all_heads`.
+    """
     whole = safe_get_full_fp32_param(theta)
     if whole is not None:
         return whole.detach().clone().view(-1)[: _numel(theta)].view(_shape(theta))
     return _unsharded_master(engine, theta).detach().float().clone()
+
+
+def all_heads(theta_HN: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Theta of every head, from each tensor-parallel rank's own; every rank must call it."""
+    return torch.cat(groups.model.gather(theta_HN))
 
 
 @torch.no_grad()

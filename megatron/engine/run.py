@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
-from megatron.engine.build import build_model, identity_of
+from megatron.engine.build import identity_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
 from megatron.engine.job_engine import job_engine
+from megatron.engine.layout_weights import describe
 from megatron.engine.log import RunLog
-from megatron.engine.loop import LoopSettings, train_loop, validation_loss
-from megatron.engine.optim import full_theta
+from megatron.engine.loop import LoopSettings, losses_of, train_loop, validation_loss
+from megatron.engine.optim import all_heads, full_theta
+from megatron.engine.own_part import build_own_part, count_parameters
 from megatron.engine.start import choose_start
 from megatron.parallel import Groups
 
@@ -26,15 +29,17 @@ UNSAVED = Path("runs/unsaved")
 """Where reports go when the config names no `save` folder."""
 
 
-def train(config: Config, *, verbose: bool = False) -> None:
+def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> None:
     """Train (resuming where `load` allows), save, and evaluate as the config says.
+
+    With `allow_fallback` a damaged newest checkpoint is passed over for the one before it.
 
     Raises:
         ConfigError, ShardError, CheckpointError, DivergedError: with what to do in the text.
     """
     groups = distributed.start(backend=config.parallel.distributed_backend, verbose=verbose)
     try:
-        Job(config, groups).run()
+        Job(config, groups, allow_fallback=allow_fallback).run()
     finally:
         distributed.stop()
 
@@ -42,28 +47,38 @@ def train(config: Config, *, verbose: bool = False) -> None:
 class Job:
     """The parts of one training job, built in the order in which data flows."""
 
-    def __init__(self, config: Config, groups: Groups):
+    def __init__(self, config: Config, groups: Groups, *, allow_fallback: bool = False):
+        parallel = config.parallel
+        groups = groups.divided(
+            model_size=parallel.model_parallel_size, pipe_size=parallel.pipe_parallel_size
+        )
         self.config, self.groups = config, groups
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
         self.data = JobData(config, groups)
         self.layout = {
             "data_parallel_size": groups.data_size,
-            "zero_stage": config.parallel.zero_stage,
+            "model_parallel_size": groups.model.size,
+            "pipe_parallel_size": groups.pipe_size,
+            "zero_stage": parallel.zero_stage,
             "precision": config.training.precision,
             "optimizer": config.optimizer.type,
             "weight_decay_positional": config.optimizer.weight_decay_positional,
         }
-        torch.manual_seed(config.training.seed + groups.rank)  # dropout: each rank its own stream
-        vocab_size = self.data.tokenizer.vocab_size
-        self.model = build_model(config, vocab_size, device_type=groups.device.type)
+        # Dropout: each data-parallel rank and stage its own stream.
+        stream = groups.pipe_rank * groups.data_size + groups.data_rank
+        torch.manual_seed(config.training.seed + stream)
+        self.model = build_own_part(config, self.data.tokenizer.vocab_size, groups)
         self.about = {
             "model": identity_of(config, self.model, self.data.tokenizer),
             "data": self.data.identity,
             "layout": self.layout,
+            **describe(self.model, groups),
         }
-        self.start = choose_start(config, groups, self.data.wanted["train"])
-        self.start.load_weights(self.model, self.about)
+        self.start = choose_start(
+            config, groups, self.data.wanted["train"], allow_fallback=allow_fallback
+        )
+        self.start.load_weights(self.model, self.about, groups)
         self.engine, self.schedule = job_engine(config, self.model, groups)
         self.progress = self.start.finish(self.engine, self.schedule, groups, self.about)
 
@@ -89,12 +104,13 @@ class Job:
                 self._extrapolate(log)
 
     def _announce(self, log: RunLog) -> None:
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+        parameters = count_parameters(self.model, self.groups)
         c, groups = self.config, self.groups
-        attend = self.model.layers[0].attention.attend
+        attend = self.model.attend
         log.line(
             f"{parameters:,} parameters, {c.model.pos_emb}, {c.training.precision}, "
-            f"ZeRO-{c.parallel.zero_stage}, {groups.data_size} x {groups.device.type}"
+            f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
+            f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel)"
         )
         log.line(f"attention: {attend.name} ({attend.reason})")
         log.line(
@@ -139,6 +155,7 @@ class Job:
         def save(step: int) -> None:
             self.progress = Progress(step, loader.consumed_samples, self.progress.train_samples)
             if c.checkpoint.save:
+                start = time.monotonic()
                 folder = checkpoint.save(
                     self.engine,
                     self.groups,
@@ -147,7 +164,8 @@ class Job:
                     about={**self.about, "config": c.to_flat_dict()},
                     keep_last=c.checkpoint.keep_last_n_checkpoints,
                 )
-                log.line(f"  saved {folder}")
+                seconds = time.monotonic() - start
+                log.line(f"  saved {folder}, training waited {seconds:.2f} s")
 
         train_loop(
             self.engine,
@@ -212,12 +230,14 @@ class Job:
     def _extrapolate(self, log: RunLog) -> None:
         self.engine.eval()
         theta = self.model.theta
+        if theta is not None:
+            theta = all_heads(full_theta(self.engine, theta), self.groups).cpu()
         extrapolate(
             self.config,
             self.groups,
-            loss_fn=self.engine,
+            loss_fn=losses_of(self.engine, self.groups),
             pos=self.model.pos,
-            theta_HN=full_theta(self.engine, theta).cpu() if theta is not None else None,
+            theta_HN=theta,
             shards=self.data.shards,
             splits=self.data.splits,
             tokenizer=self.data.tokenizer,

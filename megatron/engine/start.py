@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,18 +20,20 @@ from megatron.config import Config
 from megatron.engine import checkpoint
 from megatron.engine.checkpoint import CheckpointError, Progress
 from megatron.engine.folders import remove_unfinished
-from megatron.engine.neox_checkpoint import counters, is_published
+from megatron.engine.neox_checkpoint import is_published
+from megatron.engine.neox_counters import counters
 from megatron.engine.optim import own_hyperparameters
 from megatron.engine.schedule import AnnealingLR
 from megatron.engine.weights import load_weights
-from megatron.model import GPT
 from megatron.parallel import Groups
 
 if TYPE_CHECKING:
     import deepspeed
 
+    from megatron.engine.own_part import Model
+
 About = dict[str, dict[str, Any]]
-"""What a run and a checkpoint must agree on: model, data, layout."""
+"""What a checkpoint says of its run: model and data, which must agree, its layout, its weights."""
 
 
 @dataclass
@@ -52,10 +55,10 @@ class Start:
     resumes: bool = False
     schedule: dict[str, Any] | None = None
 
-    def load_weights(self, model: GPT, about: About) -> None:
+    def load_weights(self, model: Model, about: About, groups: Groups) -> None:
         """Into the model, where weights alone are taken: before an engine copies them."""
         if self.folder is not None and not self.resumes:
-            notes = load_weights(model, self.folder, self.tag, about["model"])
+            notes = load_weights(model, self.folder, self.tag, about["model"], groups)
             self.text = "\n".join([self.text, *notes])
 
     def finish(
@@ -68,9 +71,12 @@ class Start:
         """The engine's part; every rank must call it."""
         step = self.progress.step
         if self.resumes:
-            checkpoint.require_same(self.folder, self.tag, about)
+            same = {subject: about[subject] for subject in checkpoint.WAYS_OUT}
+            checkpoint.require_same(self.folder, self.tag, same)
             with own_hyperparameters(annealing):
-                self.progress = checkpoint.restore(engine, groups, self.folder, self.tag)
+                self.progress = checkpoint.restore(
+                    engine, groups, self.folder, self.tag, about["layout"]
+                )
         elif step:
             curve = self.schedule or annealing.state_dict()
             annealing.load_state_dict(curve | {"num_iters": step})
@@ -78,30 +84,54 @@ class Start:
         return self.progress
 
 
-def choose_start(config: Config, groups: Groups, train_samples: int) -> Start:
-    """Look at `load` and `save` and decide.
+def choose_start(
+    config: Config, groups: Groups, train_samples: int, *, allow_fallback: bool = False
+) -> Start:
+    """Look at `load` and `save` and decide; every rank must call it.
 
     Args:
         train_samples: samples that this run's training index is built for.
+        allow_fallback: pass over damaged checkpoints to the newest whole one.
 
     Raises:
         CheckpointError: a checkpoint is damaged; `save` holds another run's, which would be
             replaced one by one; or there is nothing to evaluate.
     """
-    c, trains = config.checkpoint, config.training.train_iters > 0
-    save, load = (Path(name) if name else None for name in (c.save, c.load))
+    save = config.checkpoint.save
     if save and groups.is_main:
-        left = remove_unfinished(save)
+        left = remove_unfinished(Path(save))
         if left:
             print(f"removed what a killed run left half written: {', '.join(left)}")
     groups.barrier()
+    passed_over: list[str] = []
+
+    def usable(folder: Path | None) -> str | None:
+        if folder is None:
+            return None
+        tag, damaged = checkpoint.usable(folder, groups, allow_fallback=allow_fallback)
+        passed_over.extend([damaged] if damaged else [])
+        return tag
+
+    start = _decide(config, usable, train_samples)
+    if passed_over:
+        start.text += f" (passed over: {'; '.join(passed_over)})"
+    return start
+
+
+def _decide(
+    config: Config, usable: Callable[[Path | None], str | None], train_samples: int
+) -> Start:
+    """Where to start; `usable` gives a folder's newest checkpoint."""
+    c, trains = config.checkpoint, config.training.train_iters > 0
+    save, load = (Path(name) if name else None for name in (c.save, c.load))
     fresh = Progress(0, 0, train_samples)
-    saved = checkpoint.newest(save) if save else None
+    continues = bool(save and load) and save.resolve() == load.resolve()
+    saved = usable(save) if trains or continues else None
     if saved and c.finetune and trains:
         text = f"resuming the finetuning from {save / saved}"
         return Start(fresh, text, save, saved, resumes=True)
-    loaded = checkpoint.newest(load) if load else None
-    if trains and saved and (not loaded or save.resolve() != load.resolve()):
+    loaded = saved if continues else usable(load)
+    if trains and saved and not continues:
         raise CheckpointError(
             f"save: {save} holds a checkpoint already ({saved}), and this run does not "
             f"continue it; write `load: {save}` to continue, or another `save` for a new run"

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.engine import neox_checkpoint
 from megatron.engine import neox_layout as layout
-from megatron.engine.checkpoint import imported_buffers, is_foreign, read_weights, require_same
+from megatron.engine.checkpoint import (
+    imported_rest,
+    is_foreign,
+    read_record,
+    read_weights,
+    require_same,
+)
+from megatron.engine.layout_weights import fill, whole_shapes
 from megatron.engine.safe_load import CheckpointError
-from megatron.model import GPT, BlockShape
+from megatron.model import BlockShape
+from megatron.parallel import Groups
 from megatron.positional import PositionalEmbedding
 from megatron.positional.rotary import frequencies
 
+if TYPE_CHECKING:
+    from megatron.engine.own_part import Model
+
+THETA = "embedding.theta"
+
 
 def load_weights(
-    model: GPT, folder: Path, tag: str, identity: dict[str, Any] | None = None
+    model: Model,
+    folder: Path,
+    tag: str,
+    identity: dict[str, Any] | None = None,
+    groups: Groups | None = None,
 ) -> list[str]:
     """Copy the checkpoint `folder/tag` into `model`, which must have the same parameters.
+
+    The model may be one rank's slice or stage: it takes its parts of the whole weights.
 
     Call it before an engine casts or shards the model: masters then start from the stored values.
     Theta beyond its bounds, as the published code leaves it, is projected, in the model's dtype.
@@ -27,6 +46,7 @@ def load_weights(
     Args:
         identity: what makes weights interchangeable (`build.identity_of`). A checkpoint of our own
             must have the same; what was published records none.
+        groups: of a job whose model is shared out; every rank must call this.
 
     Returns:
         What the user should know, a line each.
@@ -46,15 +66,16 @@ def load_weights(
     else:
         if identity is not None and not is_foreign(folder, tag):
             require_same(folder, tag, {"model": identity})
-        stored, buffers = read_weights(folder, tag), imported_buffers(folder, tag)
+        stored, (buffers, _) = read_weights(folder, tag), imported_rest(folder, tag)
         config = str(folder / "config.yml")
-    own = model.state_dict()
+    own = whole_shapes(model, groups)
     if not wrong:  # else what is missing follows from what could not be read
         wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
+    wrong += _merged_otherwise(folder, tag, model.shape.block.gpt_j_residual)
     wrong += wrong_buffers(model, buffers)
     wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
     shapes = {
-        name: (tuple(stored[name].shape), tuple(own[name].shape))
+        name: (tuple(stored[name].shape), tuple(own[name]))
         for name in own.keys() & stored.keys()
     }
     wrong += [
@@ -70,21 +91,15 @@ def load_weights(
             f"{checkpoint} does not fit the model that the config describes:\n  {listed}\n"
             f"use the config it was trained with: {config}{padding if theirs[0] != ours[0] else ''}"
         )
-    model.load_state_dict(stored)
-    return notes + project_loaded_theta(model)
-
-
-@torch.no_grad()
-def project_loaded_theta(model: GPT) -> list[str]:
-    """Clamp the kernel's parameters to their bounds, exact in the model's dtype."""
-    theta = getattr(model, "theta", None)
-    if theta is None:
-        return []
-    bounded = model.pos.within_bounds(theta)
-    moved = int((bounded != theta).sum())
-    theta.copy_(bounded)
-    text = f"{moved} of {theta.numel()} kernel parameters lay beyond their bounds: projected"
-    return [text] if moved else []
+    if THETA in stored:  # whole, so that all ranks say the same, those without theta too
+        dtype = next(model.parameters()).dtype
+        theta_HN = stored[THETA].to(dtype)
+        bounded_HN = stored[THETA] = model.pos.within_bounds(theta_HN)
+        if moved := int((bounded_HN != theta_HN).sum()):
+            count = theta_HN.numel()
+            notes.append(f"{moved} of {count} kernel parameters lay beyond their bounds: projected")
+    fill(model, stored)
+    return notes
 
 
 def implied_buffers(
@@ -103,7 +118,7 @@ def implied_buffers(
     return {alibi: slopes.flatten()} if pos.name == "alibi" else {layout.FIXED: slopes[..., None]}
 
 
-def wrong_buffers(model: GPT, stored: dict[str, torch.Tensor]) -> list[str]:
+def wrong_buffers(model: Model, stored: dict[str, torch.Tensor]) -> list[str]:
     """Stored slopes and frequencies that this model would not compute; none need be stored."""
     wrong = []
     for name, tensor in stored.items():
@@ -114,6 +129,20 @@ def wrong_buffers(model: GPT, stored: dict[str, torch.Tensor]) -> list[str]:
         if not near or not torch.allclose(own.float(), tensor.float(), rtol=1e-2, atol=0.0):
             wrong.append(f"{name}: other values than pos_emb {model.pos.name} has here")
     return wrong
+
+
+def _merged_otherwise(folder: Path, tag: str, gpt_j_residual: bool) -> list[str]:
+    """Tensor-parallel parts are merged for one `gpt_j_residual`, at import; see `Shape`."""
+    if neox_checkpoint.is_published(folder / tag):
+        return []
+    shape = read_record(folder, tag).get("imported", {}).get("shape", {})
+    if shape.get("parts", 1) == 1 or shape["summed_biases"] == gpt_j_residual:
+        return []
+    said = str(shape["summed_biases"]).lower()
+    return [
+        f"biases of attention.dense and mlp.dense_4h_to_h: merged for gpt_j_residual: {said}, "
+        "which is not this config's; import again, with --config and this config"
+    ]
 
 
 def _about_biases(shape: neox_checkpoint.Shape, gpt_j_residual: bool) -> list[str]:

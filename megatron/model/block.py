@@ -6,22 +6,32 @@
 Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
 The fused projection is interleaved per head: its output is [H, (q k v), E], as in the released
 checkpoints. Theta is the job's one kernel tensor; it flows through every block beside x.
+
+Under tensor parallelism H, and the theta that comes in, count this rank's heads; the layers know
+how they are cut. `gpt_j_residual` adds both branches up before the ranks do, in one reduction.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import skip_init
 
 from megatron.attention import AttentionFn
 from megatron.model.norm import build_norm
+from megatron.parallel import (
+    ALONE,
+    ColumnLinear,
+    RowLinear,
+    TensorGroup,
+    add_partial,
+    rank_dropout,
+)
 from megatron.positional import PositionalEmbedding
 
 
@@ -32,7 +42,8 @@ class BlockShape:
     Attributes:
         tanh_gelu: the tanh form of gelu.
         rounds_as_published: 16-bit activations are rounded where the published code rounds them:
-            in the norms, and before the biases of output projections and MLP are added.
+            in the norms and activations, and before the biases of output projections and MLP are
+            added.
     """
 
     hidden_size: int
@@ -60,60 +71,65 @@ class BlockShape:
         return 4 * self.hidden_size
 
 
-class BiasApart(nn.Linear):
-    """x W^T, rounded to x's dtype, then + b."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight) + self.bias
-
-
 class SelfAttention(nn.Module):
     """Causal self-attention; `attend` is the backend that start-up chose."""
 
-    def __init__(self, shape: BlockShape, pos: PositionalEmbedding, attend: AttentionFn):
+    def __init__(
+        self,
+        shape: BlockShape,
+        pos: PositionalEmbedding,
+        attend: AttentionFn,
+        tp: TensorGroup = ALONE,
+    ):
         super().__init__()
-        self.shape, self.pos, self.attend = shape, pos, attend
+        self.shape, self.pos, self.attend, self.tp = shape, pos, attend, tp
         hidden = shape.hidden_size
         self.rotary_ndims = int(shape.head_size * shape.rotary_pct)
-        self.query_key_value = skip_init(nn.Linear, hidden, 3 * hidden)
-        linear = BiasApart if shape.rounds_as_published else nn.Linear
-        self.dense = skip_init(linear, hidden, hidden)
+        apart = shape.rounds_as_published
+        self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
+        self.dense = RowLinear(hidden, hidden, tp, bias_apart=apart)
 
-    def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None, partial: bool = False
+    ) -> torch.Tensor:
         s = self.shape
         qkv = self.query_key_value(x_BTD)
-        qkv = qkv.unflatten(-1, (s.num_heads, 3 * s.head_size)).transpose(1, 2)  # [B, H, T, 3E]
+        qkv = qkv.unflatten(-1, (-1, 3 * s.head_size)).transpose(1, 2)  # [B, H, T, 3E]
         q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
         if self.pos.kind == "rotary":
             q_BHTE, k_BHTE = self.pos.rotate(
                 q_BHTE, k_BHTE, offset=0, rotary_ndims=self.rotary_ndims, base=s.rotary_base
             )
-        out_BHTE = self.attend(
-            q_BHTE,
-            k_BHTE,
-            v_BHTE,
-            self.pos,
-            theta_HN,
-            scale=1.0 / math.sqrt(s.head_size),
-            dropout_p=s.attention_dropout if self.training else 0.0,
-        )
-        return self.dense(out_BHTE.transpose(1, 2).flatten(2))
+        dropout_p = s.attention_dropout if self.training else 0.0
+        with rank_dropout(self.tp, x_BTD.device) if dropout_p else nullcontext():
+            out_BHTE = self.attend(
+                q_BHTE,
+                k_BHTE,
+                v_BHTE,
+                self.pos,
+                theta_HN,
+                scale=1.0 / math.sqrt(s.head_size),
+                dropout_p=dropout_p,
+            )
+        return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
 
 
 class MLP(nn.Module):
     """D -> inner width -> D."""
 
-    def __init__(self, shape: BlockShape):
+    def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE):
         super().__init__()
         self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
-        self.rounds_as_published = shape.rounds_as_published
-        linear = BiasApart if shape.rounds_as_published else nn.Linear
+        self.rounds_as_published = apart = shape.rounds_as_published
+        hidden, inner = shape.hidden_size, shape.mlp_size
         halves = 2 if shape.activation == "geglu" else 1
-        self.dense_h_to_4h = skip_init(linear, shape.hidden_size, halves * shape.mlp_size)
-        self.dense_4h_to_h = skip_init(linear, shape.mlp_size, shape.hidden_size)
+        self.dense_h_to_4h = ColumnLinear(
+            hidden, halves * inner, tp, blocks=halves, bias_apart=apart
+        )
+        self.dense_4h_to_h = RowLinear(inner, hidden, tp, bias_apart=apart)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x_BTD)))
+    def forward(self, x_BTD: torch.Tensor, partial: bool = False) -> torch.Tensor:
+        return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x_BTD)), partial)
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation == "gelu" and self.tanh_gelu:
@@ -125,7 +141,8 @@ class MLP(nn.Module):
         if self.activation == "geglu":
             value, gate = x.chunk(2, dim=-1)
             return F.gelu(gate) * value
-        return ACTIVATIONS[self.activation](x)
+        by_name = PUBLISHED_ACTIVATIONS if self.rounds_as_published else ACTIVATIONS
+        return by_name[self.activation](x)
 
 
 def published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -139,27 +156,37 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swish": F.silu,
     "mish": F.mish,
 }
+# The same functions, rounded after each operation.
+PUBLISHED_ACTIVATIONS = ACTIVATIONS | {
+    "swish": lambda x: x * torch.sigmoid(x),
+    "mish": lambda x: x * torch.tanh(F.softplus(x)),
+}
 
 
 class Block(nn.Module):
     """(x [B, T, D], theta [H, N] or None) -> x [B, T, D]."""
 
-    def __init__(self, shape: BlockShape, pos: PositionalEmbedding, attend: AttentionFn):
+    def __init__(
+        self,
+        shape: BlockShape,
+        pos: PositionalEmbedding,
+        attend: AttentionFn,
+        tp: TensorGroup = ALONE,
+    ):
         super().__init__()
-        self.gpt_j_residual = shape.gpt_j_residual
-        norm = partial(
-            build_norm, shape.norm, shape.hidden_size, shape.norm_eps, shape.rounds_as_published
-        )
-        self.input_layernorm = norm()
-        self.attention = SelfAttention(shape, pos, attend)
-        self.post_attention_layernorm = norm()
-        self.mlp = MLP(shape)
+        self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
+        norm = shape.norm, shape.hidden_size, shape.norm_eps, shape.rounds_as_published
+        self.input_layernorm = build_norm(*norm)
+        self.attention = SelfAttention(shape, pos, attend, tp)
+        self.post_attention_layernorm = build_norm(*norm)
+        self.mlp = MLP(shape, tp)
         self.dropout = nn.Dropout(shape.hidden_dropout)
 
     def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
-        attention = self.dropout(self.attention(self.input_layernorm(x_BTD), theta_HN))
         if self.gpt_j_residual:
-            mlp = self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
-            return x_BTD + (attention + mlp)
+            attention = self.attention(self.input_layernorm(x_BTD), theta_HN, partial=True)
+            mlp = self.mlp(self.post_attention_layernorm(x_BTD), partial=True)
+            return add_partial(x_BTD, self.dropout(attention), self.dropout(mlp), tp=self.tp)
+        attention = self.dropout(self.attention(self.input_layernorm(x_BTD), theta_HN))
         x_BTD = x_BTD + attention
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))

@@ -10,6 +10,8 @@ the dtype of x. Legend: D size of the last dimension.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -41,14 +43,23 @@ class ScaleNorm(nn.Module):
         return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype) * self.g
 
 
+def norm_layer(
+    name: str, dim: int, eps: float, rounds_as_published: bool = False
+) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Class and arguments of the norm called `name` in a config: layernorm, rmsnorm, scalenorm."""
+    own = {"eps": eps, "rounds_as_published": rounds_as_published}
+    if name == "layernorm":
+        return nn.LayerNorm, {"normalized_shape": dim, "eps": eps}
+    if name == "rmsnorm":
+        return RMSNorm, own | {"dim": dim}
+    if name == "scalenorm":
+        return ScaleNorm, own
+    raise ValueError(f"norm {name!r} is unknown; use layernorm, rmsnorm or scalenorm")
+
+
 def build_norm(
     name: str, dim: int, eps: float, rounds_as_published: bool = False
 ) -> nn.Module:
-    """The norm called `name` in a config: layernorm, rmsnorm or scalenorm."""
-    if name == "layernorm":
-        return nn.LayerNorm(dim, eps=eps)
-    if name == "rmsnorm":
-        return RMSNorm(dim, eps, rounds_as_published)
-    if name == "scalenorm":
-        return ScaleNorm(eps, rounds_as_published)
-    raise ValueError(f"norm {name!r} is unknown; use layernorm, rmsnorm or scalenorm")
+    """The norm called `name`, built."""
+    kind, arguments = norm_layer(name, dim, eps, rounds_as_published)
+    return kind(**arguments)

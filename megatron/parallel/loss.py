@@ -2,23 +2,61 @@
 
     loss[b, t] = logsumexp_v(logits[b, t, v]) - logits[b, t, targets[b, t]]
 
-Legend: B batch, T positions, V padded vocabulary.
+Legend: B batch, T positions, V padded vocabulary, W this rank's part of it (V / size).
+
+Where the vocabulary is cut over a tensor-parallel group, the maximum, the sum of exponentials and
+the target's logit are found over the group: three [B, T] reductions instead of a gathered V.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.parallel.groups import ALONE, TensorGroup
 
-def token_losses(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Loss of each target in nats, [B, T].
+
+def token_losses(
+    logits_BTW: torch.Tensor, targets_BT: torch.Tensor, tp: TensorGroup = ALONE
+) -> torch.Tensor:
+    """Loss of each target in nats, [B, T], on every rank.
 
     Computed in fp32 whatever the logits' dtype (float64 logits stay float64), as the published
-    code does. `targets_BT` is int64.
+    code does. `targets_BT` is int64 and counts the whole vocabulary.
     """
-    dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
+    dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
+    if tp.size > 1:
+        return _CutCrossEntropy.apply(logits_BTW.to(dtype), targets_BT, tp)
     flat = F.cross_entropy(
-        logits_BTV.flatten(0, 1).to(dtype), targets_BT.flatten(), reduction="none"
+        logits_BTW.flatten(0, 1).to(dtype), targets_BT.flatten(), reduction="none"
     )
     return flat.view(targets_BT.shape)
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """d loss / d logit_v = softmax_v - [v is the target]; each rank has its own part of it."""
+
+    @staticmethod
+    def forward(ctx, logits_BTW, targets_BT, tp):
+        width = logits_BTW.shape[-1]
+        top_BT = logits_BTW.amax(-1)
+        dist.all_reduce(top_BT, op=dist.ReduceOp.MAX, group=tp.group)
+        shifted_BTW = logits_BTW - top_BT.unsqueeze(-1)
+        local_BT1 = (targets_BT - tp.rank * width).unsqueeze(-1)
+        elsewhere_BT1 = (local_BT1 < 0) | (local_BT1 >= width)
+        local_BT1 = local_BT1.masked_fill(elsewhere_BT1, 0)
+        hit_BT1 = shifted_BTW.gather(-1, local_BT1).masked_fill(elsewhere_BT1, 0.0)
+        exp_BTW = shifted_BTW.exp_()
+        sums_2BT = torch.stack([exp_BTW.sum(-1), hit_BT1.squeeze(-1)])
+        dist.all_reduce(sums_2BT, group=tp.group)
+        total_BT, hit_BT = sums_2BT
+        ctx.save_for_backward(exp_BTW.div_(total_BT.unsqueeze(-1)), local_BT1, elsewhere_BT1)
+        return total_BT.log() - hit_BT
+
+    @staticmethod
+    def backward(ctx, grad_BT):
+        softmax_BTW, local_BT1, elsewhere_BT1 = ctx.saved_tensors
+        own_BT1 = (~elsewhere_BT1).to(softmax_BTW.dtype)
+        dlogits_BTW = softmax_BTW.scatter_add(-1, local_BT1, -own_BT1)
+        return dlogits_BTW.mul_(grad_BT.unsqueeze(-1)), None, None

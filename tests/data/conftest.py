@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.data.mmap import MMapIndexedDataset, MMapIndexedDatasetWriter
+sys.path.insert(0, str(Path(__file__).parent))
+
+import archives  # noqa: E402
+import commands  # noqa: E402
+
+from megatron.data.mmap import MMapIndexedDataset, MMapIndexedDatasetWriter  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +39,23 @@ def make_shards(tmp_path) -> Callable[..., MMapIndexedDataset]:
         return MMapIndexedDataset(tmp_path / name)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """2.4 MB of text in two files, one of them compressed."""
+    folder = tmp_path_factory.mktemp("corpus")
+    archives.lmd_archive(folder, archives.texts(600, 1))[0].rename(folder / "a.jsonl.zst")
+    archives.write_jsonl(folder / "b.jsonl", archives.texts(600, 2))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def unbroken(corpus, gpt2_files, tmp_path_factory) -> tuple[list, dict[str, bytes]]:
+    """(arguments that name input and tokenizer, the files of a run left alone)."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    arguments = ["--input", corpus, "-t", "GPT2BPETokenizer"]
+    arguments += ["-v", gpt2_files[0], "-m", gpt2_files[1], "--backend", "tokenizers"]
+    run = [*arguments, "--name", "x", "-d", folder, "--workers", 1]
+    commands.call(*run, script="prepare_data.py")
+    return arguments, commands.content(folder / "x_text_document")

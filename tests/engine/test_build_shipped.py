@@ -32,11 +32,11 @@ def test_its_model_is_built(name):
 
 
 @pytest.mark.parametrize(
-    ("size", "divisible_by", "tp", "padded"),
-    [(50257, 128, 1, 50304), (50257, 128, 2, 50432), (512, 128, 1, 512), (257, 64, 1, 320)],
+    ("size", "divisible_by", "padded"),
+    [(50257, 128, 50304), (50257, 256, 50432), (512, 128, 512), (257, 64, 320)],
 )
-def test_vocabulary_padding(size, divisible_by, tp, padded):
-    assert padded_vocab_size(size, divisible_by, tp) == padded
+def test_vocabulary_padding(size, divisible_by, padded):
+    assert padded_vocab_size(size, divisible_by) == padded
 
 
 def test_rpe_gets_its_options_and_the_published_scale():

@@ -8,12 +8,15 @@ from torch import nn
 
 from megatron.engine import checkpoint, folders, weights
 from megatron.engine.checkpoint import CheckpointError
+from megatron.parallel import build_groups
+
+ALONE = build_groups(torch.device("cpu"))
 
 
 def make(folder, step, weights=None, zero_stage=1):
     tag = checkpoint.tag_of(step)
     (folder / tag).mkdir(parents=True)
-    record = {"layout": {"zero_stage": zero_stage}, "progress": {}}
+    record = {"layout": {"zero_stage": zero_stage}, "model": {"width": 1}, "progress": {}}
     (folder / tag / "kerple.json").write_text(json.dumps(record))
     torch.save({"module": weights or {}}, folder / tag / "mp_rank_00_model_states.pt")
     return tag
@@ -70,9 +73,9 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path, killed):
 
 def test_what_differs_is_named_with_a_way_out(tmp_path):
     tag = make(tmp_path, 5)
-    checkpoint.require_same(tmp_path, tag, {"layout": {"zero_stage": 1}})
-    with pytest.raises(CheckpointError, match="zero_stage: 1 in .*, 3 here.*finetune"):
-        checkpoint.require_same(tmp_path, tag, {"layout": {"zero_stage": 3}})
+    checkpoint.require_same(tmp_path, tag, {"model": {"width": 1}})
+    with pytest.raises(CheckpointError, match="width: 1 in .*, 3 here.*Use the config"):
+        checkpoint.require_same(tmp_path, tag, {"model": {"width": 3}})
     with pytest.raises(CheckpointError, match="pos_emb: None in the checkpoint, 'none' here"):
         checkpoint.require_same(tmp_path, tag, {"model": {"pos_emb": "none"}})
 

@@ -1,0 +1,135 @@
+"""The same model as a list of layers, for a pipeline engine to share out over its stages.
+
+    tokens -> words -> embedding -> block 0 -> ... -> block L-1 -> norm -> output -> logits
+                         |  theta      ^                  ^
+                         '-------------+------------------'
+
+Between layers flows (x [B, T, D], theta [H, N] fp32), or x alone where nothing behind needs theta:
+the last block drops it. Stage 0 holds the one theta of the job, and its gradient comes back summed
+over all blocks. Slopes that are not learned do not travel: each block has its own copy.
+
+Parameters are called as in `GPT`: a layer's name is the prefix of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.attention import AttentionFn
+from megatron.model.block import Block
+from megatron.model.gpt import (
+    EmbeddingLayer,
+    FixedTheta,
+    GPTShape,
+    initial_theta,
+    output_layer,
+)
+from megatron.model.norm import norm_layer
+from megatron.parallel import ALONE, TensorGroup, VocabEmbedding
+from megatron.positional import PositionalEmbedding
+
+WORDS = "embedding.word_embeddings"
+Flow = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, to be built by the stage that owns it.
+
+    Attributes:
+        name: prefix of its parameters' names.
+        build: its class, called with `args`.
+        call: (module, input) -> output where that is not the module's own call.
+        tied: whether all layers of this name are one and the same module.
+    """
+
+    name: str
+    build: type[nn.Module]
+    args: dict[str, Any] = field(default_factory=dict)
+    call: Callable[[nn.Module, Any], Any] | None = None
+    tied: bool = False
+
+
+class PipeEmbedding(EmbeddingLayer):
+    """Word vectors [B, T, D] -> what flows on."""
+
+    def __init__(self, **args: Any):
+        super().__init__(**args, words=False)
+
+    def forward(self, x_BTD: torch.Tensor) -> Flow:
+        x_BTD, theta_HN = super().forward(x_BTD)
+        return x_BTD if self.theta is None else (x_BTD, theta_HN)
+
+
+class PipeBlock(Block):
+    """A block between stages.
+
+    Args:
+        fixed_HN: slopes that are not learned.
+        last: no block follows, so theta goes no further.
+        recompute: recompute its activations in the backward pass.
+    """
+
+    def __init__(
+        self, *, fixed_HN: torch.Tensor | None, last: bool, recompute: bool, **block: Any
+    ):
+        super().__init__(**block)
+        self.pos = block["pos"]
+        self.fixed_theta = None if fixed_HN is None else FixedTheta(fixed_HN)
+        self.last, self.recompute = last, recompute
+
+    def forward(self, flow: Flow) -> Flow:
+        x_BTD, theta_HN = flow if isinstance(flow, tuple) else (flow, None)
+        used_HN = theta_HN
+        if self.fixed_theta is not None:
+            used_HN = self.fixed_theta(self.pos, torch.promote_types(x_BTD.dtype, torch.float32))
+        if self.recompute and self.training:
+            x_BTD = checkpoint(super().forward, x_BTD, used_HN, use_reentrant=False)
+        else:
+            x_BTD = super().forward(x_BTD, used_HN)
+        return x_BTD if self.last or theta_HN is None else (x_BTD, theta_HN)
+
+
+def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
+    """Hidden states -> logits with the embedding's matrix."""
+    return words(x_BTD, project=True)
+
+
+def pipeline_layers(
+    shape: GPTShape,
+    pos: PositionalEmbedding,
+    attend: AttentionFn,
+    seed: int,
+    tp: TensorGroup = ALONE,
+) -> list[Layer]:
+    """The model of `GPT(shape, pos, attend, seed, tp)`, layer by layer, not built yet."""
+    s = shape.block
+    words = {"vocab_size": shape.vocab_size, "hidden_size": s.hidden_size, "tp": tp}
+    own = {"shape": shape, "pos": pos, "seed": seed, "tp": tp}
+    fixed_HN = None
+    if pos.kind == "distance" and not pos.learnable:
+        fixed_HN = initial_theta(pos, s.num_heads, seed, tp)
+    block = {"shape": s, "pos": pos, "attend": attend, "tp": tp}
+    block |= {"fixed_HN": fixed_HN, "recompute": shape.checkpoint_activations}
+    count = shape.num_layers
+    layers = [
+        Layer(WORDS, VocabEmbedding, words, tied=shape.tie_weights),
+        Layer("embedding", PipeEmbedding, own),
+    ]
+    layers += [
+        Layer(f"layers.{i}", PipeBlock, block | {"last": i == count - 1}) for i in range(count)
+    ]
+    norm_class, norm = norm_layer(s.norm, s.hidden_size, s.norm_eps, s.rounds_as_published)
+    layers.append(Layer("final_norm", norm_class, norm))
+    if shape.tie_weights:
+        layers.append(Layer(WORDS, VocabEmbedding, words, project, tied=True))
+    else:
+        output_class, output = output_layer(shape, tp)
+        layers.append(Layer("output", output_class, output))
+    return layers

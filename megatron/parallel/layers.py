@@ -1,0 +1,96 @@
+"""Linear and embedding layers that a tensor-parallel group holds together (Shoeybi et al. 2019).
+
+    ColumnLinear   y_r = x W_r^T + b_r                    W cut by outputs; y stays cut
+    RowLinear      y   = sum_r (x_r W_r^T + b / size)     W cut by inputs; y whole
+    VocabEmbedding row lookup, and the tied projection    rows (tokens) cut
+
+r counts the ranks of the group. In a group of one each is torch's own layer. Weights come
+uninitialised: the model draws them whole, by name, and keeps its slice.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.parallel.collectives import copy_to, reduce_from, scatter_to, share_of
+from megatron.parallel.cuts import Cut, mark_cut
+from megatron.parallel.groups import ALONE, TensorGroup
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, bias_apart: bool) -> Tensor:
+    return F.linear(x, weight) + bias if bias_apart else F.linear(x, weight, bias)
+
+
+class ColumnLinear(nn.Linear):
+    """[..., in] -> this rank's [..., out / size].
+
+    Args:
+        blocks: tensors stacked in the output, each to be cut by itself (2 for value and gate).
+        bias_apart: the product is rounded to x's dtype before the bias is added.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorGroup = ALONE,
+        *, bias: bool = True, blocks: int = 1, bias_apart: bool = False,
+    ):  # fmt: skip
+        super().__init__(in_features, out_features // tp.size, bias=bias, device="meta")
+        self.to_empty(device="cpu")
+        self.tp, self.bias_apart = tp, bias_apart
+        for param in self.parameters():
+            mark_cut(param, Cut(0, blocks), tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _linear(copy_to(x, self.tp), self.weight, self.bias, self.bias_apart)
+
+
+class RowLinear(nn.Linear):
+    """This rank's [..., in / size] -> [..., out].
+
+    Args:
+        scatter: the input comes whole, and is cut here.
+        bias_apart: the product is rounded to x's dtype before the bias is added.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorGroup = ALONE,
+        *, bias: bool = True, scatter: bool = False, bias_apart: bool = False,
+    ):  # fmt: skip
+        super().__init__(in_features // tp.size, out_features, bias=bias, device="meta")
+        self.to_empty(device="cpu")
+        self.tp, self.scatter, self.bias_apart = tp, scatter, bias_apart
+        mark_cut(self.weight, Cut(1), tp)
+
+    def forward(self, x: Tensor, partial: bool = False) -> Tensor:
+        """With `partial` the ranks' results are left for the caller to add up."""
+        if self.scatter:
+            x = scatter_to(x, self.tp)
+        bias = None if self.bias is None else share_of(self.bias, self.tp)
+        y = _linear(x, self.weight, bias, self.bias_apart)
+        return y if partial else reduce_from(y, self.tp)
+
+
+class VocabEmbedding(nn.Embedding):
+    """Token ids -> vectors, or (`project=True`) vectors -> this rank's logits with the same matrix.
+
+    The tied output calls this module instead of reading its weight, so that a parameter-sharding
+    engine gathers the weight around both uses.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
+        super().__init__(vocab_size // tp.size, hidden_size, device="meta")
+        self.to_empty(device="cpu")
+        self.tp = tp
+        mark_cut(self.weight, Cut(0), tp)
+
+    def forward(self, x: Tensor, project: bool = False) -> Tensor:
+        if project:
+            return F.linear(copy_to(x, self.tp), self.weight)
+        if self.tp.size == 1:
+            return super().forward(x)
+        rows = self.num_embeddings
+        local = x - self.tp.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        vectors = super().forward(local.masked_fill(elsewhere, 0))
+        return reduce_from(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+

@@ -1,0 +1,227 @@
+"""Layouts as cells: which there are, how a cell is trained, how far it is from one process.
+
+    python tests/distributed/matrix.py --log FILE               every cell of at most 8 processes
+    python tests/distributed/matrix.py --ranks 4 --log FILE     of at most 4
+
+A line is written as soon as its cell is done; a second start leaves out the cells that have one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from jobs import cell, run_job, write_config, write_shards  # noqa: E402
+from launch import run_ranks  # noqa: E402
+
+Note = Callable[[Path, "Cell"], None]
+STEPS = 10
+AT_ONCE = 40
+"""Cells that one process group trains: each makes groups of its own, with threads that stay."""
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout of one model."""
+
+    tp: int
+    pp: int
+    dp: int
+    zero: int
+    dtype: str
+    pos: str
+    tied: bool
+    layers: int = 2
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        tied = "tied" if self.tied else "untied"
+        layout = f"tp{self.tp}-pp{self.pp}-dp{self.dp}-z{self.zero}"
+        return f"{layout}-{self.dtype}-{self.pos}-{tied}-{self.layers}"
+
+    @property
+    def truth(self) -> Cell:
+        """The same model in one process."""
+        return Cell(1, 1, 1, 1, self.dtype, self.pos, self.tied, self.layers)
+
+
+AXES = {
+    "tp": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "dp": (1, 2, 4, 8),
+    "zero": (0, 1, 2, 3),
+    "dtype": ("fp32", "bf16"),
+    "pos": ("kerple_log", "kerple_power", "rotary", "rpe"),
+    "tied": (True, False),
+}
+
+
+def all_cells(ranks: int, largest: int = 8) -> list[Cell]:
+    """Every cell that is not refused, of at most `ranks` processes and `largest` on an axis."""
+    sizes = {axis: [v for v in AXES[axis] if v <= largest] for axis in ("tp", "pp", "dp")}
+    products = itertools.product(*(AXES | sizes).values())
+    cells = (Cell(*values, layers=max(2, values[1])) for values in products)
+    return [c for c in cells if c.ranks <= ranks and (c.pp == 1 or c.zero == 1)]
+
+
+def pairs(cell: Cell) -> set[tuple]:
+    """Every two of its settings."""
+    return set(itertools.combinations([(axis, getattr(cell, axis)) for axis in AXES], 2))
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """A few of `cells` among which every pair of settings occurs that occurs at all (greedy)."""
+    left = set().union(*map(pairs, cells))
+    chosen: list[Cell] = []
+    while left:
+        best = max(cells, key=lambda c: (len(pairs(c) & left), c.ranks))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def keys(cell_: Cell) -> dict:
+    """Its config: clipping on (in `BASE`), two micro-batches accumulated, eight samples a step."""
+    return {
+        "model_parallel_size": cell_.tp,
+        "pipe_parallel_size": cell_.pp,
+        "pos_emb": cell_.pos,
+        "no_weight_tying": not cell_.tied,
+        "num_layers": cell_.layers,
+        # At 0.01 the tenth gradient of some of these models jumps, and rounding decides how far.
+        "optimizer": {"type": "Adam", "params": {"lr": 0.005}},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "train_iters": STEPS,
+        "eval_interval": STEPS,
+        "seq_length_val": 24,
+        "eval_iters": 1,
+        **cell(cell_.zero, cell_.dtype),
+    }
+
+
+def train_cells(
+    groups, folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None
+) -> None:
+    """Train each cell of this world size into `folder`/name; `note` is told of each, on rank 0."""
+    torch.set_num_threads(1)
+    for each in cells:
+        config = folder / f"{each.name}.yml"
+        if groups.is_main:
+            write_config(config, prefix, save=str(folder / each.name), **keys(each))
+            (folder / "current").write_text(each.name)
+        groups.barrier()
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_job(groups, config)
+        if groups.is_main and note:
+            note(folder, each)
+
+
+def train_all(
+    folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None, timeout: float = 280
+) -> None:
+    """Train cells, smallest worlds first, many in one process group."""
+    ordered = sorted(set(cells), key=lambda c: (c.ranks, c.name))
+    for ranks, group in itertools.groupby(ordered, key=lambda c: c.ranks):
+        group = list(group)
+        for some in (group[i : i + AT_ONCE] for i in range(0, len(group), AT_ONCE)):
+            run_ranks(ranks, train_cells, folder, prefix, some, note, timeout=timeout)
+
+
+def metrics(run: Path) -> dict[tuple[str, int], float]:
+    """(metric, step) -> value, of everything that must not depend on the layout."""
+    found = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        step = row.pop("step")
+        found |= {
+            (name, step): value
+            for name, value in row.items()
+            if name.startswith(("train/loss", "train/grad_norm", "theta/", "validation/", "final/"))
+        }
+    return found
+
+
+def distance(folder: Path, each: Cell) -> float:
+    """Largest difference from one process, relative to max(1, |value|), over all metrics."""
+    truth, ours = metrics(folder / each.truth.name), metrics(folder / each.name)
+    assert ours.keys() == truth.keys() and len(ours) > 2 * STEPS, each.name
+    return max(abs(ours[k] - v) / max(1.0, abs(v)) for k, v in truth.items())
+
+
+def write_line(folder: Path, each: Cell) -> None:
+    """Append what came of a cell to the log, and remove its files."""
+    found, allowed = distance(folder, each), TOLERANCE[each.dtype]
+    verdict = "ok" if found <= allowed else "FAILED"
+    with (folder / "log").open("a") as log:
+        log.write(f"{each.name:<50} {found:.2e} (at most {allowed:.0e}) {verdict}\n")
+    shutil.rmtree(folder / each.name)
+
+
+def main() -> int:
+    """Exit code 1 when a cell is out of tolerance or could not be trained."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=8, help="largest number of processes")
+    parser.add_argument("--log", type=Path, required=True, help="is continued where it is there")
+    args = parser.parse_args()
+    cells = [each for each in all_cells(args.ranks) if each != each.truth]
+    args.log.touch()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "log").symlink_to(args.log.resolve())
+        prefix = write_shards(folder)
+        start = time.monotonic()
+        left = missing(cells, args.log)
+        train_all(folder, prefix, {each.truth for each in left})
+        while left:
+            try:
+                train_all(folder, prefix, left, write_line, timeout=60 * AT_ONCE)
+            except (RuntimeError, queue.Empty) as error:  # this cell failed, the others need not
+                why = (str(error) or "no answer").strip().splitlines()[-1]
+                with args.log.open("a") as log:
+                    log.write(f"{(folder / 'current').read_text():<50} {why} FAILED\n")
+            before, left = left, missing(cells, args.log)
+            assert len(left) < len(before), f"{left[0].name} got no line"
+        minutes = (time.monotonic() - start) / 60
+    failed = sum(line.endswith("FAILED") for line in args.log.read_text().splitlines())
+    summary = (
+        f"{len(cells)} cells of at most {args.ranks} processes, {failed} failed; "
+        f"{minutes:.0f} minutes for the last part, torch {torch.__version__}, "
+        f"{os.cpu_count()} cores"
+    )
+    print(summary)
+    with args.log.open("a") as log:
+        log.write(f"# {summary}\n")
+    return int(failed > 0)
+
+
+def missing(cells: Iterable[Cell], log: Path) -> list[Cell]:
+    """Those without a line in the log."""
+    done = {line.split()[0] for line in log.read_text().splitlines() if line.strip()}
+    return [each for each in cells if each.name not in done]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

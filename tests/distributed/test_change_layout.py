@@ -1,0 +1,196 @@
+"""A run saved in one layout goes on in another with the losses of a run that never changed."""
+
+import itertools
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from jobs import cell, rewind, rows, run_job, write_config, write_shards
+from launch import run_ranks
+
+from megatron.attention import choose
+from megatron.engine import layout_weights, universal
+from megatron.model import GPT, BlockShape, GPTShape
+from megatron.parallel import build_groups
+from megatron.positional import load
+
+BASE = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "save_interval": 5,
+    "train_iters": 8,
+    "hidden_size": 48,
+    "activation": "geglu",  # two stacked matrices, each to be cut by itself
+}
+LAYOUTS = {
+    "one": {},
+    "zero3": cell(3, "fp32"),
+    "dp4": {},
+    "dp2-zero3": cell(3, "fp32"),
+    "tp2": {"model_parallel_size": 2},
+    "tp2-zero3": {"model_parallel_size": 2, **cell(3, "fp32")},
+    "pp2": {"pipe_parallel_size": 2},
+    "tp2-pp2": {"model_parallel_size": 2, "pipe_parallel_size": 2},
+    "bf16": cell(1, "bf16"),
+    "tp2-bf16": {"model_parallel_size": 2, **cell(1, "bf16")},
+}
+RANKS = {"one": 1, "zero3": 1, "bf16": 1, "dp4": 4, "tp2-pp2": 4}
+SOURCES = ("one", "tp2-pp2", "dp2-zero3", "tp2-zero3", "bf16")
+CHANGES = [
+    ("tp2-pp2", "one"),
+    ("tp2-pp2", "dp4"),
+    ("tp2-pp2", "zero3"),
+    ("one", "tp2-pp2"),
+    ("one", "zero3"),
+    ("dp2-zero3", "pp2"),
+    ("tp2-zero3", "tp2"),
+    ("bf16", "tp2-bf16"),
+]
+
+
+def train(groups, folder, prefix, cells):
+    """Each (name of the run, layout, run to go on from at step 5, or None)."""
+    torch.set_num_threads(1)
+    for name, layout, source in cells:
+        run = folder / name
+        if groups.is_main:
+            if source:
+                rewind(folder / source, run, step=5)
+            keys = BASE | LAYOUTS[layout] | {"save": str(run), "load": str(run)}
+            write_config(folder / f"{name}.yml", prefix, **keys)
+        groups.barrier()
+        run_job(groups, folder / f"{name}.yml")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("change")
+    prefix = write_shards(folder)
+    whole = [(name, name, None) for name in SOURCES]
+    changed = [(f"{a} to {b}", b, a) for a, b in CHANGES]
+    for cells in (whole, changed):
+        cells.sort(key=lambda c: RANKS.get(c[1], 2))
+        for ranks, group in itertools.groupby(cells, key=lambda c: RANKS.get(c[1], 2)):
+            run_ranks(ranks, train, folder, prefix, list(group))
+    return folder
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES)
+def test_the_losses_are_those_of_a_run_that_never_changed(runs, old, new):
+    truth = "bf16" if "bf16" in old else "one"
+    tolerance = 1e-2 if "bf16" in old else 1e-5
+    for metric in ("train/loss", "train/grad_norm", "theta/bias_p_max"):
+        ours, expected = rows(runs / f"{old} to {new}", metric), rows(runs / truth, metric)
+        assert ours.keys() == expected.keys() == set(range(1, 9))
+        for step, value in expected.items():
+            assert ours[step] == pytest.approx(value, rel=tolerance, abs=tolerance), (metric, step)
+    assert not list((runs / f"{old} to {new}").glob(".unfinished*"))
+
+
+def describe(**changes):
+    pos = load("kerple_log")
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
+    block = BlockShape(hidden_size=24, num_heads=4, activation="geglu")
+    model = GPT(GPTShape(1, 32, block, 16, **changes), pos, attend, 1)
+    return layout_weights.describe(model, build_groups(torch.device("cpu")))
+
+
+def test_every_parameter_has_its_pattern():
+    info = universal.conversion_info(describe())
+    kinds = {
+        "row": "parameter_with_row_parallelism_patterns",
+        "whole": "tp_replicated_parameter_patterns",
+        "two": "parameter_with_2_sub_params_cat_dim_0",
+    }
+    expected = {
+        "embedding.theta": None,
+        "embedding.word_embeddings.weight": None,
+        "final_norm.bias": "whole",
+        "final_norm.weight": "whole",
+        "layers.0.attention.dense.bias": "whole",
+        "layers.0.attention.dense.weight": "row",
+        "layers.0.attention.query_key_value.bias": None,
+        "layers.0.attention.query_key_value.weight": None,
+        "layers.0.input_layernorm.bias": "whole",
+        "layers.0.input_layernorm.weight": "whole",
+        "layers.0.mlp.dense_4h_to_h.bias": "whole",
+        "layers.0.mlp.dense_4h_to_h.weight": "row",
+        "layers.0.mlp.dense_h_to_4h.bias": "two",
+        "layers.0.mlp.dense_h_to_4h.weight": "two",
+        "layers.0.post_attention_layernorm.bias": "whole",
+        "layers.0.post_attention_layernorm.weight": "whole",
+        "output.weight": None,
+    }
+    found = {}
+    for name in describe()["shapes"]:
+        fits = [kind for kind, key in kinds.items() if any(re.match(p, name) for p in info[key])]
+        assert len(fits) <= 1, name
+        found[name] = fits[0] if fits else None  # None: joined along dimension 0
+    assert found == expected
+
+
+OLD = {
+    "data_parallel_size": 1,
+    "model_parallel_size": 1,
+    "pipe_parallel_size": 1,
+    "zero_stage": 1,
+    "precision": "fp32",
+    "optimizer": "adam",
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ({}, {"precision": "bf16"}, "cannot change precision 'fp32' to 'bf16'"),
+        ({"optimizer": "sgd"}, {"optimizer": "sgd"}, "holds Adam's state, not that of sgd"),
+        ({"zero_stage": 0}, {}, "no place for it (zero_stage 0 to 1)"),
+        ({}, {"zero_stage": 0}, "no place for it (zero_stage 1 to 0)"),
+        (
+            {},
+            {"zero_stage": 3, "model_parallel_size": 2},
+            "write zero_stage 1 or 2, or model_parallel_size: 1",
+        ),
+    ],
+)
+def test_a_change_that_cannot_be_says_why(old, new, says):
+    assert says in universal.refusal(OLD | old, OLD | new)
+
+
+def test_what_can_change_is_not_refused():
+    new = {"data_parallel_size": 4, "model_parallel_size": 2, "pipe_parallel_size": 2}
+    assert universal.refusal(OLD, OLD | new) is None
+    assert universal.refusal(OLD | new, OLD | {"zero_stage": 3}) is None
+
+
+def test_the_tool_writes_the_same_weights_and_moments(runs, tmp_path, repo_root):
+    out = [tmp_path / "a", tmp_path / "b"]
+    for run, folder in zip(("one", "tp2-pp2"), out, strict=True):
+        command = [sys.executable, str(repo_root / "tools" / "reshape_checkpoint.py")]
+        done = subprocess.run(
+            [*command, str(runs / run), str(folder), "--tag", "global_step5", "--workers", "2"],
+            capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [path.name for path in folder.iterdir()] == ["global_step5"]
+    names = sorted(path.name for path in (out[0] / "global_step5" / "zero").iterdir())
+    assert "layers.1.mlp.dense_h_to_4h.weight" in names
+    for name in names:
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            if name.endswith(".pt"):
+                continue
+            a, b = (
+                torch.load(folder / "global_step5" / "zero" / name / f"{state}.pt")["param"]
+                for folder in out
+            )
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=f"{name} {state}")
+
+
+def test_the_tool_names_what_is_missing(tmp_path, repo_root):
+    command = [sys.executable, str(repo_root / "tools" / "reshape_checkpoint.py")]
+    done = subprocess.run(
+        [*command, str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and f"{tmp_path} holds no checkpoint" in done.stderr

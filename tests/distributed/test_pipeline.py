@@ -1,0 +1,164 @@
+"""A model shared out over pipeline stages: one theta, the plain model's names, bitwise resume."""
+
+import pytest
+import torch
+from jobs import cell, digest, rewind, rows, write_config, write_shards
+from launch import run_ranks
+
+from megatron.config import load_config
+from megatron.engine.checkpoint import newest, read_record, read_weights
+from megatron.engine.run import Job
+
+BASE = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "save_interval": 3,
+    "num_layers": 3,
+    "seq_length_val": 24,
+    "eval_lengths": [16, 40],
+    "eval_tokens": 240,
+}
+ONE_STEP = {  # weights move by exactly their gradient
+    "optimizer": {"type": "sgd", "params": {"lr": 1.0}},
+    "lr_decay_style": "constant",
+    "warmup": 0.0,
+    "weight_decay": 0.0,
+    "gradient_clipping": 0.0,
+    "train_iters": 1,
+}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+VARIANTS = {
+    "alibi": {"pos_emb": "alibi"},
+    "learned": {"pos_emb": "learned", "max_position_embeddings": 64},
+    "gpt_j": {"gpt_j_residual": True, "activation": "geglu"},
+    "recomputed": {"checkpoint_activations": True, "no_weight_tying": True},
+    "fp32 sums": {**cell(1, "bf16"), "data_types": {"grad_accum_dtype": "fp32"}},
+}
+RESUMED = {
+    "pp2-bf16": {"pipe_parallel_size": 2, **cell(1, "bf16")},
+    "pp3-untied": {"pipe_parallel_size": 3, "no_weight_tying": True},
+    "pp2-tp2": {"pipe_parallel_size": 2, "model_parallel_size": 2},
+}
+
+
+def train(groups, folder, prefix, name, **changes):
+    torch.set_num_threads(1)
+    run, config = folder / name, folder / f"{name}.yml"
+    if groups.is_main:
+        write_config(config, prefix, save=str(run), load=str(run), **(BASE | changes))
+    groups.barrier()
+    job = Job(load_config([config], world_size=groups.world_size), groups)
+    job.run()
+    return [name for name, _ in job.model.named_parameters()]
+
+
+def one(groups, folder, prefix):
+    names = train(groups, folder, prefix, "one-step-plain", **ONE_STEP)
+    train(groups, folder, prefix, "plain")
+    for name, changes in VARIANTS.items():
+        train(groups, folder, prefix, f"{name}-plain", **changes)
+    return names
+
+
+def several(groups, folder, prefix):
+    names = []
+    if groups.world_size == 2:
+        split = {"pipe_parallel_size": 2}
+        names = train(groups, folder, prefix, "one-step-pipe", **(ONE_STEP | split))
+        for name, changes in VARIANTS.items():
+            train(groups, folder, prefix, f"{name}-pipe", **(changes | split))
+        for drop in ("a", "b"):
+            train(groups, folder, prefix, f"dropout-{drop}", **(DROPOUT | split))
+    for name, changes in RESUMED.items():
+        ranks = changes["pipe_parallel_size"] * changes.get("model_parallel_size", 1)
+        if ranks != groups.world_size:
+            continue
+        train(groups, folder, prefix, name, **(DROPOUT | changes))
+        if groups.is_main:
+            rewind(folder / name, folder / f"{name}-broken", step=3)
+        groups.barrier()
+        train(groups, folder, prefix, f"{name}-broken", **(DROPOUT | changes))
+    return names
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """(folder, names of the plain model's parameters, names on each stage of two)."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    prefix = write_shards(folder)
+    (plain,) = run_ranks(1, one, folder, prefix)
+    stages = run_ranks(2, several, folder, prefix)
+    for ranks in (3, 4):
+        run_ranks(ranks, several, folder, prefix)
+    return folder, plain, stages
+
+
+def test_the_job_has_one_theta_and_the_plain_models_names(jobs):
+    _, plain, stages = jobs
+    assert [name for stage in stages for name in stage if "theta" in name] == ["embedding.theta"]
+    tied = "embedding.word_embeddings.weight"
+    assert tied in stages[0] and tied in stages[1]
+    assert sorted([*stages[0], *stages[1]]) == sorted([*plain, tied])
+
+
+def test_thetas_gradient_is_the_sum_over_all_stages(jobs):
+    folder, *_ = jobs
+    plain, pipe = (read_weights(folder / f"one-step-{kind}", "global_step1")
+                   for kind in ("plain", "pipe"))  # fmt: skip
+    start = initial_theta(folder)
+    moved = plain["embedding.theta"] - start
+    assert (moved != 0).sum() >= 6, "theta got no gradient: the test tests nothing"
+    assert torch.equal(pipe["embedding.theta"], plain["embedding.theta"])
+    for name, weight in plain.items():
+        torch.testing.assert_close(pipe[name], weight, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def initial_theta(folder):
+    from megatron.engine.build import build_model
+
+    config = load_config([folder / "one-step-plain.yml"])
+    return build_model(config, 257, device_type="cpu").theta.detach()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pipeline_trains_and_evaluates_the_plain_model(jobs, variant):
+    folder, *_ = jobs
+    plain, pipe = folder / f"{variant}-plain", folder / f"{variant}-pipe"
+    tolerance = 1e-2 if variant == "fp32 sums" else 2e-6
+    for name in ("train/loss", "train/grad_norm", "validation/loss"):
+        ours, truth = rows(pipe, name), rows(plain, name)
+        assert ours.keys() == truth.keys() and truth
+        for step, value in truth.items():
+            assert ours[step] == pytest.approx(value, abs=tolerance, rel=tolerance), (name, step)
+    tables = [(run / "extrapolation.csv").read_text().splitlines()[1:] for run in (plain, pipe)]
+    for a, b in zip(*tables, strict=True):
+        a, b = ([float(x) for x in row.split(",")] for row in (a, b))
+        assert a == pytest.approx(b, rel=1e-2 if variant == "fp32 sums" else 1e-4)
+    assert len(tables[0]) == 2
+
+
+def test_dropout_is_repeatable_and_changes_the_loss(jobs):
+    folder, *_ = jobs
+    assert rows(folder / "dropout-a") == rows(folder / "dropout-b") != rows(folder / "plain")
+
+
+@pytest.mark.parametrize("run", RESUMED)
+def test_resuming_is_bitwise_identical(jobs, run):
+    folder, *_ = jobs
+    whole, broken = folder / run, folder / f"{run}-broken"
+    assert newest(whole) == newest(broken) == "global_step6"
+    assert digest(whole) == digest(broken)
+    assert rows(whole) == rows(broken)
+    assert rows(whole, "validation/loss") == rows(broken, "validation/loss")
+
+
+@pytest.mark.parametrize("run", RESUMED)
+def test_its_checkpoint_holds_the_whole_model(jobs, run):
+    folder, plain, _ = jobs
+    weights = read_weights(folder / run, "global_step6")
+    extra = {"output.weight"} if "untied" in run else set()
+    assert weights.keys() == {*plain, *extra}
+    truth = read_weights(folder / "plain", "global_step6")
+    assert all(weights[name].shape == truth[name].shape for name in truth)
+    record = read_record(folder / run, "global_step6")
+    assert record["layout"]["pipe_parallel_size"] == RESUMED[run]["pipe_parallel_size"]

@@ -1,0 +1,279 @@
+"""A model cut over two ranks is the whole model: values, gradients, dropout, checkpoints."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
+from launch import run_ranks
+
+from megatron.attention import choose
+from megatron.engine.checkpoint import newest, read_record, read_weights
+from megatron.model import GPT, BlockShape, GPTShape
+from megatron.parallel import Cut, cut_of, cuts_of, gather_from, own_part, token_losses
+from megatron.positional import load
+
+BASE = {"pos": "kerple_log", "tied": True, "row": False, "gpt_j": False, "activation": "gelu"}
+VARIANTS = {
+    "plain": {},
+    "kerple_power": {"pos": "kerple_power"},
+    "rpe": {"pos": "rpe"},
+    "alibi": {"pos": "alibi"},
+    "rotary": {"pos": "rotary"},
+    "learned": {"pos": "learned"},
+    "untied": {"tied": False},
+    "output cut by inputs": {"tied": False, "row": True},
+    "gpt_j_residual": {"gpt_j": True},
+    "geglu": {"activation": "geglu"},
+    "scalenorm": {"norm": "scalenorm"},
+}
+
+
+def build(tp, dropout=0.0, **changes):
+    """A float64 model whose biases are not zero, so that one counted twice would show."""
+    v = BASE | changes
+    pos = load(v["pos"])
+    block = BlockShape(
+        hidden_size=24,
+        num_heads=4,
+        gpt_j_residual=v["gpt_j"],
+        activation=v["activation"],
+        norm=v.get("norm", "layernorm"),
+        attention_dropout=dropout,
+        hidden_dropout=dropout,
+    )
+    shape = GPTShape(2, 32, block, 16, tie_weights=v["tied"], cut_output_inputs=v["row"])
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
+    model = GPT(shape, pos, attend, 1, **({"tp": tp} if tp else {})).double()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                whole = torch.linspace(-0.3, 0.4, param.numel() * getattr(param, "cut_size", 1))
+                param.copy_(own_part(param, whole))
+    return model
+
+
+def losses_and_gradients(model, tp):
+    """(token losses, logits, gradients of whole parameters)."""
+    tokens = torch.randint(0, 32, (3, 13), generator=torch.Generator().manual_seed(5))
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    (losses * torch.linspace(0.5, 1.5, losses.numel()).view_as(losses)).sum().backward()
+    grads = {}
+    for name, param in model.named_parameters():
+        cut = cut_of(param)
+        alone = cut is None or tp is None
+        grads[name] = param.grad if alone else cut.join(tp.gather(param.grad))
+    with torch.no_grad():
+        logits = model(tokens)
+    return losses.detach(), logits, grads
+
+
+def cut_models(groups):
+    tp = groups.divided(model_size=2).model
+    found = {}
+    for name, changes in VARIANTS.items():
+        model = build(tp, **changes)
+        weights = {
+            key: param.detach() if cut_of(param) is None else cut_of(param).join(tp.gather(param))
+            for key, param in model.named_parameters()
+        }
+        found[name] = weights, losses_and_gradients(model, tp), sorted(cuts_of(model))
+    return found
+
+
+@pytest.fixture(scope="module")
+def cut():
+    return run_ranks(2, cut_models)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_and_gradients_are_the_whole_models(cut, variant):
+    whole = build(None, **VARIANTS[variant])
+    truth = losses_and_gradients(whole, None)
+    for ours in cut:
+        weights, (losses, logits, grads), cuts = ours[variant]
+        assert len(cuts) > 8
+        for name, param in whole.named_parameters():
+            assert torch.equal(weights[name], param), name
+        torch.testing.assert_close(losses, truth[0], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(logits, truth[1], rtol=1e-10, atol=1e-10)
+        assert grads.keys() == truth[2].keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, truth[2][name], rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_agree_bit_for_bit_on_what_they_share(cut, variant):
+    for a, b in zip(cut[0][variant][1][2].items(), cut[1][variant][1][2].items(), strict=True):
+        assert a[0] == b[0] and torch.equal(a[1], b[1]), a[0]
+
+
+def extreme_losses(groups):
+    """Losses of logits so large that exp overflows without the maximum taken over the group."""
+    tp = groups.divided(model_size=2).model
+    whole = torch.tensor([[[-500.0, 3.0, 0.0, 900.0], [2.0, 1.0, -900.0, 1.0]]])
+    targets = torch.tensor([[3, 0]])
+    part = Cut(2).part(whole, tp.rank, 2).requires_grad_()
+    losses = token_losses(part, targets, tp)
+    losses.sum().backward()
+    joined = gather_from(part.grad, tp)
+    return losses.detach(), joined, token_losses(whole, targets)
+
+
+def test_cut_cross_entropy_does_not_overflow():
+    for losses, grads, truth in run_ranks(2, extreme_losses):
+        torch.testing.assert_close(losses, truth)
+        assert torch.isfinite(grads).all()
+        torch.testing.assert_close(grads.sum(-1), torch.zeros(1, 2), atol=1e-6, rtol=0)
+
+
+def dropout_streams(groups):
+    tp = groups.divided(model_size=2).model
+    found = {}
+    for gpt_j, recompute in itertools.product((False, True), (False, True)):
+        model = build(tp, dropout=0.3, gpt_j=gpt_j).train()
+        object.__setattr__(model.shape, "checkpoint_activations", recompute)
+        torch.manual_seed(3)
+        hidden, seeds = [], []
+        model.layers[0].register_forward_hook(lambda m, i, out, hidden=hidden: hidden.append(out))
+        inner = model.layers[0].attention
+
+        def spy(module, inputs, seeds=seeds):
+            seeds.append(torch.get_rng_state())
+
+        inner.dense.register_forward_pre_hook(spy)
+        result = losses_and_gradients(model, tp)
+        heads = inner.query_key_value.weight.grad
+        found[gpt_j, recompute] = hidden[0].detach(), seeds[0], result, heads
+    torch.manual_seed(4)
+    from megatron.parallel import rank_dropout
+
+    with rank_dropout(tp, torch.device("cpu")):
+        inside = torch.rand(8)
+    return found, inside, torch.rand(8)
+
+
+def test_dropout_is_alike_outside_the_cut_and_differs_inside():
+    (ours, inside, outside), (theirs, inside_other, outside_other) = run_ranks(2, dropout_streams)
+    assert not torch.equal(inside, inside_other) and torch.equal(outside, outside_other)
+    for key, (hidden, state, result, _) in ours.items():
+        assert torch.equal(hidden, theirs[key][0]), key
+        assert torch.equal(state, theirs[key][1]), key
+        assert torch.equal(result[0], theirs[key][2][0]), key
+    for gpt_j in (False, True):  # recomputed activations drop the same numbers again
+        for name, grad in ours[gpt_j, False][2][2].items():
+            assert torch.equal(grad, ours[gpt_j, True][2][2][name]), name
+
+
+JOB = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "save_interval": 3,
+    "eval_lengths": [16, 32],
+    "eval_tokens": 256,
+}
+CUT = {"model_parallel_size": 2, "make_vocab_size_divisible_by": 16}
+STAGES = [(1, "fp32"), (3, "fp32"), (1, "bf16")]
+
+
+def jobs(groups, folder, prefix):
+    torch.set_num_threads(1)
+    for (stage, precision), drop in itertools.product(STAGES, (0.0, 0.2)):
+        whole, broken = (folder / f"{stage}-{precision}-{drop}-{k}" for k in ("whole", "broken"))
+        for run in (whole, broken):
+            if run is broken and groups.is_main:
+                rewind(whole, broken, step=3)
+            keys = {"hidden_dropout": drop, "attention_dropout": drop, "no_weight_tying": True}
+            keys |= JOB | CUT | cell(stage, precision) | {"save": str(run), "load": str(run)}
+            if groups.is_main:
+                write_config(folder / f"{run.name}.yml", prefix, **keys)
+            groups.barrier()
+            run_job(groups, folder / f"{run.name}.yml")
+
+
+def alone(groups, folder, prefix):
+    """One process: the truth, and what it makes of a cut run's weights."""
+    torch.set_num_threads(1)
+    base = JOB | {"make_vocab_size_divisible_by": 16, "no_weight_tying": True}
+    run_job(groups, write_config(folder / "a.yml", prefix, save=str(folder / "alone"), **base))
+    for stage in (1, 3):
+        load_from = {"load": str(folder / f"{stage}-fp32-0.0-whole"), "finetune": True}
+        keys = base | load_from | {"train_iters": 1, "save": str(folder / f"tuned-{stage}")}
+        run_job(groups, write_config(folder / "t.yml", prefix, **keys))
+
+
+def tune_cut(groups, folder, prefix):
+    """Two cut ranks, under each stage, from a whole checkpoint."""
+    torch.set_num_threads(1)
+    for stage in (0, 1, 3):
+        keys = JOB | CUT | cell(stage, "fp32") | {"no_weight_tying": True, "train_iters": 1}
+        keys |= {"load": str(folder / "alone"), "finetune": True}
+        keys |= {"save": str(folder / f"tuned-cut-{stage}")}
+        if groups.is_main:
+            write_config(folder / f"c{stage}.yml", prefix, **keys)
+        groups.barrier()
+        run_job(groups, folder / f"c{stage}.yml")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    prefix = write_shards(folder)
+    run_ranks(2, jobs, folder, prefix)
+    run_ranks(1, alone, folder, prefix)
+    run_ranks(2, tune_cut, folder, prefix)
+    return folder
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.2])
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+def test_a_cut_run_resumes_bit_for_bit(runs, stage, precision, drop):
+    whole, broken = (runs / f"{stage}-{precision}-{drop}-{k}" for k in ("whole", "broken"))
+    assert newest(whole) == newest(broken) == "global_step6"
+    assert len(digest(whole)) >= 5  # two ranks' weights, optimizer and random streams
+    assert digest(whole) == digest(broken)
+    assert rows(whole) == rows(broken)
+
+
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+def test_its_checkpoint_holds_the_whole_model(runs, stage, precision):
+    ours = read_weights(runs / f"{stage}-{precision}-0.0-whole", "global_step6")
+    truth = read_weights(runs / "alone", "global_step6")
+    assert ours.keys() == truth.keys()
+    for name, value in truth.items():
+        assert ours[name].shape == value.shape, name
+        error = (ours[name].float() - value).abs().max()
+        # Adam turns a sign flip of a tiny bf16 gradient into a whole step of 0.01
+        assert error < (1e-5 if precision == "fp32" else 0.1), name
+    record = read_record(runs / f"{stage}-{precision}-0.0-whole", "global_step6")
+    assert record["layout"]["model_parallel_size"] == 2
+    assert record["cuts"]["embedding.theta"] == [0, 1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_its_weights_start_a_run_of_one_process(runs, stage):
+    first = rows(runs / f"tuned-{stage}")[1]
+    assert first < rows(runs / "alone")[1] - 0.5
+    assert first == pytest.approx(rows(runs / "tuned-1")[1], abs=2e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_weights_of_one_process_start_a_cut_run(runs, stage):
+    assert rows(runs / f"tuned-cut-{stage}")[1] == pytest.approx(
+        rows(runs / "tuned-1")[1], abs=5e-6
+    )
+
+
+def test_one_process_evaluates_it_with_the_runs_own_config(runs, repo_root, tmp_path):
+    run = runs / "1-fp32-0.0-whole"
+    where = ["--load", str(run), "--out", str(tmp_path)]
+    command = [sys.executable, str(repo_root / "evaluate.py"), str(run / "config.yml"), *where]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tables = [(path / "extrapolation.csv").read_text().splitlines() for path in (run, tmp_path)]
+    assert len(tables[0]) == len(tables[1]) == 3
+    for ours, theirs in zip(*(table[1:] for table in tables), strict=True):
+        ours, theirs = ([float(x) for x in row.split(",")] for row in (ours, theirs))
+        assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,0 +1,111 @@
+"""A damaged newest checkpoint is named, and the one before it is used only when that is allowed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "distributed"))
+
+from jobs import digest, rows, write_config, write_shards  # noqa: E402
+
+from megatron.engine import checkpoint, manifest  # noqa: E402
+from megatron.parallel import build_groups  # noqa: E402
+
+ALONE = build_groups(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(config, run folder, output) of six steps with checkpoints at 3 and 6."""
+    folder = tmp_path_factory.mktemp("damage")
+    run = folder / "run"
+    keys = {"save": str(run), "load": str(run), "save_interval": 3}
+    config = write_config(
+        folder / "c.yml", write_shards(folder), train_micro_batch_size_per_gpu=4, **keys
+    )
+    return config, run, train(config)
+
+
+def train(config, *args, code=0):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), str(config), *args],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def flip(path):
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+FAULTS = {
+    "mp_rank_00_model_states.pt": (flip, "its checksum is wrong"),
+    "rng_rank_00000.pt": (lambda path: path.unlink(), "missing"),
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt": (
+        lambda path: path.write_bytes(path.read_bytes()[:-7]),
+        "were written",
+    ),
+    "kerple.json": (lambda path: path.write_text(path.read_text()[:-2]), "cannot be read"),
+}
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    shutil.copytree(finished[1], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_whole_checkpoint_is_found_whole(finished):
+    assert manifest.damage(finished[1] / "global_step6", ALONE) is None
+    record = json.loads((finished[1] / "global_step6" / "kerple.json").read_text())
+    written = {p.name for p in (finished[1] / "global_step6").iterdir()} - {"kerple.json"}
+    assert record["files"].keys() == written and len(written) >= 3
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_damaged_file_is_named_with_the_reason_and_the_way_out(copy, name):
+    damage, why = FAULTS[name]
+    damage(copy / "global_step6" / name)
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.usable(copy, ALONE, allow_fallback=False)
+    text = str(error.value)
+    assert str(copy / "global_step6" / name) in text and why in text
+    assert f"resume from {copy / 'global_step3'} with --allow-fallback" in text
+    tag, found = checkpoint.usable(copy, ALONE, allow_fallback=True)
+    assert tag == "global_step3" and why in found
+
+
+def test_a_record_whose_numbers_changed_is_damaged(copy):
+    path = copy / "global_step6" / "kerple.json"
+    path.write_text(path.read_text().replace('"step": 6', '"step": 5'))
+    assert "its checksum is wrong" in manifest.damage(copy / "global_step6", ALONE)
+
+
+def test_no_whole_checkpoint_at_all_is_an_error(copy):
+    for tag in ("global_step3", "global_step6"):
+        flip(copy / tag / "mp_rank_00_model_states.pt")
+    with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint"):
+        checkpoint.usable(copy, ALONE, allow_fallback=True)
+
+
+def test_train_stops_at_damage_and_goes_on_when_told(finished, copy):
+    config, run, text = finished
+    assert f"saved {run / 'global_step6'}, training waited " in text
+    flip(copy / "global_step6" / "mp_rank_00_model_states.pt")
+    where = ["-o", f"save={copy}", "-o", f"load={copy}"]
+    text = train(config, *where, code=1)
+    assert "is damaged" in text and "--allow-fallback" in text and "Traceback" not in text
+    text = train(config, *where, "--allow-fallback")
+    assert f"resuming from {copy / 'global_step3'} (passed over: " in text
+    assert digest(copy) == digest(run)
+    assert rows(copy) == rows(run)

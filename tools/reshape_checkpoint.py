@@ -1,0 +1,67 @@
+"""Convert a run's newest checkpoint, in any layout, into DeepSpeed's universal format.
+
+    python tools/reshape_checkpoint.py RUN OUT [--tag global_stepN] [--workers 4]
+
+OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt then hold each parameter whole,
+whatever its layout was. Training needs no such step: train.py converts by itself.
+This is for doing it beforehand, on a machine without the job, or for reading optimizer state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron.engine import checkpoint, manifest, universal  # noqa: E402
+from megatron.engine.checkpoint import CheckpointError  # noqa: E402
+from megatron.engine.errors import user_errors  # noqa: E402
+from megatron.parallel import build_groups  # noqa: E402
+
+
+def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
+    """Convert, and return the folder written.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or cannot be converted.
+    """
+    import torch
+
+    tag = tag or checkpoint.newest(run)
+    if tag is None or not (run / tag).is_dir():
+        raise CheckpointError(f"{run} holds no checkpoint {tag or ''}".rstrip())
+    problem = manifest.damage(run / tag, build_groups(torch.device("cpu")))
+    if problem:
+        raise CheckpointError(f"{run / tag} is damaged: {problem}")
+    record = checkpoint.read_record(run, tag)
+    why = universal.refusal(record["layout"], record["layout"])
+    if why:
+        raise CheckpointError(f"{run / tag} cannot be converted: {why}")
+    unfinished = out / f".unfinished-{tag}" / tag
+    universal.convert(run / tag, unfinished, record, workers=workers)
+    final = out / tag
+    if final.exists():
+        raise CheckpointError(f"{final} is there already; name another folder")
+    unfinished.rename(final)
+    (unfinished.parent / "latest_universal").unlink(missing_ok=True)
+    unfinished.parent.rmdir()
+    return final
+
+
+def main() -> int:
+    """Exit code 0 on success, 1 for an error that the user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder with `latest` and global_step folders")
+    parser.add_argument("out", type=Path, help="folder to write into")
+    parser.add_argument("--tag", help="checkpoint to convert (default: the newest)")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    args = parser.parse_args()
+    with user_errors() as outcome:
+        print(f"written to {reshape(args.run, args.out, args.tag, args.workers)}")
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
