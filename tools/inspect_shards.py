@@ -53,8 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         vocab_size = tokenizer.vocab_size if tokenizer else (manifest or {}).get("vocab_size")
         check_tokens(shards, manifest, vocab_size)
         png = arguments.png or f"{arguments.prefix}.lengths.png"
-        draw_lengths(shards.sizes, png, Path(arguments.prefix).name)
-        print(f"lengths: {png}")
+        if len(shards):
+            draw_lengths(shards.sizes, png, Path(arguments.prefix).name)
+            print(f"lengths: {png}")
         if tokenizer is None:
             print("documents: give the tokenizer (-t, -v, -m) to see them decoded")
         else:

@@ -54,7 +54,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--log-interval", type=int, default=100, help="accepted; progress shows by itself")
     add("--on-error", choices=["stop", "skip"], default="stop", help="not in gpt-neox")
     add("--backend", choices=BACKENDS, default="auto", help="not in gpt-neox")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if len(set(arguments.jsonl_keys)) < len(arguments.jsonl_keys):
+        parser.error(f"--jsonl-keys {' '.join(arguments.jsonl_keys)}: a key stands there twice")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

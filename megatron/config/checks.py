@@ -167,8 +167,8 @@ def _learned(
 def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
     if pos_emb != "rpe":
         return None
-    if buckets < 4:
-        return "rpe_num_buckets", f"{buckets} is too few for near and far; write at least 4"
+    if buckets < 2:
+        return "rpe_num_buckets", f"{buckets} is too few for near and far; write at least 2"
     if distance > buckets // 2:
         return None
     return (

@@ -80,7 +80,7 @@ _KEYS: dict[str, str] = {
     "every rank reads or builds the index for itself": "use_shared_fs",
     "no program of this code reads it": """
         deepspeed deepscale deepscale_config lazy_mpu_init short_seq_prob adlr_autoresume
-        adlr_autoresume_interval onnx_safe weight_server_port s3_chunk_size
+        adlr_autoresume_interval weight_server_port s3_chunk_size
         curriculum_seqlen local_rank rank zero_allow_untested_optimizer allow_chopped
     """,
     "says again what `enabled` says": "fp16.fp16",

@@ -108,6 +108,7 @@ _refuse(
     "true",
     _TRUE,
 )
+_refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)
 _refuse("gpt_j_tied use_qk_layernorm", "not built", "false", _FALSE)
 _refuse("sliding_window_width", "attention reaches over the whole sequence", _LEAVE, _never)
 _refuse("attention_type", "grouped-query attention is not built yet", _LEAVE, _never)

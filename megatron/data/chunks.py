@@ -15,7 +15,6 @@ from .streams import read_block
 
 CHUNK_BYTES = 1 << 20
 MAX_TEXTS = 4096
-TABLE_ROWS = 256
 MAX_RECORD_BYTES = 1 << 30  # a longer line is no record; memory must have a bound
 
 

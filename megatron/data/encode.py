@@ -16,6 +16,7 @@ from .chunks import Chunk
 from .errors import CorpusError, TokenizerError
 from .tokenizer import Tokenizer
 
+_ONE_A_LINE = "write one JSON object a line, e.g. with jq -c '.[]'"
 _JOINER = "\n\n"  # lm_dataformat's, between the paragraphs of a text that is a list
 
 
@@ -113,12 +114,17 @@ class Encoder:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             fault = error.msg.removesuffix(" at")
-            raise CorpusError(f"{place}: is not JSON: {fault} at column {error.colno}") from None
+            array = f"; {_ONE_A_LINE}" if line.strip() in ("[", "{") else ""
+            raise CorpusError(
+                f"{place}: is not JSON: {fault} at column {error.colno}{array}"
+            ) from None
         except RecursionError:
             raise CorpusError(f"{place}: is nested too deeply") from None
         keys, sets = self.options.keys, self.options.pile_sets
         if isinstance(record, str) and keys == ("text",) and not sets:
             return [record]  # lm_dataformat's bare strings
+        if isinstance(record, list):
+            raise CorpusError(f"{place}: is a JSON array; {_ONE_A_LINE}")
         if not isinstance(record, dict):
             raise CorpusError(f"{place}: is not a JSON object with a key {keys[0]!r}")
         if sets:
@@ -161,7 +167,7 @@ def _value(record: dict, key: str, place: str) -> str:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return _JOINER.join(value)
     if not isinstance(value, str):
-        raise CorpusError(f"{place}: {key!r} is a {type(value).__name__}, not a string")
+        raise CorpusError(f"{place}: {key!r} is of type {type(value).__name__}, not a string")
     return value
 
 

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from .errors import TokenizerError
+from .tokenizer import END_OF_DOCUMENT
 
 Encode = Callable[[list[str]], list[np.ndarray]]
 BACKENDS = ("auto", "tiktoken", "tokenizers", "gigatoken")
@@ -83,14 +84,18 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
     except ImportError:
         raise TokenizerError("tokenizer backend tiktoken: needs `pip install tiktoken`") from None
     byte_of = _byte_of_symbol()
-    # Tokens in no byte symbols are special ones, which text never becomes.
+    # Tokens in no byte symbols are special ones, which text never becomes; nor eod, though tiktoken
+    # knows it (with no special token at all, its search for one would match everywhere).
     ranks = {
         bytes(byte_of[symbol] for symbol in token): i
         for token, i in vocabulary.items()
-        if all(symbol in byte_of for symbol in token) and token != "<|endoftext|>"
+        if all(symbol in byte_of for symbol in token) and token != END_OF_DOCUMENT
     }
     encoding = tiktoken.Encoding(
-        "gpt2-from-files", pat_str=_WORDS, mergeable_ranks=ranks, special_tokens={}
+        "gpt2-from-files",
+        pat_str=_WORDS,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_DOCUMENT: vocabulary[END_OF_DOCUMENT]},
     )
     long_run = re.compile(rf"\s{{{_LONG_RUN}}}")
 
@@ -100,8 +105,8 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
             if len(text) >= _LONG_RUN and long_run.search(text):
                 out += reference([text])
             else:
-                ids = encoding.encode_ordinary(text)
-                out.append(np.fromiter(ids, np.int32, len(ids)))
+                # As encode_ordinary, without a Python integer for every token.
+                out.append(encoding.encode_to_numpy(text, disallowed_special=()))
         return out
 
     return encode

@@ -32,12 +32,29 @@ def find_prefixes(data_path: str | os.PathLike | Sequence[str | os.PathLike]) ->
             raise ShardError(
                 f"{path}: no shards ({path}.idx) match; make them with prepare_data.py"
             )
+        _check_complete(path, matches)
         found += matches
     if twice := sorted({path for path in found if found.count(path) > 1}):
         raise ShardError(f"{', '.join(twice)}: named more than once")
     if not found:
         raise ShardError("data_path: an empty list names no shards")
     return found
+
+
+def _check_complete(pattern: str, prefixes: list[str]) -> None:
+    """ShardError if partitions that a glob matches are not all of their run: one may still be in
+    the making."""
+    found: dict[int, set[int]] = {}
+    for prefix in prefixes:
+        told = ((read_manifest(prefix) or {}).get("source") or {}).get("partition")
+        if told:
+            found.setdefault(told["of"], set()).add(told["part"])
+    for of, parts in found.items():
+        if missing := sorted(set(range(1, of + 1)) - parts):
+            raise ShardError(
+                f"{pattern}: partition {', '.join(map(str, missing))} of {of} is missing; prepare "
+                "it, or name the prefixes one by one to do without"
+            )
 
 
 def open_shards(
@@ -143,6 +160,8 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
                 writer.add_documents(part.tokens[start : start + _COPY], part.sizes[:0])
         if all(manifests):
             writer.manifest = to_bytes(_merged(prefixes, manifests))
+        if not writer.documents:
+            raise ShardError(f"{', '.join(prefixes)}: no document in them; nothing is written")
         result = writer.documents, writer.tokens
     return result
 

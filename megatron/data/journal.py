@@ -23,6 +23,7 @@ class Journal:
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:
         self.path = shard_path(prefix, ".journal")
+        self._part = Path(f"{self.path}.part")
         self.job, self.seconds = json.loads(json.dumps(job)), seconds
         self._last = time.monotonic()
 
@@ -43,11 +44,12 @@ class Journal:
         return self.path.exists()
 
     def write(self, state: dict) -> None:
-        part = Path(f"{self.path}.part")
-        part.write_text(json.dumps({"job": self.job, "state": state}), encoding="utf-8")
-        os.replace(part, self.path)
+        text = json.dumps({"job": self.job, "state": state})
+        self._part.write_text(text, encoding="utf-8")
+        os.replace(self._part, self.path)
         self._last = time.monotonic()
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
-            self.path.unlink()
+        for path in (self.path, self._part):
+            with suppress(FileNotFoundError):
+                path.unlink()

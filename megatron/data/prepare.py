@@ -20,19 +20,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .chunks import CHUNK_BYTES, MAX_TEXTS, TABLE_ROWS, Chunk, Fault
+from .chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault
 from .encode import COUNTS, Encoded, EncodeOptions, Encoder
 from .errors import CorpusError, DataError
 from .journal import Journal
 from .manifest import build_manifest, to_bytes
 from .mmap import MMapIndexedDatasetWriter, shard_path
-from .progress import Progress
+from .progress import Progress, describe_nothing, describe_skipped
 from .readers import read_source
 from .sources import Source
 from .tokenizer import Tokenizer
 from .workers import Workers
-
-_LISTED = 10  # skipped records shown; all are in PREFIX.skipped.txt
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class _Run:
             "tokenizer": tokenizer.fingerprint(),
             "encode": [encode.keys, encode.append_eod, encode.ftfy, encode.pile_sets],
             "partition": options.partition,
-            "chunks": [CHUNK_BYTES, MAX_TEXTS, TABLE_ROWS],  # their numbers depend on these
+            "chunks": [CHUNK_BYTES, MAX_TEXTS],  # their numbers depend on these
         }
         self.journal = Journal(self.prefixes[0], job, options.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
@@ -111,8 +109,9 @@ class _Run:
                     for result in workers.map(self._chunks()):
                         self._take(result, progress)
                 manifests = self._finish()
-            except OSError as error:
-                raise CorpusError(f"{error}; {self._kept()}") from error
+            except OSError as error:  # a full disk's names no file
+                place = "" if error.filename else f"{self.prefixes[0]}: "
+                raise CorpusError(f"{place}{error}; {self._kept()}") from error
             except DataError as error:
                 raise type(error)(f"{error}{self._kept(', ')}") from error
             finally:
@@ -169,8 +168,12 @@ class _Run:
             for count, chunk in enumerate(read_source(source, keys, self.facts[number]), 1):
                 chunk.number, position = count, chunk.position
                 yield chunk
-        except Fault as fault:
-            yield Chunk(source.path, fault=str(fault), number=count + 1, position=position)
+            # A folder's text files may be empty, as __init__.py is; an archive has a purpose.
+            fault = None if count or source.kind == "text" else f"{source.path}: has no records"
+        except Fault as error:
+            fault = str(error)
+        if fault is not None:
+            yield Chunk(source.path, fault=fault, number=count + 1, position=position)
 
     def _take(self, result: Encoded, progress: Progress) -> None:
         if result.faults and self.options.on_error == "stop":
@@ -202,11 +205,17 @@ class _Run:
     def _finish(self) -> list[dict]:
         part, parts = self.options.partition
         faults = self.counts.pop("faults")
-        if not self.counts["documents"] and parts == 1:
-            raise CorpusError(
-                f"{[source.path for source in self.sources]}: no document with text in it; nothing "
-                f"is written{f' ({faults} faulty records skipped)' if faults else ''}"
-            )
+        if not self.counts["documents"]:
+            causes = {
+                "faulty records skipped": faults,
+                "without text": self.counts["empty_documents"],
+                "left out by --pile-set": self.counts["left_out_by_set"],
+            }
+            text = describe_nothing([source.path for source in self.sources], causes)
+            if parts == 1:
+                raise CorpusError(f"{text}; nothing is written")
+            # The share of a small input may be nothing.
+            print(f"partition {part}/{parts} of {text}", file=sys.stderr)
         inputs = [
             {"path": source.path, "bytes": source.size, **fact}
             for source, fact in zip(self.sources, self.facts, strict=True)
@@ -226,7 +235,7 @@ class _Run:
         self.skipped.flush()
         if faults:
             os.replace(self.skipped_part, self.skipped_path)
-            self._report_skipped(faults)
+            print(describe_skipped(self.skipped_path, faults), file=sys.stderr)
         else:
             self.skipped_part.unlink(missing_ok=True)
             self.skipped_path.unlink(missing_ok=True)
@@ -235,16 +244,6 @@ class _Run:
             writer.finalize()
         self.journal.remove()
         return manifests
-
-    def _report_skipped(self, faults: int) -> None:
-        with open(self.skipped_path, encoding="utf-8") as file:
-            shown = [line for line, _ in zip(file, range(_LISTED), strict=False)]
-        print(
-            f"skipped {faults} faulty records, listed in {self.skipped_path}:\n"
-            + "".join(f"  {line}" for line in shown)
-            + ("  ..." if faults > _LISTED else ""),
-            file=sys.stderr,
-        )
 
     def _kept(self, before: str = "") -> str:
         """What a stopped run says of the work it leaves."""

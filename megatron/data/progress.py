@@ -1,11 +1,16 @@
-"""What a long run shows: a bar over the input's bytes, documents and text a second, time left."""
+"""What a long run says: a bar over the input's bytes, documents and text a second, time left; then
+what it skipped."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import time
 
 from tqdm import tqdm
+
+_LISTED = 10  # skipped records or files shown; all records are in PREFIX.skipped.txt
 
 
 class Progress:
@@ -30,10 +35,11 @@ class Progress:
 
     def show(self, read: int, counts: dict[str, int]) -> None:
         """`read` bytes of the input are done, with these counts since the very start."""
+        read = max(0, min(read, self._bar.total or read))
         now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
         if self._begun is None:  # a resumed run: what it did not do does not count
             self._begun = (now, documents, text)
-            self._bar.initial = max(0, read)
+            self._bar.initial = read
         begun, documents_then, text_then = self._begun
         seconds = max(now - begun, 1e-9)
         if documents > documents_then:
@@ -42,4 +48,19 @@ class Progress:
                 f"{(text - text_then) / seconds / 1e6:.1f} MB/s of text",
                 refresh=False,
             )
-        self._bar.update(max(0, min(read, self._bar.total or read) - self._bar.n))
+        self._bar.update(max(0, read - self._bar.n))
+
+
+def describe_nothing(inputs: list[str], causes: dict[str, int]) -> str:
+    """That the inputs gave no document; `causes`: how many records were lost to what."""
+    told = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
+    shown = ", ".join(inputs[:_LISTED]) + (", ..." if len(inputs) > _LISTED else "")
+    return f"{shown}: no document with text in it{f' ({told})' if told else ''}"
+
+
+def describe_skipped(path: str | os.PathLike, faults: int) -> str:
+    """The first of the skipped records, and where they all are listed."""
+    with open(path, encoding="utf-8") as file:
+        shown = "".join(f"  {line}" for line in itertools.islice(file, _LISTED))
+    more = "  ..." if faults > _LISTED else ""
+    return f"skipped {faults} faulty records, listed in {path}:\n{shown}{more}"

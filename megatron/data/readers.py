@@ -35,8 +35,14 @@ def read_source(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
     return _READERS[source.kind](source, keys, facts)
 
 
+class _Tar(tarfile.TarFile):
+    """Knows whether it has `ended`; tarfile itself takes a cut-off archive for a whole one."""
+
+    ended = False
+
+
 class _TarEntry(tarfile.TarInfo):
-    """Notes the mark that ends an archive; tarfile takes a cut-off one for a whole one."""
+    """Notes the mark that ends an archive."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -71,8 +77,7 @@ def _read_jsonl(stream: io.BufferedReader, place: list[str]) -> Read:
 
 def _read_tar(stream: io.BufferedReader, place: list[str]) -> Read:
     path = place[0]
-    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_TarEntry) as archive:
-        archive.ended = False
+    with _Tar.open(fileobj=stream, mode="r|", tarinfo=_TarEntry) as archive:
 
         def members() -> Iterator[tuple[str, Callable[[], io.BufferedIOBase]]]:
             for entry in archive:

@@ -62,8 +62,10 @@ class Source:
 
     def identity(self) -> list:
         """What tells that an input is the one of the run before: names, sizes, times."""
-        found = hashlib.sha256()
-        for path in self.paths or [self.path]:
+        found, paths = hashlib.sha256(), self.paths or [self.path]
+        if os.path.isdir(self.path) and not self.paths:  # a folder that `datasets` wrote
+            paths = sorted(str(path) for path in Path(self.path).rglob("*"))
+        for path in paths:
             stat = os.stat(path) if os.path.exists(path) else None
             line = f"{path} {stat and (stat.st_size, stat.st_mtime_ns)}\n"
             found.update(line.encode("utf-8", "replace"))

@@ -38,13 +38,15 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         summed_biases: it was trained with `gpt_j_residual` (matters with tensor parallelism only).
 
     Raises:
-        CheckpointError: everything that is missing, unknown or does not fit together.
+        CheckpointError: everything that is missing, unknown or does not fit together; or `target`
+            has a checkpoint of that step already (it may be `source` itself).
     """
     found = neox_checkpoint.read(source, summed_biases=summed_biases)
     if found.problems:
         listed = "\n  ".join(found.problems)
         raise CheckpointError(f"{source} is not whole:\n  {listed}")
     tag = checkpoint.tag_of(found.step)
+    _refuse_existing(target / tag)
     record = {
         "version": __version__,
         "progress": {"step": found.step, "consumed_samples": 0, "train_samples": 0},
@@ -64,7 +66,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Write the newest checkpoint of the run folder `source` in the published layout.
 
     Args:
-        parts: tensor-parallel parts, at least 1; None for as many as an import had, else 1.
+        parts: tensor-parallel parts, at least 1; None for as many as it was trained with.
 
     Returns:
         The new folder, `target/global_stepN`.
@@ -90,17 +92,26 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         block = shape_of(config, len(weights["embedding.word_embeddings.weight"])).block
         shape, buffers, kept = _shape_of(config, pos), implied_buffers(block, pos, dtype), {}
         about = {"schedule": None, "args": _args_of(config, weights)}
-    shape = replace(shape, parts=parts or shape.parts)
-    args = about["args"] | {"model_parallel_size": shape.parts}
+    args, written = about["args"], shape.parts
+    shape = replace(shape, parts=parts or written)
+    args |= {"model_parallel_size": shape.parts}
+    if shape.parts != written or (shape.parts > 1 and "imported" not in record):
+        # That program pads to a multiple of this times the parts, and compares both.
+        padded = len(weights["embedding.word_embeddings.weight"])
+        args["make_vocab_size_divisible_by"] = padded // shape.parts
     state = {"lr_scheduler": about["schedule"], "args": args}
     target.mkdir(parents=True, exist_ok=True)
-    if (target / tag).exists():
-        raise CheckpointError(f"{target / tag} exists already; remove it, or name another folder")
+    _refuse_existing(target / tag)
     with appears_whole(target, tag) as folder:
         _write(folder, shape, weights, buffers, kept, record["progress"]["step"], state)
         if (source / tag / "configs").is_dir():
             shutil.copytree(source / tag / "configs", folder / "configs")
     return target / tag
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; remove it, or name another folder")
 
 
 def _write(
@@ -174,6 +185,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
         tied=not m.no_weight_tying,
         theta=theta,
         geglu=m.activation == "geglu",
+        parts=config.parallel.model_parallel_size,
         summed_biases=m.gpt_j_residual,
         row_output=m.output_layer_parallelism == "row",
     )

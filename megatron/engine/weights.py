@@ -9,7 +9,13 @@ import torch
 
 from megatron.engine import neox_checkpoint
 from megatron.engine import neox_layout as layout
-from megatron.engine.checkpoint import imported_rest, is_foreign, read_weights, require_same
+from megatron.engine.checkpoint import (
+    imported_rest,
+    is_foreign,
+    read_record,
+    read_weights,
+    require_same,
+)
 from megatron.engine.layout_weights import fill, whole_shapes
 from megatron.engine.safe_load import CheckpointError
 from megatron.model import BlockShape
@@ -65,6 +71,7 @@ def load_weights(
     own = whole_shapes(model, groups)
     if not wrong:  # else what is missing follows from what could not be read
         wrong = [f"{name}: missing in the checkpoint" for name in own.keys() - stored.keys()]
+    wrong += _merged_otherwise(folder, tag, model.shape.block.gpt_j_residual)
     wrong += wrong_buffers(model, buffers)
     wrong += [f"{name}: not in this model" for name in stored.keys() - own.keys()]
     shapes = {
@@ -122,6 +129,20 @@ def wrong_buffers(model: Model, stored: dict[str, torch.Tensor]) -> list[str]:
         if not near or not torch.allclose(own.float(), tensor.float(), rtol=1e-2, atol=0.0):
             wrong.append(f"{name}: other values than pos_emb {model.pos.name} has here")
     return wrong
+
+
+def _merged_otherwise(folder: Path, tag: str, gpt_j_residual: bool) -> list[str]:
+    """Tensor-parallel parts are merged for one `gpt_j_residual`, at import; see `Shape`."""
+    if neox_checkpoint.is_published(folder / tag):
+        return []
+    shape = read_record(folder, tag).get("imported", {}).get("shape", {})
+    if shape.get("parts", 1) == 1 or shape["summed_biases"] == gpt_j_residual:
+        return []
+    said = str(shape["summed_biases"]).lower()
+    return [
+        f"biases of attention.dense and mlp.dense_4h_to_h: merged for gpt_j_residual: {said}, "
+        "which is not this config's; import again, with --config and this config"
+    ]
 
 
 def _about_biases(shape: neox_checkpoint.Shape, gpt_j_residual: bool) -> list[str]:

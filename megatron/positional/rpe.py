@@ -23,7 +23,7 @@ class Rpe(PositionalEmbedding):
     """One learned number per head and bucket.
 
     Args:
-        num_buckets: K, at least 4.
+        num_buckets: K, at least 2.
         max_distance: from here on all distances share the last bucket; above K // 2.
         scale: factor on the table; sqrt(head size) reproduces GPT-NeoX.
     """
@@ -32,9 +32,9 @@ class Rpe(PositionalEmbedding):
     learnable = True
 
     def __init__(self, num_buckets: int = 32, max_distance: int = 128, scale: float = 1.0):
-        if num_buckets < 4 or max_distance <= num_buckets // 2:
+        if num_buckets < 2 or max_distance <= num_buckets // 2:
             raise PositionalError(
-                f"rpe needs num_buckets >= 4 and max_distance > num_buckets // 2, "
+                f"rpe needs num_buckets >= 2 and max_distance > num_buckets // 2, "
                 f"not {num_buckets} and {max_distance}"
             )
         self.num_buckets, self.max_distance, self.scale = num_buckets, max_distance, scale

@@ -12,7 +12,8 @@ SUFFIXES = (".bin", ".idx")
 # prepare_data.py with chunks of 64 KB, so that little text makes many. With PAUSE_AT=n in the
 # environment it says "paused" after the n-th entry of the journal and waits for a line.
 SMALL_CHUNKS = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
 from megatron.data import chunks
 chunks.CHUNK_BYTES = 1 << 16
 import prepare_data

@@ -105,15 +105,18 @@ FILES = {
             "error: bad.jsonl:2: is not JSON: Unterminated string starting at column 10",
         ),
         (("deep.jsonl",), "deep.jsonl:1: is nested too deeply"),
-        (("list.jsonl",), "list.jsonl:1: is not a JSON object with a key 'text'"),
+        (("list.jsonl",), "list.jsonl:1: is a JSON array; write one JSON object a line"),
         (("nokey.jsonl",), "nokey.jsonl:2: has no key 'text' (its keys: 'body', 'meta')"),
-        (("number.jsonl",), "number.jsonl:1: 'text' is a int, not a string"),
+        (("number.jsonl",), "number.jsonl:1: 'text' is of type int, not a string"),
         (("latin.jsonl",), "latin.jsonl:3: byte 0xe9 is not valid UTF-8"),
         (("latin.txt",), "latin.txt:3: byte 0xe9 is not valid UTF-8"),
         (("half.jsonl",), r"half.jsonl:2: character 1 is '\ud800', half of a surrogate pair"),
         (("good.jsonl", "bad.jsonl"), "error: bad.jsonl:2: is not JSON"),
-        (("blank.jsonl",), "['blank.jsonl']: no document with text in it; nothing is written"),
-        (("void.jsonl",), "['void.jsonl']: no document with text in it; nothing is written"),
+        (("blank.jsonl",), "error: blank.jsonl: no document with text in it; nothing is written"),
+        (
+            ("void.jsonl",),
+            "error: void.jsonl: no document with text in it (1 without text); nothing is written",
+        ),
         (("empty.txt",), "error: empty.txt: is empty"),
         (("none.txt",), "error: none.txt: no such file"),
         (("folder",), "error: folder: a folder without files"),
@@ -175,7 +178,7 @@ def test_a_failing_source_keeps_the_earlier_data(tmp_path):
     written(tmp_path, ["one"])
     before = {f"x{suffix}": (tmp_path / f"x{suffix}").read_bytes() for suffix in (".bin", ".idx")}
     (tmp_path / "x.jsonl").write_text('{"text": "two"}\n{"text": 3}\n')
-    with pytest.raises(CorpusError, match="x.jsonl:2: 'text' is a int"):
+    with pytest.raises(CorpusError, match="x.jsonl:2: 'text' is of type int"):
         write_shards(find_sources([tmp_path / "x.jsonl"]), [tmp_path / "x"], BYTES)
     names = ["x.bin", "x.idx", "x.json", "x.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names

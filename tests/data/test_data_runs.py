@@ -35,7 +35,7 @@ def test_partitions_joined_are_the_whole(unbroken, tmp_path):
     for suffix in (".bin", ".idx", ".json"):
         Path(f"{second}{suffix}").unlink()
     text = call(pattern, tmp_path / "hole", code=1, script="tools/merge_shards.py")
-    assert "not all partitions of one run, in order: found ['1/3', '3/3']" in text
+    assert "partition 2 of 3 is missing; prepare it, or name the prefixes" in text
     assert not list(tmp_path.glob("hole*"))
 
 
@@ -44,7 +44,7 @@ FAULTS = {
     "key": "key.jsonl:2: has no key 'text'",
     "utf8": "utf8.jsonl:2: byte 0xe9 is not valid UTF-8",
     "empty": "empty.jsonl: is empty",
-    "blank": "no document with text in it; nothing is written",
+    "blank": "blank.jsonl: no document with text in it; nothing is written",
     "zst": "cut.jsonl.zst:",
     "tar": "cut.jsonl.zst.tar!data_",
 }

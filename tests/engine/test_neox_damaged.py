@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config import load_config
 from megatron.engine import checkpoint, neox_checkpoint
 from megatron.engine import neox_layout as layout
+from megatron.engine.build import build_model
 from megatron.engine.neox_export import export_checkpoint, import_checkpoint
 from megatron.engine.safe_load import CheckpointError, safe_load
+from megatron.engine.weights import load_weights
 
 MODELS = Path(__file__).parents[2] / "tests" / "fixtures" / "parity" / "models"
 
@@ -112,3 +115,29 @@ def test_parts_that_merging_alters_are_given_back_as_they_were(tmp_path):
     whole = export_checkpoint(tmp_path / "ours", tmp_path / "whole", parts=1)
     merged = torch.load(whole / layout.file_name(2, 0))[bias]
     assert merged.dtype == torch.float32 and torch.equal(merged, exact.float())
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_an_import_for_another_residual_is_refused(tmp_path, summed):
+    """Without its config a folder is merged as if trained without gpt_j_residual: say so later."""
+    folder, tag = copy_of("tp2_row_gptj_geglu", tmp_path)
+    import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=summed)
+    own = ["model_parallel_size=1", "make_vocab_size_divisible_by=64", "seq_length_val=null"]
+    config = load_config([MODELS / "tp2_row_gptj_geglu" / "config.yml"], own)
+    gpt = build_model(config, 64, device_type="cpu")
+    if summed:
+        assert load_weights(gpt, tmp_path / "ours", tag) == []
+        return
+    with pytest.raises(CheckpointError, match="merged for gpt_j_residual: false.*import again"):
+        load_weights(gpt, tmp_path / "ours", tag)
+
+
+def test_an_import_never_replaces_what_is_there(tmp_path):
+    folder, tag = copy_of("kerple_log", tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(CheckpointError, match="exists already"):
+        import_checkpoint(folder / tag, folder, summed_biases=False)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=False)
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_checkpoint(tmp_path / "ours", folder)

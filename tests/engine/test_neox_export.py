@@ -98,6 +98,17 @@ def test_an_embedding_that_the_published_code_lacks_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("parts", "divisor"), [(1, 16), (2, 24), (3, 16)])
+def test_the_vocabulary_is_padded_there_as_it_is_here(tmp_path, parts, divisor):
+    """That program computes the padding anew and refuses a checkpoint that differs."""
+    own_checkpoint(tmp_path / "run", num_attention_heads=6, hidden_size=36)
+    written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
+    args = neox_checkpoint.read(written).args
+    assert (args["make_vocab_size_divisible_by"], args["model_parallel_size"]) == (divisor, parts)
+    multiple = divisor * parts
+    assert all(-(-size // multiple) * multiple == VOCAB for size in (VOCAB - 15, VOCAB))
+
+
 def test_there_must_be_something_to_export(tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         export_checkpoint(tmp_path, tmp_path / "out")

@@ -226,3 +226,12 @@ def test_tanh_gelu_is_the_published_one_in_float64():
     got = model.layers[0].mlp._activate(x)
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
     assert (got - F.gelu(x, approximate="tanh")).abs().max() > 1e-10
+
+
+@pytest.mark.parametrize("activation", ["swish", "mish"])
+def test_published_rounding_is_that_of_each_operation(activation):
+    mlp = build(activation=activation, rounds_as_published=True).layers[0].mlp
+    x = torch.linspace(-6, 6, 301, dtype=torch.bfloat16)
+    gate = torch.sigmoid(x) if activation == "swish" else torch.tanh(F.softplus(x))
+    assert torch.equal(mlp._activate(x), x * gate)
+    assert not torch.equal(build(activation=activation).layers[0].mlp._activate(x), x * gate)

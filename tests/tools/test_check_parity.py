@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.positional.kerple_log import KerpleLog
 from tools.check_parity import groups_of, main
+from tools.parity.models import case_config, require_parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +79,7 @@ def test_every_committed_case_passes_with_every_backend_of_the_cpu(cases):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[-1] == "39 cases, 0 failed"
+    assert lines[-1] == "41 cases, 0 failed"
     assert all(line.startswith("ok    parity/") for line in lines[:-1])
     for expected in (
         "models/kerple_log fp64 eager: clamped kernel",
@@ -191,6 +192,55 @@ def test_a_changed_curve_is_seen(cases, tmp_path):
     command = [sys.executable, ROOT / "tools" / "check_parity.py", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "kernel 0.0002 (0.0001) TOO FAR" in done.stdout
+
+
+def test_the_start_of_a_curve_is_clamped_as_the_first_forward_pass_would(cases, tmp_path):
+    """Slopes of 2^-8 are stored below the bound; one that is off after the start is seen."""
+    folder = cases / "training" / "original_fixed_slopes"
+    with np.load(folder / "curve.npz") as curve:
+        assert curve["kernel/2.attention.rpe.bias_a"][0, -1] == 2.0**-8
+    shutil.copytree(folder, tmp_path / "case")
+
+    def after_the_start(stored):
+        stored[1, -1] = 2.0**-8
+        return stored
+
+    path = tmp_path / "case" / "curve.npz"
+    changed_npz(path, "kernel/2.attention.rpe.bias_a", after_the_start)
+    command = [sys.executable, ROOT / "tools" / "check_parity.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "kernel 0.0061 (0.0001) TOO FAR" in done.stdout
+
+
+def test_a_case_may_hold_bf16_logits_alone(cases, tmp_path, capsys):
+    shutil.copytree(cases / "models" / "kerple_log_bf16", tmp_path / "case")
+    path = tmp_path / "case" / "expected.npz"
+    with np.load(path, allow_pickle=False) as stored:
+        left = ("tokens_", "positions_", "logits_bf16_")
+        arrays = {key: stored[key] for key in stored.files if key.startswith(left)}
+    np.savez(path, **arrays)
+    code, lines = check(capsys, tmp_path / "case")
+    assert code == 0 and lines[0].startswith("ok    case bf16 eager: logits 0 (0.1)"), lines
+    assert lines[-1] == "1 cases, 0 failed"
+
+
+def test_the_factor_of_a_table_is_found_whatever_the_head_size(tmp_path, capsys):
+    table = np.random.default_rng(1).normal(size=(32, 4)).astype(np.float32)
+    row = (8**0.5 * table[11::-1].T).astype(np.float32)  # below 16 a distance is its own bucket
+    probes = {"rpe/float32/param/weight": table, "rpe/float32/L12": row}
+    np.savez(tmp_path / "probes.npz", **probes)
+    code, lines = check(capsys, tmp_path)
+    assert code == 0, lines
+    np.savez(tmp_path / "probes.npz", **probes | {"rpe/float32/L12": row * (1 + 1e-5)})
+    assert check(capsys, tmp_path)[0] == 1
+
+
+def test_what_cannot_be_cut_is_refused_before_any_rank_waits_for_another(cases):
+    config = case_config(cases / "models" / "kerple_log", [], 512)
+    require_parts(config, 512, 2)
+    for vocab_size, parts in ((511, 2), (512, 8)):
+        with pytest.raises(ValueError, match=f"4 heads and .* {vocab_size} cannot be cut"):
+            require_parts(config, vocab_size, parts)
 
 
 def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):

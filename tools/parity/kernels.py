@@ -80,12 +80,15 @@ def last_row(
     }
     d = torch.arange(length - 1, -1, -1)
     if layout.RPE + layout.TABLE in params:
-        # The case does not say the table's factor: it shows at distance 0, which is bucket 0.
+        # The case does not say the table's factor, sqrt(head size) where it comes from a model: it
+        # shows at distance 0, which is bucket 0.
         theta_HN, _ = layout.theta_from_columns(params)
         shown = torch.from_numpy(probes[f"L{length}"])[:, -1]
         pos = load(pos.name, num_buckets=theta_HN.shape[1])
         pos.published = dtype if dtype != torch.float32 else None
-        pos.scale = round(float((shown / theta_HN[:, 0]).median()), 3)
+        ratio = float((shown / theta_HN[:, 0]).median())
+        root = round(ratio**2) ** 0.5
+        pos.scale = root if abs(root - ratio) < 1e-2 * ratio else round(ratio, 3)
     elif pos.learnable:
         columns = [params[layout.RPE + p.name].flatten() for p in pos.parameters]
         theta_HN = torch.stack(columns, dim=1)

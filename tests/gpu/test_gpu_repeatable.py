@@ -1,0 +1,74 @@
+"""On a GPU: the same bits every time, dropout's mask, the passes launched, other streams, devices.
+
+The imported tests are those of the interpreter's suite: they run where they are collected.
+"""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from cases import make
+from test_kernels_repeatable import (  # noqa: F401
+    test_another_seed_another_mask,
+    test_dropout_against_an_explicit_mask,
+    test_dropout_under_activation_checkpointing,
+    test_launches,
+    test_repeated_bit_for_bit,
+    test_the_mask_does_not_depend_on_the_tiling,
+)
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power_add_mul", "rpe"])
+def test_many_programs_repeat_bit_for_bit(name, dropout_p):
+    """More programs than fit on the GPU at once, so that their order is not the same."""
+    case = make(name, 8, 12, 1000, 64, dtype=BF16)
+    runs = []
+    for _ in range(4):
+        torch.manual_seed(3)
+        runs.append(case.run("fused", dropout_p=dropout_p))
+    assert all(same(runs[0], run) for run in runs[1:])
+
+
+def test_another_stream_gives_the_same_bits():
+    """Beside other work on the default stream."""
+    case = make("kerple_log", 4, 12, 700, 64, dtype=BF16)
+    torch.manual_seed(3)
+    expected = case.run("fused", dropout_p=0.1)
+    noise = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(10):
+        noise @ noise
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.manual_seed(3)
+        got = case.run("fused", dropout_p=0.1)
+    stream.synchronize()
+    assert same(got, expected)
+
+
+def test_dropout_keeps_the_mean():
+    """Rows of softmax weights sum to 1 on average: v = 1 shows the sums."""
+    case = make("kerple_log", 8, 8, 512, 16)
+    case.inputs[2] = torch.ones_like(case.inputs[2]).requires_grad_()
+    out = case.run("fused", dropout_p=0.25)[0]
+    assert abs(out[:, :, 64:].mean().item() - 1.0) < 1e-2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one machine")
+def test_a_device_that_is_not_the_current_one(monkeypatch):
+    monkeypatch.setattr(cases, "DEVICE", "cuda:1")
+    case = make("kerple_log", 2, 3, 333, 64, dtype=BF16)
+    assert torch.cuda.current_device() == 0
+    got = case.run("fused")
+    assert {x.device for x in got} == {torch.device("cuda:1")}
+    cases.check(case)
