@@ -11,10 +11,12 @@ from jobs import cell, rewind, rows, run_job, write_config, write_shards
 from launch import run_ranks
 
 from megatron.attention import choose
-from megatron.engine import layout_weights, universal
+from megatron.engine import layout_weights, manifest, universal
+from megatron.engine.safe_load import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import build_groups
 from megatron.positional import load
+from tools.reshape_checkpoint import reshape
 
 BASE = {
     "train_batch_size": 8,
@@ -198,3 +200,22 @@ def test_the_tool_names_what_is_missing(tmp_path, repo_root):
         [*command, str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True
     )
     assert done.returncode == 1 and f"{tmp_path} holds no checkpoint" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ({"zero_stage": 0}, "cannot be converted: ZeRO-0 keeps its optimizer state where"),
+        ({"optimizer": "sgd"}, "cannot be converted: the universal format holds Adam's state"),
+    ],
+)
+def test_the_tool_says_what_cannot_be_converted(tmp_path, layout, says):
+    folder = tmp_path / "global_step5"
+    folder.mkdir()
+    record = {"layout": OLD | layout, "files": {}}
+    (folder / "kerple.json").write_text(manifest.sealed(record))
+    with pytest.raises(CheckpointError, match=re.escape(says)):
+        reshape(tmp_path, tmp_path / "out", "global_step5", 1)
+    (folder / "kerple.json").write_text(manifest.sealed(record | {"files": {"a.pt": [3, 1]}}))
+    with pytest.raises(CheckpointError, match="is damaged: .*a.pt: missing"):
+        reshape(tmp_path, tmp_path / "out", "global_step5", 1)

@@ -6,7 +6,17 @@ The whole matrix is a script, tests/distributed/matrix.py; its log is kept besid
 import itertools
 
 import pytest
-from matrix import AXES, TOLERANCE, all_cells, covering, distance, pairs, train_all
+from matrix import (
+    AXES,
+    TOLERANCE,
+    all_cells,
+    alternating,
+    covering,
+    distance,
+    missing,
+    pairs,
+    train_all,
+)
 
 from jobs import write_shards  # isort: skip
 
@@ -35,3 +45,19 @@ def test_the_cells_cover_every_pair_of_settings():
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_cell_follows_one_process(trained, cell):
     assert distance(trained, cell) <= TOLERANCE[cell.dtype]
+
+
+def test_a_log_is_continued_where_it_stops(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(f"{CELLS[0].name:<58} 1.00e-07 (at most 1e-05) ok\n{CELLS[2].name} x FAILED\n")
+    assert missing(CELLS, log) == [CELLS[1], *CELLS[3:]]
+
+
+def test_the_shorter_matrix_has_every_layout_with_each_dtype_tied_and_untied():
+    def layout(cell):
+        return cell.tp, cell.sp, cell.cp, cell.pp, cell.dp, cell.zero, cell.dtype, cell.tied
+
+    whole = all_cells(ranks=8)
+    shorter = alternating(whole)
+    assert len(shorter) < len(whole) / 2
+    assert {layout(cell) for cell in shorter} == {layout(cell) for cell in whole}
