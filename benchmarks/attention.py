@@ -1,265 +1,62 @@
-"""Attention with KERPLE's logarithmic kernel, timed against the published formula in one run.
+"""Attention with KERPLE's kernels, timed against what else there is.
 
+    python benchmarks/attention.py --device cuda --out benchmarks/results/attention_gpu
+    python benchmarks/attention.py --device cuda --tiles --out benchmarks/results/attention_tiles
     python benchmarks/attention.py --device cpu --out runs/attention
 
-Needs torch alone. Variants:
-
-- ``published``: the released code's way: baddbmm, the [H, T, T] kernel computed anew, add, mask,
-  softmax, bmm, all materialised (without its dropout module, which costs even more);
-- ``eager``, ``blocked``: this project's backends;
-- ``sdpa, no bias``: torch's causal scaled_dot_product_attention, which has no kernel at all: what
-  attention costs without KERPLE.
-
-Variants take turns within every repetition and medians are compared; ratios of the fastest
-repetitions stand beside them, because on a busy machine whatever uses many short parallel loops is
-slowed more than it would be alone. Peak memory counts what torch's allocator hands out during one
-call (outputs and gradients included, inputs not), accuracy is the largest error against float64
-eager attention as a fraction of the largest true value. Writes attention.json and attention.md to
-``--out``.
-
-Legend: B batch, H heads, T positions, E head size.
+Needs torch, and on a GPU triton. ``attention_gpu`` says what is measured there and how,
+``attention_tiles`` how tile sizes are searched, ``attention_cpu`` what a CPU run compares.
+``--device interpreter`` walks the GPU's way at a tiny size without a GPU, to see that it works; its
+times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.attention import attend
-from megatron.positional import load
 
-Call = Callable[[], Tensor]
-POS = load("kerple_log")
-BASE = "published"
-
-
-def published(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
-    """The formula as the released code evaluates it in every layer; q, k, v are [B, H, T, E]."""
-    batch, heads, length, size = q.shape
-    flat = batch * heads, length, size
-    scores = torch.empty(batch * heads, length, length, dtype=q.dtype)
-    scores = torch.baddbmm(
-        scores, q.reshape(flat), k.reshape(flat).mT, beta=0.0, alpha=size**-0.5
-    ).view(batch, heads, length, length)
-    distance, future = published_constants(length, q.dtype)
-    p, a = (column[:, None, None] for column in theta_HN.unbind(1))
-    scores = scores + -p * torch.log(1 + a * distance)
-    probs = torch.softmax(scores.masked_fill(future, -10000.0), dim=-1)
-    return torch.bmm(probs.view(-1, length, length), v.reshape(flat)).view(q.shape)
-
-
-_constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-
-def published_constants(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Distances and mask, which the released code computes once and keeps."""
-    if (length, dtype) not in _constants:
-        position = torch.arange(length)
-        difference = position[:, None] - position
-        _constants[length, dtype] = difference.clamp(min=0).to(dtype), difference < 0
-    return _constants[length, dtype]
-
-
-def variants(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> dict[str, tuple[Call, tuple]]:
-    """Name -> (call, tensors to differentiate by)."""
-    scale = q.shape[-1] ** -0.5
-    inputs = (q, k, v, theta_HN)
-
-    def ours(backend: str) -> Call:
-        return lambda: attend(q, k, v, POS, theta_HN, scale=scale, backend=backend)
-
-    return {
-        BASE: (lambda: published(*inputs), inputs),
-        "eager": (ours("eager"), inputs),
-        "blocked": (ours("blocked"), inputs),
-        "sdpa, no bias": (
-            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-            (q, k, v),
-        ),
-    }
-
-
-def make_inputs(batch: int, args: argparse.Namespace, dtype: torch.dtype) -> tuple[list, Tensor]:
-    """([q, k, v, theta], gradient of the output), the same numbers in every dtype."""
-    generator = torch.Generator().manual_seed(1234)
-    shape = batch, args.heads, args.length, args.head_size
-    q, k, v, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
-    theta_HN = POS.initial_theta(args.heads, generator).to(dtype)
-    return [x.requires_grad_() for x in (q, k, v, theta_HN)], grad
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Largest sum of live allocations made during a call."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        result = call()  # kept alive, as a caller would
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    del result
-    memory = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    live = peak = 0
-    for event in memory:
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
-
-
-def measure(batch: int, args: argparse.Namespace) -> list[dict]:
-    """One row per variant at this batch size."""
-    inputs, grad = make_inputs(batch, args, torch.float32)
-    table = variants(*inputs)
-    forward: dict[str, list[float]] = {name: [] for name in table}
-    both: dict[str, list[float]] = {name: [] for name in table}
-
-    def forward_only(call: Call) -> None:
-        with torch.no_grad():
-            call()
-
-    for repetition in range(args.warmup + args.repeats):
-        for name, (call, wrt) in table.items():
-            once = seconds(lambda call=call: forward_only(call))
-            twice = seconds(lambda call=call, wrt=wrt: torch.autograd.grad(call(), wrt, grad))
-            if repetition >= args.warmup:
-                forward[name].append(once)
-                both[name].append(twice)
-    rows = []
-    for name, (call, wrt) in table.items():
-        peak = peak_bytes(lambda call=call, wrt=wrt: torch.autograd.grad(call(), wrt, grad))
-        rows.append(
-            {
-                "batch": batch,
-                "variant": name,
-                "forward_ms": 1e3 * statistics.median(forward[name]),
-                "forward_best_ms": 1e3 * min(forward[name]),
-                "forward_backward_ms": 1e3 * statistics.median(both[name]),
-                "forward_backward_best_ms": 1e3 * min(both[name]),
-                "peak_mb": peak / 1e6,
-            }
-        )
-    base = next(row for row in rows if row["variant"] == BASE)
-    for row in rows:
-        for key in [key for key in row if key.endswith(("_ms", "_mb"))]:
-            row[key[:-3] + "_ratio"] = row[key] / base[key]
-    return rows
-
-
-def accuracy(args: argparse.Namespace) -> list[dict]:
-    """Largest error of output and gradients against float64, relative to the largest true value."""
-    inputs, grad = make_inputs(1, args, torch.float32)
-    exact, exact_grad = make_inputs(1, args, torch.float64)
-    reference = variants(*exact)
-    rows = []
-    for name, (call, wrt) in variants(*inputs).items():
-        true_call, true_wrt = reference[name if name == "sdpa, no bias" else "eager"]
-        got, true = call(), true_call()
-        pairs = zip(
-            (got, *torch.autograd.grad(got, wrt, grad)),
-            (true, *torch.autograd.grad(true, true_wrt, exact_grad)),
-            strict=True,
-        )
-        errors = [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in pairs]
-        keys = ("out", "dq", "dk", "dv", "dtheta")
-        rows.append({"variant": name} | dict(zip(keys, errors, strict=False)))
-    return rows
-
-
-def markdown(report: dict) -> str:
-    s = report["setting"]
-    lines = [
-        f"# Attention on {s['device']}",
-        "",
-        f"T = {s['length']}, {s['heads']} heads of {s['head_size']}, fp32, causal, kerple_log; "
-        f"{s['threads']} threads, torch {s['torch']}, {s['processor']}; medians of "
-        f"{s['repeats']} interleaved repetitions. Ratios are to `{BASE}` in the same run, in "
-        "brackets those of the fastest repetitions.",
-        "",
-        "| B | variant | forward ms | ratio (best) | forward + backward ms | ratio (best) "
-        "| peak MB | ratio |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in report["timings"]:
-        lines.append(
-            f"| {r['batch']} | {r['variant']} "
-            f"| {r['forward_ms']:.1f} | {r['forward_ratio']:.2f} ({r['forward_best_ratio']:.2f}) "
-            f"| {r['forward_backward_ms']:.1f} | {r['forward_backward_ratio']:.2f} "
-            f"({r['forward_backward_best_ratio']:.2f}) "
-            f"| {r['peak_mb']:.0f} | {r['peak_ratio']:.2f} |"
-        )
-    lines += [
-        "",
-        "Largest error against float64, relative to the largest true value (B = 1):",
-        "",
-        "| variant | out | dq | dk | dv | dtheta |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in report["accuracy"]:
-        values = [r.get(key) for key in ("out", "dq", "dk", "dv", "dtheta")]
-        cells = ["-" if value is None else f"{value:.1e}" for value in values]
-        lines.append(f"| {r['variant']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    """The processor's model name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    found.add_argument("--device", choices=["cpu", "cuda", "interpreter"], default="cpu")
+    found.add_argument("--out", type=Path, required=True, help="folder for the reports")
+    found.add_argument("--heads", type=int, default=12)
+    found.add_argument("--repeats", type=int, default=21)
+    cpu = found.add_argument_group("on a CPU")
+    cpu.add_argument("--length", type=int, default=512)
+    cpu.add_argument("--head-size", type=int, default=64)
+    cpu.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
+    cpu.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    cpu.add_argument("--warmup", type=int, default=3)
+    gpu = found.add_argument_group("on a GPU")
+    lengths = [512 << n for n in range(8)]
+    gpu.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    gpu.add_argument("--head-sizes", type=int, nargs="+", default=[64, 128])
+    gpu.add_argument("--tokens", type=int, default=16_384, help="B T, or one sequence if longer")
+    gpu.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16")
+    gpu.add_argument("--only", nargs="+", help="variants whose names contain one of these")
+    gpu.add_argument("--minutes", type=float, default=8.5, help="begin nothing new after these")
+    gpu.add_argument("--quick", action="store_true", help="two lengths, one head size, no flex")
+    gpu.add_argument("--tiles", action="store_true", help="search tile sizes instead")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the two reports")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--warmup", type=int, default=3)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    report = {
-        "setting": {
-            "device": args.device,
-            "processor": processor(),
-            "torch": torch.__version__,
-            "threads": args.threads,
-            "length": args.length,
-            "heads": args.heads,
-            "head_size": args.head_size,
-            "repeats": args.repeats,
-        },
-        "timings": [row for batch in args.batches for row in measure(batch, args)],
-        "accuracy": accuracy(args),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "attention.json").write_text(json.dumps(report, indent=1) + "\n")
-    (args.out / "attention.md").write_text(markdown(report))
-    print(markdown(report))
+    args = parser().parse_args()
+    if args.device == "cpu":
+        from attention_cpu import run
+    else:
+        if args.device == "interpreter":
+            os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+        if args.tiles:
+            from attention_tiles import run
+        else:
+            from attention_gpu import run
+    run(args)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "README.md",
         "ARCHITECTURE.md",
         "tools/README.md",
+        "docs/gpu.md",
         "docs/moving_from_kerple.md",
         "tests/fixtures/parity/README.md",
     ],

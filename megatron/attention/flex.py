@@ -122,7 +122,11 @@ def function_for(device_type: str) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device_type == "cuda":
-        return torch.compile(flex_attention, dynamic=False)
+        # Compiled for every length, with and without gradients: more often than torch expects.
+        # fullgraph: an error where it could not be compiled, not the whole score matrix in silence.
+        limit = max(torch._dynamo.config.recompile_limit, 64)
+        torch._dynamo.config.recompile_limit = limit
+        return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def uncompiled(*inputs: Tensor, **options: Any) -> Tensor:
         with warnings.catch_warnings():

@@ -86,10 +86,12 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
             raise Unreadable(f"what was read, {expression}, is not what it computes")
 
 
+@lru_cache(maxsize=128)
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
     """The expression as a function of tensors of any (broadcastable) shape.
 
-    A plain function, without sympy: it is what ``torch.compile`` gets to read.
+    A plain function, without sympy: it is what ``torch.compile`` gets to read. Always the same
+    one, or that would compile anew at every call.
     """
     names = [symbol.name for symbol in arguments]
     return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", {"torch": torch})

@@ -95,7 +95,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     args, written = about["args"], shape.parts
     shape = replace(shape, parts=parts or written)
     args |= {"model_parallel_size": shape.parts}
-    if shape.parts != written:  # that program pads for the parts, and compares; this pads alike
+    if shape.parts != written or (shape.parts > 1 and "imported" not in record):
+        # That program pads to a multiple of this times the parts, and compares both.
         padded = len(weights["embedding.word_embeddings.weight"])
         args["make_vocab_size_divisible_by"] = padded // shape.parts
     state = {"lr_scheduler": about["schedule"], "args": args}

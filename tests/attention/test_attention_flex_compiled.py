@@ -41,6 +41,9 @@ def test_gradients_of_the_compiled_function(name, monkeypatch):
     gradients = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
     for got, exact in zip(*gradients, strict=True):
         assert (got - exact).abs().max() < 2e-6 * max(1.0, exact.abs().max())
+    compiled_once = len(graphs)
+    again = flex.flex(*inputs[:3], pos, inputs[3], **options)
+    assert torch.equal(again, out) and len(graphs) == compiled_once
     joint = [
         module.graph
         for graph in graphs

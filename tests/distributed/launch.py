@@ -13,7 +13,11 @@ import torch.multiprocessing as mp
 
 from megatron.engine import distributed
 
-PRELOADED = ["megatron.engine.run", "megatron.engine.extrapolate", "torch._dynamo"]
+PRELOADED = [
+    "megatron.engine.run",
+    "megatron.engine.extrapolate",
+    "deepspeed.runtime.zero.muon.original_muon",  # any engine imports it, and a compiler with it
+]
 """Imported once, by the server from which all ranks are forked: seconds saved for each rank."""
 
 

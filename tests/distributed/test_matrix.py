@@ -16,7 +16,7 @@ CELLS = covering(all_cells(ranks=4, largest=2))
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    train_all(folder, write_shards(folder), CELLS)
+    train_all(folder, write_shards(folder), [*CELLS, *(cell.truth for cell in CELLS)])
     return folder
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for _folder in ("kernels", "attention", "engine"):
+for _folder in ("kernels", "attention", "engine", "distributed"):
     sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
 
 

@@ -25,9 +25,9 @@ LENGTH = 300
 @pytest.mark.parametrize("name", names())
 def test_every_pair_works_or_is_refused_with_what_works(name, backend, dtype):
     """(flex, which takes long to compile, has tests of its own.)"""
-    case = make(name, 1, 2, LENGTH, 32, dtype=dtype)
+    case = make(name, 1, 2, LENGTH, 64, dtype=dtype)
     try:
-        chosen = choose(backend, case.pos, device_type="cuda", dtype=dtype, head_size=32)
+        chosen = choose(backend, case.pos, device_type="cuda", dtype=dtype, head_size=64)
     except AttentionError as error:
         assert backend == "sdpa" and case.pos.kind == "distance"
         assert "use auto, eager, blocked, fused" in str(error)
@@ -39,7 +39,7 @@ def test_every_pair_works_or_is_refused_with_what_works(name, backend, dtype):
 
 @pytest.mark.parametrize("name", [name for name in names() if load(name).kind == "distance"])
 def test_sdpa_evaluates_with_a_mask(name):
-    case = make(name, 1, 2, LENGTH, 32, dtype=BF16)
+    case = make(name, 1, 2, LENGTH, 64, dtype=BF16)
     inputs = (*(x.detach() for x in case.inputs[:3]), case.pos, case.inputs[3].detach())
     if sdpa_refusal(choose("eager", case.pos, device_type="cuda", dtype=BF16, training=False).use):
         with pytest.raises(AttentionError, match="multiplies scores"):

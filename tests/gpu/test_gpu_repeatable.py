@@ -61,7 +61,7 @@ def test_dropout_keeps_the_mean():
     case = make("kerple_log", 8, 8, 512, 16)
     case.inputs[2] = torch.ones_like(case.inputs[2]).requires_grad_()
     out = case.run("fused", dropout_p=0.25)[0]
-    assert abs(out[:, :, 64:].mean().item() - 1.0) < 5e-3
+    assert abs(out[:, :, 64:].mean().item() - 1.0) < 1e-2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one machine")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.positional.kerple_log import KerpleLog
 from tools.check_parity import groups_of, main
+from tools.parity.models import case_config, require_parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -232,6 +233,14 @@ def test_the_factor_of_a_table_is_found_whatever_the_head_size(tmp_path, capsys)
     assert code == 0, lines
     np.savez(tmp_path / "probes.npz", **probes | {"rpe/float32/L12": row * (1 + 1e-5)})
     assert check(capsys, tmp_path)[0] == 1
+
+
+def test_what_cannot_be_cut_is_refused_before_any_rank_waits_for_another(cases):
+    config = case_config(cases / "models" / "kerple_log", [], 512)
+    require_parts(config, 512, 2)
+    for vocab_size, parts in ((511, 2), (512, 8)):
+        with pytest.raises(ValueError, match=f"4 heads and .* {vocab_size} cannot be cut"):
+            require_parts(config, vocab_size, parts)
 
 
 def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):

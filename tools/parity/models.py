@@ -50,6 +50,15 @@ def case_config(folder: Path, overrides: list[str], vocab_size: int) -> Config:
     return load_config([folder / "config.yml"], own + overrides)
 
 
+def require_parts(config: Config, vocab_size: int, parts: int) -> None:
+    """Raise ValueError, alike on every rank, where a case cannot be cut into that many parts."""
+    heads = config.model.num_attention_heads
+    if heads % parts or vocab_size % parts:
+        raise ValueError(
+            f"{heads} heads and a vocabulary of {vocab_size} cannot be cut over {parts} ranks"
+        )
+
+
 def check_model(
     folder: Path,
     name: str,
@@ -103,6 +112,7 @@ class ModelCase:
             overrides += ["precision=fp32"]
         vocab_size = manifest["padded_vocab_size"]
         config = case_config(folder, overrides, vocab_size)
+        require_parts(config, vocab_size, tp.size)
         model = build_model(config, vocab_size, device_type=device, tp=tp)
         self.model = model.to(DTYPES[precision])
         checkpoint = folder / manifest.get("checkpoint", "checkpoint")

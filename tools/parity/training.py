@@ -28,7 +28,12 @@ from megatron.engine.loop import train_step
 from megatron.engine.optim import full_theta, parameter_groups, project_theta
 from megatron.engine.weights import load_weights
 from megatron.parallel import Groups
-from tools.parity.models import case_config, positional_tensors, published_tensors
+from tools.parity.models import (
+    case_config,
+    positional_tensors,
+    published_tensors,
+    require_parts,
+)
 from tools.parity.result import Result
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
@@ -59,6 +64,7 @@ def check_training(
     own = ["weight_decay_positional=true", f"published_numerics={str(rounded).lower()}"]
     own += [f"attention_backend={'eager' if rounded else backend}"]
     config = case_config(folder, own, vocab_size)
+    require_parts(config, vocab_size, groups.model.size)
     result = Result(f"{name} {config.training.precision} {config.model.attention_backend}")
     case = TrainingCase(folder, config, vocab_size, groups)
     case.check_groups(manifest, result)

@@ -1,0 +1,199 @@
+"""``attention.py --tiles``: better tile sizes for this GPU, as rows for megatron/kernels/blocks.py.
+
+From the committed tile of a pass, one of M, N, warps and stages at a time goes up or down; the best
+neighbour that is at least 1% faster is the next tile, until there is none. That takes a dozen or
+two of compilations a pass where a grid would take hundreds. A time is the median of device times
+(``attention_clock``), as a fraction of the starting tile's, summed over two lengths; backward
+passes are timed together, one of them changing. Every accepted tile is checked: its results are
+those of the committed tiles up to rounding.
+
+Ordinary rows are found with kerple_log, heavy ones with kerple_power_add_mul, the tile of ``table``
+with rpe. After every row attention_tiles.md is written anew. Before a row is committed,
+``python tools/compile_kernels.py`` must accept it: it refuses tiles that spill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
+from functools import partial
+
+import torch
+import triton
+from attention_clock import Clock, reason, tidy
+from attention_gpu import DTYPES, device_of
+from attention_variants import make_inputs
+from torch import Tensor
+
+from megatron.attention.fused import functions_of, tabulate
+from megatron.kernels import launch
+from megatron.kernels.blocks import Blocks, Tile, family, padded
+from megatron.positional import load
+
+PASSES = ("forward", "query", "key")
+KERNELS = {False: "kerple_log", True: "kerple_power_add_mul"}
+LENGTHS = (512, 4096)
+WORTH = 0.99
+LIMITS = {"M": (16, 256), "N": (16, 256), "warps": (4, 8), "stages": (1, 5)}
+
+
+class Problem:
+    """The passes of one kernel of distance at one size."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, int, int, int], dtype: torch.dtype, clock: Clock
+    ):
+        self.clock = clock
+        inputs = make_inputs(shape, dtype, clock.device)
+        self.q, self.k, self.v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+        self.grad, scale = inputs.grad, shape[-1] ** -0.5
+        pos = load(name)
+        functions = functions_of(pos)[0]
+        generator = torch.Generator().manual_seed(1)
+        self.rows = (pos.initial_theta(shape[1], generator) + 0.05).to(clock.device)
+        if functions.tabulated:
+            self.rows = tabulate(pos, self.rows, shape[2], scale)
+        self.setting = launch.Setting(functions, scale)
+        self.committed = self.setting.tiles(self.q)
+
+    def forward(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        setting = replace(self.setting, blocks=blocks)
+        return launch.forward(self.q, self.k, self.v, self.rows, None, setting)
+
+    def backward(self, blocks: Blocks, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        setting = replace(self.setting, blocks=blocks)
+        inputs = (self.grad, self.q, self.k, self.v, out, lse, self.rows)
+        return launch.backward(*inputs, None, setting, True)
+
+    def call(self, which: str) -> Callable[[Blocks], tuple[Tensor, ...]]:
+        """What runs the pass, given tiles."""
+        if which == "forward":
+            return self.forward
+        return partial(self.backward, **dict(zip(("out", "lse"), self.exact(), strict=True)))
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        return self.forward(self.committed)
+
+    def ms(self, which: str, blocks: Blocks) -> float:
+        """Median time; raises if a result is not that of the committed tiles."""
+        function = self.call(which)
+        for got, expected in zip(function(blocks), function(self.committed), strict=True):
+            error = (got.double() - expected.double()).abs().max()
+            limit = 8 * torch.finfo(self.q.dtype).eps * max(1.0, expected.abs().max().item())
+            if not error <= limit:
+                raise ArithmeticError(f"wrong: off by {error:.1e}, where {limit:.1e} is rounding")
+        host = self.clock.host_ms(lambda: function(blocks))
+        times = sorted(self.clock.device_ms(lambda: function(blocks), host) for _ in range(9))
+        return times[4]
+
+
+def neighbours(tile: Tile, square: bool) -> Iterator[Tile]:
+    """Tiles that differ in one respect by one step."""
+    for field, (low, high) in LIMITS.items():
+        now = getattr(tile, field)
+        steps = (now - 1, now + 1) if field == "stages" else (now // 2, now * 2)
+        for value in steps:
+            if not low <= value <= high or (square and field == "N"):
+                continue
+            changed = {"M": value, "N": value} if square and field == "M" else {field: value}
+            yield replace(tile, **changed)
+
+
+class Search:
+    """Walks from tile to tile; remembers what it has seen."""
+
+    def __init__(self, problems: list[Problem], blocks: Blocks, deadline: float):
+        self.problems, self.blocks, self.deadline = problems, blocks, deadline
+        self.log: list[dict] = []
+        self.complete = True
+
+    def score(self, which: str, tile: Tile, base: list[float] | None) -> list[float] | None:
+        """Milliseconds of each problem, or None if the tile cannot be had."""
+        row = {"pass": which, "tile": astuple(tile)}
+        try:
+            times = [p.ms(which, replace(self.blocks, **{which: tile})) for p in self.problems]
+        except Exception as error:  # too much shared memory, too many registers, ...
+            if "CUDA error" in str(error):
+                raise
+            self.log.append(row | {"why": reason(error)})
+            return None
+        self.log.append(row | {"ms": times, "share": share(times, base or times)})
+        return times
+
+    def improve(self, which: str) -> None:
+        """Set the best tile found for a pass."""
+        best = getattr(self.blocks, which)
+        base = self.score(which, best, None)
+        if base is None:
+            return
+        seen, best_share = {best}, 1.0
+        while True:
+            found = best
+            for tile in neighbours(best, which == "table"):
+                if time.monotonic() > self.deadline:
+                    self.complete = False
+                    break
+                if tile in seen:
+                    continue
+                seen.add(tile)
+                times = self.score(which, tile, base)
+                if times and share(times, base) < best_share * WORTH:
+                    found, best_share = tile, share(times, base)
+            if found == best or not self.complete:
+                best = found
+                break
+            best = found
+        self.blocks = replace(self.blocks, **{which: best})
+        print(f"  {which}: {best}, {best_share:.3f} of the committed tile's time", flush=True)
+
+
+def share(times: list[float], base: list[float]) -> float:
+    return sum(x / y for x, y in zip(times, base, strict=True)) / len(times)
+
+
+def row_text(key: tuple[int, int, bool], blocks: Blocks) -> str:
+    """As in blocks.py."""
+    tiles = [f"Tile({t.M}, {t.N}, {t.warps}, {t.stages})" for t in (
+        blocks.forward, blocks.query, blocks.key, blocks.table)]  # fmt: skip
+    return f"        {key}: Blocks(\n            {', '.join(tiles)}\n        ),"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Search row after row until the time is up."""
+    interpreted, device = args.device == "interpreter", device_of(args)
+    clock, dtype = Clock(device), DTYPES[args.dtype]
+    capability = torch.cuda.get_device_capability(device) if not interpreted else (9, 0)
+    name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(device)
+    lengths = LENGTHS if len(args.lengths) > 2 else args.lengths
+    deadline = time.monotonic() + 60 * args.minutes
+    title = f"{name} (TABLE[{family(capability)}]), {args.dtype}, {args.heads} heads, torch "
+    title += f"{torch.__version__}, triton {triton.__version__}"
+    texts, log = [], []
+    for size in args.head_sizes:
+        for heavy, kernel in KERNELS.items():
+            if time.monotonic() > deadline:
+                break
+            key = (dtype.itemsize, padded(size), heavy)
+            print(f"{key}, by {kernel}, {deadline - time.monotonic():.0f} s left", flush=True)
+            shapes = [(max(1, args.tokens // t), args.heads, t, size) for t in lengths]
+            problems = [Problem(kernel, shape, dtype, clock) for shape in shapes]
+            search = Search(problems, problems[0].committed, deadline)
+            for which in PASSES:
+                search.improve(which)
+            if heavy:
+                search.problems = [Problem("rpe", shape, dtype, clock) for shape in shapes]
+                search.improve("table")
+            del problems
+            tidy(device)
+            texts.append(row_text(key, search.blocks))
+            if not search.complete:
+                texts[-1] += "  # the time was up before the search ended"
+            log += [{"row": key, **each} for each in search.log]
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "attention_tiles.json").write_text(json.dumps(log, indent=1) + "\n")
+            page = [f"# Tiles for {title}", "", "```python", *texts, "```", ""]
+            (args.out / "attention_tiles.md").write_text("\n".join(page))
+    print("\n".join([title, *texts, "Now: python tools/compile_kernels.py, which refuses spills."]))

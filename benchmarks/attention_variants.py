@@ -1,0 +1,167 @@
+"""What the attention benchmark compares, as functions (q, k, v, theta) -> output.
+
+- ``fused KERNEL``: this project's Triton passes, with the kernel of distance of that name;
+- ``flex [H]``: FlexAttention with kerple_log's formula on captured columns of theta;
+  ``flex table``: on a captured [H, T] table of its values;
+- ``sdpa flash``, ``sdpa cudnn``: torch's causal attention, which has no kernel of distance;
+- ``sdpa efficient, mask``: torch's memory-efficient attention with kerple_log as a mask;
+- ``published``: the released code's way: baddbmm, the [H, T, T] kernel computed anew, add, mask,
+  softmax, bmm, all materialised (without its dropout module, which costs even more).
+
+Legend: B batch, H heads, T positions, E head size, N columns of theta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.attention import attend, flex
+from megatron.positional import PositionalEmbedding, load
+
+FUSED = ("kerple_log", "kerple_power", "none", "rpe")
+LOG = load("kerple_log")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to compute attention.
+
+    Attributes:
+        function: (q, k, v, theta or None) -> output [B, H, T, E].
+        pos: whose kernel of distance it computes.
+    """
+
+    name: str
+    function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    pos: PositionalEmbedding
+
+    @property
+    def is_flex(self) -> bool:
+        return self.name.startswith("flex")
+
+
+def published(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
+    """The formula as the released code evaluates it in every layer; q, k, v are [B, H, T, E]."""
+    batch, heads, length, size = q.shape
+    flat = batch * heads, length, size
+    scores = torch.empty(batch * heads, length, length, dtype=q.dtype, device=q.device)
+    scores = torch.baddbmm(
+        scores, q.reshape(flat), k.reshape(flat).mT, beta=0.0, alpha=size**-0.5
+    ).view(batch, heads, length, length)
+    distance, future = published_constants(length, q.dtype, q.device)
+    p, a = (column[:, None, None] for column in theta_HN.to(q.dtype).unbind(1))
+    scores = scores + -p * torch.log(1 + a * distance)
+    probs = torch.softmax(scores.masked_fill(future, -10000.0), dim=-1)
+    return torch.bmm(probs.view(-1, length, length), v.reshape(flat)).view(q.shape)
+
+
+@lru_cache(maxsize=2)
+def published_constants(
+    length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Distances and mask, which the released code computes once and keeps."""
+    position = torch.arange(length, device=device, dtype=torch.int32)
+    difference = position[:, None] - position
+    return difference.clamp(min=0).to(dtype), difference < 0
+
+
+def with_mask(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
+    distance, future = published_constants(q.shape[2], torch.float32, q.device)
+    bias_HTS = LOG.bias(theta_HN, distance).to(q.dtype)
+    mask = bias_HTS.masked_fill(future, -torch.inf).expand(q.shape[0], -1, -1, -1)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def plain_sdpa(backend: SDPBackend) -> Callable[..., Tensor]:
+    def function(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor | None) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return function
+
+
+def ours(backend: str, pos: PositionalEmbedding) -> Callable[..., Tensor]:
+    def function(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor | None) -> Tensor:
+        return attend(q, k, v, pos, theta_HN, scale=q.shape[-1] ** -0.5, backend=backend)
+
+    return function
+
+
+def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
+    """As the backend ``flex``, but with b looked up in a table made for this call."""
+    length = q.shape[2]
+    if not torch.is_grad_enabled():
+        q, k, v, theta_HN = (x.detach() for x in (q, k, v, theta_HN))
+    score_mod = flex.score_mod_of(LOG, theta_HN, 0, length, table=True)
+    mask = flex.causal_mask(length, length, 0, q.device)
+    function = flex.function_for(q.device.type)
+    return function(q, k, v, score_mod=score_mod, block_mask=mask, scale=q.shape[-1] ** -0.5)
+
+
+@lru_cache(maxsize=1)
+def variants() -> dict[str, Variant]:
+    """All, by name; always the same, so that nothing is compiled twice."""
+    none = load("none")
+    found = [Variant(f"fused {pos.name}", ours("fused", pos), pos) for pos in map(load, FUSED)]
+    found += [
+        Variant("flex [H]", ours("flex", LOG), LOG),
+        Variant("flex table", flex_table, LOG),
+        Variant("sdpa flash", plain_sdpa(SDPBackend.FLASH_ATTENTION), none),
+        Variant("sdpa cudnn", plain_sdpa(SDPBackend.CUDNN_ATTENTION), none),
+        Variant("sdpa efficient, mask", with_mask, LOG),
+        Variant("published", published, LOG),
+    ]
+    return {variant.name: variant for variant in found}
+
+
+@dataclass
+class Inputs:
+    """q, k, v, the gradient of the output, and a theta for each embedding that has one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    thetas: dict[str, Tensor]
+
+    def of(self, variant: Variant) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.q, self.k, self.v, self.thetas.get(variant.pos.name)
+
+    def forward(self, variant: Variant) -> Tensor:
+        with torch.no_grad():
+            return variant.function(*self.of(variant))
+
+    def both(self, variant: Variant) -> list[Tensor]:
+        """[output, gradients of q, k, v and theta]."""
+        inputs = self.of(variant)
+        out = variant.function(*inputs)
+        wanted = [x for x in inputs if x is not None]
+        return [out.detach(), *torch.autograd.grad(out, wanted, self.grad.to(out.dtype))]
+
+    def in_float64(self) -> Inputs:
+        q, k, v = (x.detach().double().requires_grad_() for x in (self.q, self.k, self.v))
+        thetas = {name: x.detach().double().requires_grad_() for name, x in self.thetas.items()}
+        return Inputs(q, k, v, self.grad.double(), thetas)
+
+
+def make_inputs(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> Inputs:
+    """Standard normal numbers, drawn on the device; theta as at the start of a training."""
+    generator = torch.Generator(device).manual_seed(1234)
+    options = {"generator": generator, "device": device, "dtype": dtype}
+    q, k, v, grad = (torch.randn(shape, **options) for _ in range(4))
+    thetas = {}
+    for pos in map(load, FUSED):
+        if pos.kind == "distance":
+            theta = pos.initial_theta(shape[1], torch.Generator().manual_seed(1234))
+            thetas[pos.name] = theta.to(device).requires_grad_()
+    return Inputs(*(x.requires_grad_() for x in (q, k, v)), grad, thetas)

@@ -1,0 +1,175 @@
+"""The attention benchmark: walked through in Triton's interpreter, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import attention_cpu  # noqa: E402
+import attention_gpu  # noqa: E402
+from attention import parser  # noqa: E402
+from attention_gpu import interleaved, plan, spread  # noqa: E402
+from attention_report import compared, markdown  # noqa: E402
+from attention_tiles import Search, neighbours, row_text  # noqa: E402
+
+from megatron.kernels.blocks import TABLE, Blocks, Tile  # noqa: E402
+
+TINY = ("--device", "interpreter", "--dtype", "fp32", "--heads", "1", "--head-sizes", "16",
+        "--lengths", "16", "--tokens", "16", "--repeats", "1")  # fmt: skip
+
+
+def benchmark(*options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_in_the_interpreter(tmp_path):
+    only = ("--only", "kerple_log", "flash", "efficient", "published", "table")
+    text = benchmark(*TINY, *only, "--out", str(tmp_path))
+    report = json.loads((tmp_path / "attention_gpu.json").read_text())
+    rows = {row["variant"]: row for row in report["timings"] if row["group"] == 0}
+    assert set(rows) == {"fused kerple_log", "sdpa flash", "published"}
+    for name, row in rows.items():
+        assert row["forward_ms"] > 0 and row["forward_backward_ms"] > 0
+        assert row.get("repeatable", True), name
+    assert [row["variant"] for row in report["timings"] if row["group"] == 1] == [
+        "fused kerple_log",
+        "flex table",
+    ]
+    for row in report["accuracy"]:
+        errors = [row[key] for key in ("out", "dq", "dk", "dv", "dtheta") if key in row]
+        assert len(errors) == 4 + (row["variant"] != "sdpa flash") and max(errors) < 1e-5
+    refused = {(row["variant"], row["what"]): row["why"] for row in report["skipped"]}
+    assert "No viable backend" in refused["sdpa efficient, mask", "forward"]
+    assert "backward" in refused["flex table", "forward_backward"]
+    assert (tmp_path / "attention_gpu.md").read_text() in text
+    assert (tmp_path / "attention_gpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_out_of_time_says_so(tmp_path):
+    only = ("--only", "published", "--minutes", "0")
+    attention_gpu.run(parser().parse_args([*TINY, *only, "--out", str(tmp_path)]))
+    report = json.loads((tmp_path / "attention_gpu.json").read_text())
+    assert not report["timings"] and report["accuracy"]
+    assert {row["why"] for row in report["skipped"]} == {"not reached in 0 minutes"}
+
+
+def test_a_cpu_run(tmp_path):
+    small = ["--length", "32", "--heads", "2", "--head-size", "8", "--batches", "1", "--threads"]
+    small += [str(torch.get_num_threads()), "--repeats", "2", "--warmup", "1"]
+    attention_cpu.run(parser().parse_args([*small, "--out", str(tmp_path)]))
+    report = json.loads((tmp_path / "attention.json").read_text())
+    names = ["published", "eager", "blocked", "sdpa, no bias"]
+    assert [row["variant"] for row in report["timings"]] == names
+    assert all(row["dtheta"] < 1e-4 for row in report["accuracy"] if "dtheta" in row)
+
+
+def test_the_plan_starts_with_what_goals_are_set_for():
+    groups = plan(parser().parse_args(["--device", "cuda", "--out", "x"]))
+    first = [group.length for group in groups[:8]]
+    assert first == [512, 2048, 8192, 16384, 1024, 4096, 32768, 65536]
+    assert all(len(group.names) == 10 for group in groups[:4])
+    assert {group.head_size for group in groups[8:16]} == {128}
+    late = [group.names for group in groups[16:]]
+    assert late == [("fused kerple_log", "flex [H]", "flex table")] * 4
+
+
+def test_slow_variants_take_part_in_fewer_rounds():
+    class Fake:
+        def device_ms(self, call, host):
+            order.append(call)
+            return 1.0
+
+    order: list[str] = []
+    times = interleaved({"a": ("a", 0.0, 6), "b": ("b", 0.0, 2)}, Fake())
+    assert "".join(order) == "aaabaaab" and [len(x) for x in times.values()] == [6, 2]
+    assert spread([4.0, 1.0, 3.0, 2.0]) == (2.5, 1.0, 4.0)
+
+
+def timing(variant: str, forward: float, both: float, peak: float) -> dict:
+    where = {"group": 0, "T": 512, "B": 32, "E": 64, "variant": variant, "peak_mb": peak}
+    return where | {"forward_ms": forward, "forward_backward_ms": both}
+
+
+def test_goals_beside_what_was_measured():
+    timings = [
+        timing("fused kerple_log", 1.1, 4.0, 100.5) | {"repeatable": True},
+        timing("sdpa flash", 1.0, 3.0, 100.0),
+        timing("flex table", 2.0, 6.0, 100.0),
+    ]
+    skipped = {"group": 0, "T": 512, "B": 32, "E": 64, "what": "forward_backward"}
+    skipped |= {"variant": "published", "why": "out of memory"}
+    setting = dict.fromkeys(("device", "dtype", "heads", "tokens", "torch", "triton", "date"), "?")
+    setting |= {"command": "?", "repeats": 3, "matmul_tflops": 700.0}
+    report = {"setting": setting, "timings": timings, "skipped": [skipped], "accuracy": []}
+    found = {row["what"]: row for row in compared(report)}
+    verdicts = {what: row["met"] for what, row in found.items()}
+    assert verdicts == {
+        "fused / flash, forward": True,  # 1.1 of 1.15
+        "fused / flash, forward + backward": False,  # 1.33 of 1.25
+        "against published, forward + backward": True,  # it ran out of memory
+        "against flex table, forward + backward": True,  # 1.5 of 1.3
+        "against flex [H], forward + backward": None,
+        "peak MB beyond flash": True,
+        "gradients repeat bit for bit": True,
+    }
+    page = markdown(report, "no plot")
+    assert "| 512 | fused / flash, forward | <= 1.15 | 1.1 | yes |" in page
+    assert "| 512 | against published, forward + backward | >= 4 | out of memory | yes |" in page
+    assert "| 512 | against flex [H], forward + backward | >= 10 | - | not measured |" in page
+
+
+class Bowl:
+    """Times with a minimum at M = 128, N = 32, 8 warps, 2 stages; large tiles do not fit."""
+
+    def ms(self, which: str, blocks: Blocks) -> float:
+        tile = getattr(blocks, which)
+        if tile.M * tile.N > 128 * 128:
+            raise RuntimeError("out of resource: shared memory")
+        return 1.0 + abs(tile.M - 128) + abs(tile.N - 32) + (8 - tile.warps) + abs(tile.stages - 2)
+
+
+def test_the_search_walks_to_the_best_tile():
+    blocks = Blocks(*[Tile(64, 128, 4, 4)] * 4)
+    search = Search([Bowl()], blocks, deadline=float("inf"))
+    search.improve("key")
+    assert search.blocks.key == Tile(128, 32, 8, 2) and search.complete
+    assert search.blocks.forward == blocks.forward
+    assert any("shared memory" in row.get("why", "") for row in search.log)
+    assert len(search.log) < 50  # of a grid of 700
+    search.deadline = 0.0
+    search.improve("query")
+    assert search.blocks.query == blocks.query and not search.complete
+
+
+def test_rows_are_as_in_the_committed_table():
+    key, blocks = (2, 64, False), TABLE[90][2, 64, False]
+    names = {"Blocks": Blocks, "Tile": Tile}
+    assert eval("{" + row_text(key, blocks) + "}", names) == {key: blocks}
+    assert {(t.M, t.N) for t in neighbours(Tile(64, 64, 8, 2), square=True)} == {
+        (32, 32),
+        (64, 64),
+        (128, 128),
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_what_to_use(tmp_path):
+    args = parser().parse_args(["--device", "cuda", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no CUDA GPU here; --device cpu"):
+        attention_gpu.run(args)
