@@ -26,14 +26,23 @@ class Journal:
         self._part = Path(f"{self.path}.part")
         self.job, self.seconds = json.loads(json.dumps(job)), seconds
         self._last = time.monotonic()
+        self.refused: str | None = None  # why `read` found none, where there is a journal
 
     def read(self) -> dict | None:
         """The state of an interrupted run of the same job, or None."""
         try:
             entry = json.loads(self.path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            job, state = entry["job"], entry["state"]
+        except FileNotFoundError:
             return None
-        return entry["state"] if entry.get("job") == self.job else None
+        except (ValueError, KeyError, TypeError) as error:
+            self.refused = f"is not a journal ({error!r})"
+            return None
+        if job == self.job:
+            return state
+        other = [key for key in self.job if job.get(key) != self.job[key]]
+        self.refused = f"is of a run with other {' and '.join(other)}"
+        return None
 
     @property
     def due(self) -> bool:

@@ -79,7 +79,7 @@ class _Run:
         job = {
             "sources": [source.identity() for source in sources],
             "tokenizer": tokenizer.fingerprint(),
-            "encode": [encode.keys, encode.append_eod, encode.ftfy, encode.pile_sets],
+            "options": [encode.keys, encode.append_eod, encode.ftfy, encode.pile_sets],
             "partition": options.partition,
             "chunks": [CHUNK_BYTES, MAX_TEXTS],  # their numbers depend on these
         }
@@ -130,6 +130,9 @@ class _Run:
         )
         self.skipped_part.touch()
         if not held:
+            if self.journal.exists and not self.options.quiet:
+                why = self.journal.refused or "counts more than the .part files hold"
+                print(f"{self.journal.path}: {why}; beginning anew", file=sys.stderr)
             self.journal.remove()
             state = {"written": [(0, 0)] * len(self.writers), "skipped_bytes": 0}
         else:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SUFFIXES = (".bin", ".idx")
+SUFFIXES = (".bin", ".idx", ".json")
 # prepare_data.py with chunks of 64 KB, so that little text makes many. With PAUSE_AT=n in the
 # environment it says "paused" after the n-th entry of the journal and waits for a line.
 SMALL_CHUNKS = """
@@ -58,5 +58,5 @@ def begin_and_pause(*arguments: object, at: int) -> subprocess.Popen:
     return process
 
 
-def content(prefix: str | Path) -> dict[str, bytes]:
-    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES}
+def content(prefix: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, bytes]:
+    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in suffixes}

@@ -50,6 +50,40 @@ def test_killed_and_given_again(unbroken, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+def test_given_again_with_something_changed(unbroken, corpus, tmp_path):
+    """Other options, another input: what was done is of no use, and that is said."""
+    arguments, expected = unbroken
+    for name in ("a.jsonl.zst", "b.jsonl"):
+        (tmp_path / name).write_bytes((corpus / name).read_bytes())
+    run = ["--input", tmp_path / "a.jsonl.zst", tmp_path / "b.jsonl", *arguments[2:]]
+    run += ["--name", "x", "-d", tmp_path, "--workers", 2]
+
+    def kill(*flags: str) -> None:
+        process = begin_and_pause(*run, *flags, at=4)
+        process.kill()
+        process.communicate()
+
+    kill("--no-append-eod")
+    text = call(*run)
+    assert "x_text_document.journal: is of a run with other options; beginning anew" in text
+    assert content(tmp_path / "x_text_document", (".bin", ".idx")) == {
+        suffix: expected[suffix] for suffix in (".bin", ".idx")
+    }
+    kill("--overwrite")
+    os.utime(tmp_path / "b.jsonl", (0, 0))
+    text = call(*run, "--overwrite")
+    assert "x_text_document.journal: is of a run with other sources; beginning anew" in text
+    kill("--overwrite")
+    os.truncate(tmp_path / "x_text_document.bin.part", 10)
+    text = call(*run, "--overwrite")
+    assert "counts more than the .part files hold; beginning anew" in text
+    kill("--overwrite")
+    (tmp_path / "x_text_document.journal").write_text("{")
+    text = call(*run, "--overwrite", "--backend", "auto", "--on-error", "skip")
+    assert "is not a journal" in text and "beginning anew" in text
+    assert content(tmp_path / "x_text_document", (".bin",))[".bin"] == expected[".bin"]
+
+
 def test_a_full_disk(unbroken, tmp_path):
     """Here a limit on file size; the same command goes on once there is room."""
     arguments, expected = unbroken
