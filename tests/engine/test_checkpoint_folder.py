@@ -1,6 +1,7 @@
 """Finding, pruning and reading checkpoint folders; what is wrong is said with what to do."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,7 @@ def test_what_differs_is_named_with_a_way_out(tmp_path):
 
 def test_weights_that_do_not_fit_are_all_listed(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model.shape = SimpleNamespace(block=SimpleNamespace(gpt_j_residual=False))
     stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}
     tag = make(tmp_path, 1, stored)
     with pytest.raises(CheckpointError) as error:
