@@ -162,3 +162,22 @@ def test_other_lengths_are_evaluated_as_by_one_process(runs, name):
     assert len(tables[0]) == 2
     for ours, theirs in zip(*tables, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def recomputed(groups, layout):
+    """Gradients under dropout, and the same with activations computed again."""
+    groups = groups.divided(**LAYOUTS[layout][1])
+    model = build(groups.model, cp=groups.context, dropout=0.3).train()
+    found = []
+    for again in (False, True):
+        object.__setattr__(model.shape, "checkpoint_activations", again)
+        torch.manual_seed(3 + groups.replica_rank)
+        found.append(results(model, 12, groups)[3])
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputed_activations_drop_the_same_numbers_again(layout):
+    for kept, again in run_ranks(LAYOUTS[layout][0], recomputed, layout):
+        for name, grad in kept.items():
+            assert torch.equal(grad, again[name]), name
