@@ -8,8 +8,9 @@ checkpoint), `training/NAME` (the same with curve.npz), `kernels` (probes.npz), 
 (lr_schedule.json, derived_args.json), `data` (shards, samples_*, iterators, tokenizer_cases.json).
 A case is recognised by its files, and its configuration is read from it alone.
 
-One line a case: the greatest error of each quantity, its tolerance, ok or FAIL. Exit code 1 if a
-case fails, or if there is none; 2 for what cannot be run.
+One line a case: the greatest error of each quantity, its tolerance, ok or FAIL; `-` where the
+backend asked for does not serve the case (its dtype, its embedding), and why. Exit code 1 if a case
+fails, or if none has a verdict; 2 for what cannot be run.
 """
 
 from __future__ import annotations
@@ -64,16 +65,21 @@ def main(argv: list[str] | None = None) -> int:
                 for _ in results_of(name, run):
                     pass
         return 0
-    total = failed = 0
+    total = failed = refused = 0
     for name, run in cases(args):
         for result in results_of(name, run):
             print(result.line(), flush=True)
+            if result.refusal and not result.faults:
+                refused += 1
+                continue
             total += 1
             failed += not result.passed
     if not total:
-        print(f"no case found in {', '.join(map(str, args.folders))}", file=sys.stderr)
+        what = "backend serves a case" if refused else "case found"
+        print(f"no {what} in {', '.join(map(str, args.folders))}", file=sys.stderr)
         return 1
-    print(f"{total} cases, {failed} failed")
+    more = f", {refused} not served by the backend asked for" if refused else ""
+    print(f"{total} cases, {failed} failed{more}")
     return 1 if failed else 0
 
 

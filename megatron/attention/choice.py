@@ -41,7 +41,8 @@ class AttentionFn:
     Attributes:
         name: the backend's.
         reason: why it was chosen, for the log.
-        use: what it was chosen for; asking for gradients or dropout beyond that is an error.
+        use: what it was chosen for; another dtype or device, gradients or dropout that it does not
+            serve are an error when they come.
     """
 
     name: str
@@ -79,6 +80,8 @@ class AttentionFn:
         gradients = any(x is not None and x.requires_grad for x in inputs)
         beyond = replace(
             self.use,
+            device_type=q_BHTE.device.type,
+            dtype=q_BHTE.dtype,
             training=self.use.training or (gradients and torch.is_grad_enabled()),
             dropout=self.use.dropout or dropout_p > 0.0,
         )

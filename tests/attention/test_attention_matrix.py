@@ -138,6 +138,9 @@ def test_a_choice_holds_for_the_use_it_was_made_for():
         flex(q, k, v, pos, theta, scale=0.3, dropout_p=0.1)
     with pytest.raises(AttentionError, match="no backward pass on a CPU"):
         flex(q, k, v, pos, theta, scale=0.3)
+    fused = choose("fused", pos, device_type="cpu", dtype=torch.float32)  # in the interpreter
+    with pytest.raises(AttentionError, match="does not serve torch.float64"):
+        fused(q.double(), k.double(), v.double(), pos, theta.double(), scale=0.3)
 
 
 @pytest.mark.parametrize(

@@ -272,3 +272,13 @@ def test_two_processes_hold_one_model_and_pass_too(cases, tmp_path):
     changed_npz(stored, "grad_l2_fp64_L64", lambda stored: stored * (1 + 1e-4))
     done = subprocess.run([*command, tmp_path], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.endswith("2 cases, 1 failed\n")
+
+
+def test_what_a_backend_does_not_serve_is_said_and_has_no_verdict(cases, capsys):
+    learned, kerple = cases / "models" / "learned_ten_layers", cases / "models" / "kerple_log"
+    code, lines = check(capsys, learned, kerple, "--backend", "sdpa")
+    assert code == 0 and lines[-1] == "2 cases, 0 failed, 2 not served by the backend asked for"
+    refused = [line for line in lines if line.startswith("- ")]
+    assert len(refused) == 2 and all("use auto, eager" in line for line in refused)
+    code = main([str(kerple), "--backend", "sdpa"])
+    assert code == 1 and "no backend serves a case" in capsys.readouterr().err

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.attention import AttentionError
 from megatron.config import Config, load_config
 from megatron.engine import neox_checkpoint
 from megatron.engine import neox_layout as layout
@@ -82,9 +83,12 @@ def check_model(
             continue
         used = "eager" if precision == "bf16" else backend
         result = Result(f"{name} {precision} {used}")
-        case = ModelCase(folder, manifest, expected, precision, used, device, result, tp)
-        for length in lengths:
-            case.check(length)
+        try:
+            case = ModelCase(folder, manifest, expected, precision, used, device, result, tp)
+            for length in lengths:
+                case.check(length)
+        except AttentionError as error:
+            result.refusal = str(error)
         yield result
 
 

@@ -16,11 +16,13 @@ class Result:
         name: the case.
         errors: quantity -> (greatest error so far, tolerance).
         faults: what is wrong beyond numbers; any fails the case.
+        refusal: why the asked attention backend does not serve this case: then there is no verdict.
     """
 
     name: str
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    refusal: str | None = None
 
     def add(self, quantity: str, error: float, tolerance: float) -> None:
         """Keep the greatest error of a quantity; a NaN counts as infinite."""
@@ -63,6 +65,8 @@ class Result:
             for quantity, (error, tolerance) in self.errors.items()
         ]
         parts += self.faults
+        if self.refusal and not self.faults:
+            return f"-     {self.name}: not served: {self.refusal}"
         return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {', '.join(parts) or 'nothing'}"
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron.attention import AttentionError
 from megatron.config import Config
 from megatron.engine import checkpoint
 from megatron.engine.build import build_model
@@ -66,7 +67,12 @@ def check_training(
     config = case_config(folder, own, vocab_size)
     require_parts(config, vocab_size, groups.model.size)
     result = Result(f"{name} {config.training.precision} {config.model.attention_backend}")
-    case = TrainingCase(folder, config, vocab_size, groups)
+    try:
+        case = TrainingCase(folder, config, vocab_size, groups)
+    except AttentionError as error:
+        result.refusal = str(error)
+        yield result
+        return
     case.check_groups(manifest, result)
     case.run(curve["tokens"])
     case.compare(curve, manifest, result)
