@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.attention import AttentionError, attend, choose
-from megatron.model.block import BiasApart
 from megatron.model.norm import build_norm
+from megatron.parallel import ColumnLinear, RowLinear
 from megatron.positional import load, names
 
 BF16 = torch.bfloat16
@@ -102,11 +102,18 @@ def test_only_eager_can_round_and_auto_knows():
     assert choose("blocked", pos, device_type="cpu", dtype=torch.float32).name == "blocked"
 
 
-def test_a_bias_of_its_own_is_rounded_after_the_product():
+@pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
+def test_a_bias_apart_is_added_after_the_product_was_rounded(kind):
     generator = torch.Generator().manual_seed(2)
-    layer = BiasApart(64, 8).to(BF16)
-    x = torch.randn(5, 64, generator=generator).to(BF16)
-    assert torch.equal(layer(x), (x @ layer.weight.T) + layer.bias)
+    layer = kind(64, 8, bias_apart=True)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+    layer, x = layer.to(BF16), torch.randn(50, 64, generator=generator).to(BF16)
+    apart = (x @ layer.weight.T) + layer.bias
+    assert torch.equal(layer(x), apart)
+    layer.bias_apart = False
+    assert not torch.equal(layer(x), apart)
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "scalenorm"])
