@@ -64,7 +64,8 @@ def read(pos: PositionalEmbedding) -> Formula:
         Reader(distance, theta).expression(part, len(theta)) for part in (pos.bias, pos.weight)
     ]
     formula = Formula(*parts, distance, theta)
-    confirm(pos, formula)
+    with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for first
+        confirm(pos, formula)
     return formula
 
 
@@ -107,17 +108,16 @@ def sample(
     function: Callable[..., Tensor], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """A formula's values in ``dtype``, and theta's gradient for unequal weights, both in fp64."""
-    with torch.enable_grad(), torch.inference_mode(False):
-        theta_HN, d = theta_HN.to(dtype).requires_grad_(), d.to(dtype)
-        # Further off an exponential may overflow, in torch's gradient too.
-        value, near = (
-            torch.as_tensor(function(theta_HN, some), dtype=dtype).expand(len(theta_HN), len(some))
-            for some in (d, d[:4])
-        )
-        gradient = torch.zeros_like(theta_HN)
-        if near.requires_grad:
-            weights = torch.linspace(1.0, 2.0, near.numel(), dtype=dtype).view_as(near)
-            gradient = torch.autograd.grad((near * weights).sum(), theta_HN)[0]
+    theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
+    # Further off an exponential may overflow, in torch's gradient too.
+    value, near = (
+        torch.as_tensor(function(theta_HN, some), dtype=dtype).expand(len(theta_HN), len(some))
+        for some in (d, d[:4])
+    )
+    gradient = torch.zeros_like(theta_HN)
+    if near.requires_grad:
+        weights = torch.linspace(1.0, 2.0, near.numel(), dtype=dtype).view_as(near)
+        gradient = torch.autograd.grad((near * weights).sum(), theta_HN)[0]
     return value.detach().double(), gradient.double()
 
 
