@@ -36,14 +36,14 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     if problem:
         raise CheckpointError(f"{run / tag} is damaged: {problem}")
     record = checkpoint.read_record(run, tag)
-    why = universal.refusal(record["layout"], record["layout"])
+    layout = record["layout"]
+    why = universal.refusal(layout, layout | {"model_parallel_size": 1})  # to be written whole
     if why:
         raise CheckpointError(f"{run / tag} cannot be converted: {why}")
-    unfinished = out / f".unfinished-{tag}" / tag
-    universal.convert(run / tag, unfinished, record, workers=workers)
-    final = out / tag
+    unfinished, final = out / f".unfinished-{tag}" / tag, out / tag
     if final.exists():
         raise CheckpointError(f"{final} is there already; name another folder")
+    universal.convert(run / tag, unfinished, record, workers=workers)
     unfinished.rename(final)
     (unfinished.parent / "latest_universal").unlink(missing_ok=True)
     unfinished.parent.rmdir()

@@ -75,7 +75,8 @@ def newest(folder: Path) -> str | None:
         there = ", ".join(sorted(p.name for p in folder.glob("global_step*"))) or "none"
         raise CheckpointError(
             f"{latest} names {tag!r}, which is not a checkpoint folder beside it (there: {there}); "
-            "write the name of one of those into it, or remove it to start afresh"
+            "write the name of one of those into it, let train.py --allow-fallback take the newest "
+            "whole one, or remove it to start afresh"
         )
     return tag
 
@@ -130,11 +131,17 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[str |
     Raises:
         CheckpointError: names the damaged file, why it is damaged, and the checkpoint before it.
     """
-    tag = newest(folder)
-    if tag is None:
-        return None, ""
-    tags = [tag, *(t for t in reversed(finished(folder)) if t != tag)]
-    found: list[str] = []
+    tags, found = finished(folder)[::-1], []
+    try:
+        tag = newest(folder)
+    except CheckpointError as error:
+        if not (allow_fallback and tags):
+            raise
+        found.append(str(error))
+    else:
+        if tag is None:
+            return None, ""
+        tags = [tag, *(t for t in tags if t != tag)]
     for number, each in enumerate(tags):
         problem = None
         if not is_published(folder / each):  # that format has neither sizes nor checksums
@@ -212,13 +219,15 @@ def restore(
     groups: Groups,
     folder: Path,
     tag: str,
-    layout: dict[str, Any],
+    about: dict[str, Any],
+    work: Path,
 ) -> Progress:
     """Load weights, optimizer, schedule and random streams; every rank must call it.
 
     Args:
-        layout: this run's layout. Where it is not the checkpoint's, the main rank converts the
-            checkpoint first; the random streams of dropout then start anew.
+        about: this run's layout and cuts. Where they are not the checkpoint's, the main rank
+            converts the checkpoint first; the random streams of dropout then start anew.
+        work: folder to convert it in; `folder` may be another run's, or read-only.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the layouts cannot be converted.
@@ -227,7 +236,9 @@ def restore(
 
     record = read_record(folder, tag)
     progress, written = Progress(**record["progress"]), ONE_SLICE | record["layout"]
-    if written != layout:
+    layout, cuts = about["layout"], about["cuts"]
+    recut = layout["model_parallel_size"] > 1 and record.get("cuts", cuts) != cuts
+    if written != layout or recut:
         why = universal.refusal(written, layout)
         if why:
             raise CheckpointError(
@@ -235,7 +246,8 @@ def restore(
                 "layout it was written under, or set `finetune: true` and another `save` to take "
                 "only its weights"
             )
-        universal.restore(engine, groups, folder / tag, folder / f"{UNFINISHED}universal", record)
+        scratch = work / f"{UNFINISHED}universal"
+        universal.restore(engine, groups, folder / tag, scratch, record, cuts)
         return progress
     try:
         loaded, _ = engine.load_checkpoint(str(folder), tag=tag)

@@ -46,6 +46,7 @@ class Start:
         folder, tag: the checkpoint; None for a fresh start.
         resumes: everything is taken, not the weights alone.
         schedule: a published checkpoint's learning-rate curve, for `use_checkpoint_lr_scheduler`.
+        save: where the job saves, if it does.
     """
 
     progress: Progress
@@ -54,6 +55,7 @@ class Start:
     tag: str = ""
     resumes: bool = False
     schedule: dict[str, Any] | None = None
+    save: Path | None = None
 
     def load_weights(self, model: Model, about: About, groups: Groups) -> None:
         """Into the model, where weights alone are taken: before an engine copies them."""
@@ -75,7 +77,7 @@ class Start:
             checkpoint.require_same(self.folder, self.tag, same)
             with own_hyperparameters(annealing):
                 self.progress = checkpoint.restore(
-                    engine, groups, self.folder, self.tag, about["layout"]
+                    engine, groups, self.folder, self.tag, about, self.save or self.folder
                 )
         elif step:
             curve = self.schedule or annealing.state_dict()
@@ -113,6 +115,7 @@ def choose_start(
         return tag
 
     start = _decide(config, usable, train_samples)
+    start.save = Path(save) if save else None
     if passed_over:
         start.text += f" (passed over: {'; '.join(passed_over)})"
     return start
@@ -149,8 +152,21 @@ def _decide(
         text = f"starting at step 0 from the weights of {load / loaded} (finetune)"
         return Start(fresh, text, load, loaded)
     if trains and not checkpoint.is_foreign(load, loaded):
-        return Start(fresh, f"resuming from {load / loaded}", load, loaded, resumes=True)
+        text = f"resuming from {load / loaded}{_other_batch(config, load, loaded)}"
+        return Start(fresh, text, load, loaded, resumes=True)
     return _from_weights(config, load, loaded, train_samples)
+
+
+def _other_batch(config: Config, folder: Path, tag: str) -> str:
+    """What to say where steps now read another number of samples, as more processes make them."""
+    here = config.batch.train_batch_size
+    there = checkpoint.read_record(folder, tag).get("config", {}).get("train_batch_size", here)
+    if there == here:
+        return ""
+    return (
+        f"\ntrain_batch_size is {here}, and was {there} until now: samples go on in the same "
+        f"order, but losses will not be those of one run; write train_batch_size: {there} for them"
+    )
 
 
 def _from_weights(config: Config, folder: Path, tag: str, train_samples: int) -> Start:

@@ -84,11 +84,19 @@ def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     return None
 
 
-def convert(source: Path, target: Path, record: Mapping[str, Any], *, workers: int = 1) -> None:
+def convert(
+    source: Path,
+    target: Path,
+    record: Mapping[str, Any],
+    cuts: Mapping[str, Any] | None = None,
+    *,
+    workers: int = 1,
+) -> None:
     """Write the checkpoint folder `source` into `target` in the universal format.
 
     Args:
         record: the checkpoint's `kerple.json`.
+        cuts: how the parameters will be cut (None: as they were).
         workers: processes; 1 converts in this one (a process with threads must not fork).
     """
     shutil.rmtree(target, ignore_errors=True)
@@ -104,15 +112,15 @@ def convert(source: Path, target: Path, record: Mapping[str, Any], *, workers: i
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         ds_to_universal.main(arguments)
-    _complete_weights(target / "zero", record)
+    _complete_weights(target / "zero", record, record["cuts"] if cuts is None else cuts)
     _complete_counters(target)
 
 
-def _complete_weights(folder: Path, record: Mapping[str, Any]) -> None:
+def _complete_weights(folder: Path, record: Mapping[str, Any], cuts: Mapping[str, Any]) -> None:
     """Give every tensor its shape, and every parameter the dimension to cut it by."""
     step = None
     for name, shape in record["shapes"].items():
-        dim, blocks = record["cuts"].get(name, (0, 1))
+        dim, blocks = cuts.get(name, (0, 1))
         for state in ("fp32", *MOMENTS):
             path = folder / name / f"{state}.pt"
             stored = torch.load(path, weights_only=False)
@@ -154,15 +162,17 @@ def restore(
     source: Path,
     scratch: Path,
     record: Mapping[str, Any],
+    cuts: Mapping[str, Any],
 ) -> None:
     """Load the checkpoint folder `source`, written in another layout; every rank must call it.
 
     Args:
+        cuts: of this run's parameters.
         scratch: a folder to convert it in; removed afterwards.
     """
     converted = scratch / source.name
     if groups.is_main:
-        convert(source, converted, record)
+        convert(source, converted, record, cuts)
     groups.barrier()
     load(engine, converted)
     # Streams of the old ranks fit no new rank: each starts anew, in a way that can be repeated.

@@ -157,17 +157,25 @@ class EmbeddingLayer(nn.Module):
         if self.pos.name != "learned":
             table = self.pos.table(positions_T, x_BTD.shape[-1], x_BTD.dtype)
             return table.to(x_BTD.dtype)
-        rows, length = self.position_embeddings.num_embeddings, int(positions_T[-1]) + 1
-        if length + self.offset > rows:
+        parts = self.cp.size * (self.tp.size if self.tp.sequence else 1)
+        self.require_positions(int(positions_T[-1]) + 1 - (parts - 1))
+        table = self.position_embeddings.weight
+        rows_T = (positions_T + self.offset).clamp(max=table.shape[0] - 1)  # padding may lie beyond
+        if self.tp.sequence:
+            table = copy_to(table, self.tp)  # its rows serve other positions on other ranks
+        return F.embedding(rows_T, table)
+
+    def require_positions(self, length: int) -> None:
+        """Raises ValueError where `learned` has no vector for each of `length` positions."""
+        if self.pos.name != "learned":
+            return
+        own = self.position_embeddings.num_embeddings - self.offset
+        if length > own:
             raise ValueError(
-                f"pos_emb: learned has {rows - self.offset} positions, but a sequence of {length} "
+                f"pos_emb: learned has {own} positions, but a sequence of {length} "
                 "came in; raise max_position_embeddings or choose an embedding that extrapolates, "
                 "such as kerple_log"
             )
-        table = self.position_embeddings.weight
-        if self.tp.sequence:
-            table = copy_to(table, self.tp)  # its rows serve other positions on other ranks
-        return F.embedding(positions_T + self.offset, table)
 
     def _theta(self, dtype: torch.dtype) -> torch.Tensor | None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -214,6 +222,7 @@ class GPT(nn.Module):
         Every rank gets them for the whole sequence, and gives the whole sequence.
         """
         length = tokens_BT.shape[1]
+        self.embedding.require_positions(length)
         x_BTD, theta_HN = self.embedding(self._own_positions(tokens_BT))
         recompute = self.shape.checkpoint_activations and self.training
         for layer in self.layers:

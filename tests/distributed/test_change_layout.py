@@ -12,6 +12,7 @@ from launch import run_ranks
 
 from megatron.attention import choose
 from megatron.engine import layout_weights, manifest, universal
+from megatron.engine.checkpoint import read_record
 from megatron.engine.safe_load import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import build_groups
@@ -40,9 +41,14 @@ LAYOUTS = {
     },
     "bf16": cell(1, "bf16"),
     "tp2-bf16": {"model_parallel_size": 2, **cell(1, "bf16")},
+    "tp2-untied": {"model_parallel_size": 2, "no_weight_tying": True},
+    "tp2-untied-row": {
+        "model_parallel_size": 2, "no_weight_tying": True, "output_layer_parallelism": "row"
+    },
 }
+TRUTHS = {"bf16": "bf16", "tp2-untied": "tp2-untied"}  # else "one"
 RANKS = {"one": 1, "zero3": 1, "bf16": 1, "dp4": 4, "tp2-pp2": 4, "tp2sp-cp2": 4}
-SOURCES = ("one", "tp2-pp2", "dp2-zero3", "tp2-zero3", "bf16")
+SOURCES = ("one", "tp2-pp2", "dp2-zero3", "tp2-zero3", "bf16", "tp2-untied")
 CHANGES = [
     ("tp2-pp2", "one"),
     ("tp2-pp2", "dp4"),
@@ -53,6 +59,7 @@ CHANGES = [
     ("dp2-zero3", "pp2"),
     ("tp2-zero3", "tp2"),
     ("bf16", "tp2-bf16"),
+    ("tp2-untied", "tp2-untied-row"),  # the same ranks, another cut
 ]
 
 
@@ -85,7 +92,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize(("old", "new"), CHANGES)
 def test_the_losses_are_those_of_a_run_that_never_changed(runs, old, new):
-    truth = "bf16" if "bf16" in old else "one"
+    truth = TRUTHS.get(old, "one")
     tolerance = 1e-2 if "bf16" in old else 1e-5
     for metric in ("train/loss", "train/grad_norm", "theta/bias_p_max"):
         ours, expected = rows(runs / f"{old} to {new}", metric), rows(runs / truth, metric)
@@ -192,6 +199,17 @@ def test_the_tool_writes_the_same_weights_and_moments(runs, tmp_path, repo_root)
                 for folder in out
             )
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=f"{name} {state}")
+
+
+def test_the_tool_reads_zero_3_with_tensor_parallelism(runs, tmp_path):
+    folder = reshape(runs / "tp2-zero3", tmp_path / "out", "global_step5", 1)
+    found = torch.load(folder / "zero" / "layers.0.attention.dense.weight" / "fp32.pt")["param"]
+    truth = layout_weights.read_whole(
+        runs / "one", "global_step5", read_record(runs / "one", "global_step5")
+    )["layers.0.attention.dense.weight"]
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-5)
+    with pytest.raises(CheckpointError, match="is there already"):
+        reshape(runs / "tp2-zero3", tmp_path / "out", "global_step5", 1)
 
 
 def test_the_tool_names_what_is_missing(tmp_path, repo_root):

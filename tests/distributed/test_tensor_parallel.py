@@ -22,7 +22,7 @@ VARIANTS = {
     "rpe": {"pos": "rpe"},
     "alibi": {"pos": "alibi"},
     "rotary": {"pos": "rotary"},
-    "learned": {"pos": "learned"},
+    "learned": {"pos": "learned", "rows": 13},  # as many as the longest sequence has tokens
     "untied": {"tied": False},
     "output cut by inputs": {"tied": False, "row": True},
     "gpt_j_residual": {"gpt_j": True},
@@ -44,7 +44,8 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
         attention_dropout=dropout,
         hidden_dropout=dropout,
     )
-    shape = GPTShape(2, 32, block, 16, tie_weights=v["tied"], cut_output_inputs=v["row"])
+    rows = v.get("rows", 16)
+    shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], cut_output_inputs=v["row"])
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
     model = GPT(shape, pos, attend, 1, tp=tp or ALONE, cp=cp).double()
     with torch.no_grad():

@@ -14,7 +14,9 @@ sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from jobs import digest, rows, write_config, write_shards  # noqa: E402
 
+from megatron.config import load_config  # noqa: E402
 from megatron.engine import checkpoint, manifest  # noqa: E402
+from megatron.engine.start import choose_start  # noqa: E402
 from megatron.parallel import build_groups  # noqa: E402
 
 ALONE = build_groups(torch.device("cpu"))
@@ -91,11 +93,28 @@ def test_a_record_whose_numbers_changed_is_damaged(copy):
     assert "its checksum is wrong" in manifest.damage(copy / "global_step6", ALONE)
 
 
+@pytest.mark.parametrize("named", ["", "global_step9"])
+def test_a_damaged_latest_is_passed_over_only_when_told(copy, named):
+    (copy / "latest").write_text(named)
+    with pytest.raises(checkpoint.CheckpointError, match="let train.py --allow-fallback"):
+        checkpoint.usable(copy, ALONE, allow_fallback=False)
+    tag, found = checkpoint.usable(copy, ALONE, allow_fallback=True)
+    assert tag == "global_step6" and f"names {named!r}" in found
+
+
 def test_no_whole_checkpoint_at_all_is_an_error(copy):
     for tag in ("global_step3", "global_step6"):
         flip(copy / tag / "mp_rank_00_model_states.pt")
     with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint"):
         checkpoint.usable(copy, ALONE, allow_fallback=True)
+
+
+def test_another_batch_size_is_told(finished):
+    for micro, said in ((4, False), (8, True)):
+        config = load_config([finished[0]], [f"train_micro_batch_size_per_gpu={micro}"])
+        text = choose_start(config, ALONE, 24).text
+        assert ("train_batch_size is 8, and was 4 until now" in text) == said
+        assert f"resuming from {finished[1] / 'global_step6'}" in text
 
 
 def test_train_stops_at_damage_and_goes_on_when_told(finished, copy):
