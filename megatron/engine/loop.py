@@ -18,7 +18,13 @@ import torch
 
 from megatron.engine.evaluate import LossFn
 from megatron.engine.log import RunLog
-from megatron.engine.optim import all_finite, all_heads, gradient_norm, project_theta
+from megatron.engine.optim import (
+    all_finite,
+    all_heads,
+    gradient_norm,
+    mark_cut_gradients,
+    project_theta,
+)
 from megatron.engine.pipeline import PipelineLosses, train_batch
 from megatron.parallel import Groups
 
@@ -92,10 +98,13 @@ def train_step(
         loss = engine(inputs, targets).mean()
         total += loss.detach().float()
         engine.backward(loss)
-        plain = not (engine.zero_optimization() or engine.fp16_enabled())
-        if plain and engine.is_gradient_accumulation_boundary():
-            # Without ZeRO the engine clips without saying what the norm was.
-            norm = gradient_norm(engine.module, groups.model)
+        if not engine.zero_optimization() and engine.is_gradient_accumulation_boundary():
+            mark_cut_gradients(engine.module)
+            if not engine.bfloat16_enabled():
+                # Without ZeRO the engine does not say the norm in fp32, and says it times the loss
+                # scale in fp16.
+                scale = getattr(engine.optimizer, "loss_scale", 1.0)
+                norm = gradient_norm(engine.module, groups.model) / scale
         engine.step()
     if norm is None:
         norm = engine.get_global_grad_norm()

@@ -154,14 +154,33 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 
 @torch.no_grad()
 def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
-    """Norm of the whole model's gradient where every data-parallel rank holds it (ZeRO-0)."""
+    """Norm of the whole model's gradient where every data-parallel rank holds it (ZeRO-0).
+
+    In fp32: norms of 16-bit tensors taken in their own dtype are wrong by percents.
+    """
     params = [param for param in model.parameters() if param.grad is not None]
-    if tp.size == 1:
-        return torch.nn.utils.get_total_norm([param.grad for param in params])
-    whole = torch.nn.utils.get_total_norm([p.grad for p in params if cut_of(p) is None])
-    sliced = torch.nn.utils.get_total_norm([p.grad for p in params if cut_of(p) is not None])
-    squares = torch.stack(tp.gather(sliced.float().square())).sum()
-    return (whole.float().square() + squares).sqrt()
+    square = _square([p.grad for p in params if tp.size == 1 or cut_of(p) is None])
+    if tp.size > 1:
+        sliced = _square([p.grad for p in params if cut_of(p) is not None])
+        square = square + torch.stack(tp.gather(sliced)).sum()
+    return square.sqrt()
+
+
+def mark_cut_gradients(model: nn.Module) -> None:
+    """Before a step without ZeRO: mark the gradients of tensors that are cut over ranks as such.
+
+    DeepSpeed's 16-bit optimizer sums the norm it clips by over the tensor-parallel ranks, of which
+    all but the first add only what is marked. It looks for the mark of the parameters on their
+    gradients, and would clip by the first rank's part.
+    """
+    for param in model.parameters():
+        if param.grad is not None and cut_of(param) is not None:
+            param.grad.model_parallel = True
+
+
+def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of all squares, in fp32."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).square().sum()
 
 
 @torch.no_grad()
