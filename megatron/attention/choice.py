@@ -84,6 +84,7 @@ class AttentionFn:
             dtype=q_BHTE.dtype,
             training=self.use.training or (gradients and torch.is_grad_enabled()),
             dropout=self.use.dropout or dropout_p > 0.0,
+            head_size=q_BHTE.shape[-1],
         )
         if beyond != self.use and (why := refusal(backend, beyond)):
             raise refused(self.name, why, beyond)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import sympy
 
 HEADS, DISTANCES = 3, (0.0, 1.0, 2.0, 7.0, 100.0)
+DTYPES = (torch.float64, torch.float32)
 PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 
@@ -57,33 +58,67 @@ def read(pos: PositionalEmbedding) -> Formula:
     if pos.kind != "distance":
         return Formula(None, None, distance, ())
     theta = tuple(
-        sympy.Symbol(f"theta_{n}", **({"positive": True} if column.low > 0 else {"real": True}))
-        for n, column in enumerate(pos.parameters)
+        sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)
     )
     parts = [
         Reader(distance, theta).expression(part, len(theta)) for part in (pos.bias, pos.weight)
     ]
     formula = Formula(*parts, distance, theta)
-    confirm(pos, formula)
+    with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for first
+        confirm(pos, formula)
     return formula
 
 
+def assumed(low: float) -> dict[str, bool]:
+    """What sympy may take for granted of a column of theta."""
+    if low < 0:
+        return {"real": True}
+    return {"positive": True} if low > 0 else {"nonnegative": True}
+
+
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
-    """Compare with the embedding where it was not traced."""
+    """Compare with the embedding where it was not traced: values, theta's gradient, and digits."""
     generator = torch.Generator().manual_seed(1)
     theta_HN = torch.rand(5, len(formula.theta), generator=generator, dtype=torch.float64) + 0.2
     bounds = [(column.low, column.high) for column in pos.parameters]
     theta_HN = theta_HN.clamp(*torch.tensor(bounds, dtype=torch.float64).view(-1, 2).unbind(1))
     d = torch.tensor(PROBES, dtype=torch.float64)
-    columns = [column[:, None] for column in theta_HN.unbind(1)]
     for expression, function in ((formula.bias, pos.bias), (formula.weight, pos.weight)):
         if expression is None:
             continue
-        expected = function(theta_HN, d)
-        got = torch_function(expression, (formula.distance, *formula.theta))(d, *columns)
-        got = torch.as_tensor(got, dtype=torch.float64).expand_as(expected)
-        if not torch.allclose(got, expected, rtol=1e-9, atol=1e-12):
+        try:
+            mine = torch_function(expression, (formula.distance, *formula.theta))
+            exact, own = (sample(function, theta_HN, d, dtype) for dtype in DTYPES)
+            got, single = (sample(by_columns(mine), theta_HN, d, dtype) for dtype in DTYPES)
+        except (AttributeError, TypeError, RuntimeError) as error:  # Abs, or a complex number
+            raise Unreadable(f"{expression} cannot be evaluated: {error}") from error
+        if not all(torch.allclose(x, y, 1e-9, 1e-12) for x, y in zip(got, exact, strict=True)):
             raise Unreadable(f"what was read, {expression}, is not what it computes")
+        lost, unavoidable = ((x[0] - exact[0]).abs() for x in (single, own))
+        if not (lost <= 8 * unavoidable + 1e-5 * exact[0].abs().clamp(min=1.0)).all():
+            raise Unreadable(f"{expression} loses digits in fp32")
+
+
+def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of d and theta's columns as one of theta and d."""
+    return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
+
+
+def sample(
+    function: Callable[..., Tensor], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A formula's values in ``dtype``, and theta's gradient for unequal weights, both in fp64."""
+    theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
+    # Further off an exponential may overflow, in torch's gradient too.
+    value, near = (
+        torch.as_tensor(function(theta_HN, some), dtype=dtype).expand(len(theta_HN), len(some))
+        for some in (d, d[:4])
+    )
+    gradient = torch.zeros_like(theta_HN)
+    if near.requires_grad:
+        weights = torch.linspace(1.0, 2.0, near.numel(), dtype=dtype).view_as(near)
+        gradient = torch.autograd.grad((near * weights).sum(), theta_HN)[0]
+    return value.detach().double(), gradient.double()
 
 
 @lru_cache(maxsize=128)

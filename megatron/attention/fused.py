@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron.kernels.launch import Setting
 
 MAX_HEAD_SIZE = 256
+LOWEST = -1e30
 OLDEST = (8, 0)
 """Compute capability from which tensor cores take bf16 and copies run asynchronously: Ampere."""
 
@@ -85,10 +86,13 @@ def fused(
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """[H, W]: b(d) / scale for d = 0 ... length - 1, then w(d), whichever there are."""
+    """[H, W]: b(d) / scale for d = 0 ... length - 1, then w(d), whichever there are.
+
+    A distance that is never seen (b = -inf) gets a finite LOWEST, since a tile may hold no other.
+    """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
-    parts = [] if bias_HS is None else [bias_HS.float() / scale]
+    parts = [] if bias_HS is None else [(bias_HS.float() / scale).clamp(min=LOWEST)]
     parts += [] if weight_HS is None else [weight_HS.float()]
     return torch.cat(parts, dim=1).contiguous()
 

@@ -34,6 +34,10 @@ if INTERPRETED:
         return 1.0 / x
 
     @triton.jit
+    def rcp_any(x):
+        return 1.0 / x
+
+    @triton.jit
     def ex2(x):
         return tl.exp2(x)
 
@@ -63,6 +67,13 @@ else:
             "mul.f32 $0, r, $3; mul.f32 $1, r, $2; }",
             "=&f,=&f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
+
+    @triton.jit
+    def rcp_any(x):
+        """1 / x for every x, infinite ones too."""
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
     @triton.jit
     def ex2(x):

@@ -31,21 +31,23 @@ import sympy
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, lg2, lg2_or_finite, rcp
+from megatron.kernels.device import ex2, lg2, lg2_or_finite, rcp, rcp_any
 
 LN2, LOG2E = sympy.Float(math.log(2.0)), sympy.Float(1.0 / math.log(2.0))
-LG2, LG2_OR_FINITE, EX2 = (sympy.Function(name) for name in ("lg2", "lg2_or_finite", "ex2"))
+NAMES = ("lg2", "lg2_or_finite", "ex2", "rcp_any")
+LG2, LG2_OR_FINITE, EX2, RCP_ANY = (sympy.Function(name) for name in NAMES)
 HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
-GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp}
+GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any}
 GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2}
-CALLS = {name: name for name in ("lg2", "lg2_or_finite", "ex2")}
+CALLS = {name: name for name in NAMES}
 SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2"}
 for _name in ("sin", "cos"):
     CALLS[_name] = SCALAR_CALLS[_name] = f"tl.{_name}"
 
 
 class NotExpressible(ValueError):
-    """The expression has a function that the generator does not know; the message names it."""
+    """The expression has a function that the generator does not know, or a power that it would get
+    wrong for some theta; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,13 @@ def device_functions(
     """Generate the functions for b (None: 0) and w (None: 1).
 
     Raises:
-        NotExpressible: b or w uses a function without a counterpart here.
+        NotExpressible: b or w has no counterpart here.
     """
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     b = sympy.S.Zero if bias is None else bias
     w = sympy.S.One if weight is None else weight
+    for power in (b + s * w).atoms(sympy.Pow):
+        confirm_power(power, distance)
     writer = Writer(s, distance, theta, scale)
     y = writer.tile(lower(s * w + b / scale, distance))
     slope = writer.tile(lower(w, distance))
@@ -125,7 +129,33 @@ def lower(expr: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
         return LN2 * log2(expr.args[0], args[0], d)
     if expr.is_Pow and not direct(expr.exp):
         return EX2(args[1] * log2(expr.base, args[0], d))
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp < 0 and exponential(expr.base, d):
+        return RCP_ANY(args[0]) ** -expr.exp
     return expr.func(*args)
+
+
+def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
+    """Whether d is in an exponent: such an expression soon leaves the range of ``rcp``."""
+    powers = (part.exp for part in expr.atoms(sympy.exp, sympy.Pow))
+    return any(exponent.has(d) for exponent in powers)
+
+
+def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
+    """Refuse a power by logarithms whose base may be negative, or 0 in a derivative.
+
+    d^p with p = 0 at d = 0 has the derivative 0 log 0; (x d)^p with x = 0 has p (x d)^p / x: theta
+    comes to lie on such a bound exactly.
+    """
+    base, exponent = power.args
+    near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
+    if exponent.is_number:
+        sound = direct(exponent) or base.is_nonnegative
+    elif near.is_zero:
+        sound = far.is_positive and exponent.is_positive and base.free_symbols == {d}
+    else:
+        sound = near.is_positive and far.is_positive
+    if not sound:
+        raise NotExpressible(f"{power} is not safe for every theta within its bounds")
 
 
 def direct(exponent: sympy.Expr) -> bool:
@@ -134,7 +164,9 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    return (LG2_OR_FINITE if arg.subs(d, 0) == 0 else LG2)(lowered)
+    near = arg.subs(d, 0)  # not so for what may be negative: its NaN is to be seen
+    guarded = near.is_nonnegative and not near.is_positive
+    return (LG2_OR_FINITE if guarded else LG2)(lowered)
 
 
 class Writer:
@@ -196,6 +228,8 @@ class Writer:
             return " + ".join(self.product(factor, rest) for factor, rest in others)
         if expr.is_Mul:
             return self.product(*others[0])
+        if expr.is_Pow and expr.exp < -1:  # 1/x as often as needed: x^4 may leave rcp's range
+            return power(-expr.exp, self.tile(1 / expr.base), "")
         if expr.is_Pow:
             return power(expr.exp, self.tile(expr.base), "rcp({})")
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"

@@ -64,13 +64,24 @@ def test_what_cannot_be_read_says_why(function, why):
         read(Odd(function))
 
 
+def test_reading_in_inference_mode():
+    """An evaluation may be the first to ask."""
+    with torch.inference_mode():
+        assert read(Odd(lambda theta, d: -theta[:, :1] * d)).bias is not None
+
+
 def test_several_ways_to_write_the_same():
     d, theta = torch.tensor([0.0, 1, 5, 100]), torch.tensor([[0.5, 0.25], [1.5, 2.0]])
     ways = [
         lambda theta, d: -theta[:, :1] * torch.log1p(theta[:, 1:] * d),
         lambda theta, d: theta.select(1, 0)[:, None].neg() * (1 + theta[:, 1, None] * d).log(),
-        lambda theta, d: torch.add(0.0, (theta.unbind(1)[0].unsqueeze(1)), alpha=-1)
-        * (torch.log2(torch.rsub(-theta[:, 1].view(-1, 1) * d, 1.0)) / torch.log2(torch.e + 0 * d)),
+        lambda theta, d: (
+            torch.add(0.0, (theta.unbind(1)[0].unsqueeze(1)), alpha=-1)
+            * (
+                torch.log2(torch.rsub(-theta[:, 1].view(-1, 1) * d, 1.0))
+                / torch.log2(torch.e + 0 * d)
+            )
+        ),
     ]
     values = []
     for way in ways:

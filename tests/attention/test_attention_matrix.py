@@ -141,6 +141,8 @@ def test_a_choice_holds_for_the_use_it_was_made_for():
     fused = choose("fused", pos, device_type="cpu", dtype=torch.float32)  # in the interpreter
     with pytest.raises(AttentionError, match="does not serve torch.float64"):
         fused(q.double(), k.double(), v.double(), pos, theta.double(), scale=0.3)
+    with pytest.raises(AttentionError, match="head sizes up to 256, not 300"):
+        fused(*torch.randn(3, 1, 2, T, 300), pos, theta, scale=0.3)
 
 
 @pytest.mark.parametrize(

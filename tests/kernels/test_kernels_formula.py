@@ -160,6 +160,52 @@ def test_any_other_formula_is_tabulated():
     check(make(pos, 2, 2, 23, 8, keys=50), query_offset=21)
 
 
+AWKWARD = {
+    "a detached theta": lambda d, x, y: -x.detach() * d * y,
+    "a negative base": lambda d, x, y: -x * y * (d - 9) ** 5 / 1e4,
+    "an absolute value": lambda d, x, y: -x * torch.sqrt((d - 10 * y - 0.5) ** 2),
+    "an exponent of 0 where d = 0": lambda d, x, y: -x * d**y,
+    "a base of 0": lambda d, x, y: -((x * d) ** (1 + y)),
+    "digits that only log1p keeps": lambda d, x, y: -x * torch.log1p(1e-4 * y * d) / 1e-4,
+    "a window": lambda d, x, y: torch.where(d < 8, -x * y * d, -torch.inf),
+}
+
+
+class Awkward(Zoo):
+    parameters = (ThetaParameter("x", low=0.0), ThetaParameter("y", low=0.0))
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def bias(self, theta_HN, d):
+        return AWKWARD[self.what](*self.columns(theta_HN, d))
+
+
+@pytest.mark.parametrize("what", AWKWARD)
+def test_what_a_generated_kernel_would_get_wrong_is_tabulated(what):
+    """A theta at its bound in the first head: some derivatives divide by 0 there."""
+    pos = Awkward(what)
+    functions, how = functions_of(pos)
+    assert functions.tabulated, how
+    case = make(pos, 1, 2, 20, 8)
+    theta = torch.tensor([[0.0, 0.0], [0.5, 0.73]], device=DEVICE)
+    case.inputs[3] = theta.requires_grad_()
+    check(case)
+
+
+def test_the_reciprocal_of_an_exponential_is_taken_alone():
+    """Two at a time would give 0 * inf where the exponential overflows."""
+
+    class Logistic(Zoo):
+        def weight(self, theta_HN, d):
+            d, x, y = self.columns(theta_HN, d)
+            return 1 / (1 + torch.exp(x * d - y)) + (1 + d) ** -4
+
+    source = functions_of(Logistic())[0].source
+    assert source.count("rcp_any(") == 1 and source.count("rcp(") == 1
+    check(make(Logistic(), 1, 1, 20, 8))
+
+
 def test_an_affine_argument_costs_one_subtraction():
     """And the logarithm is shared by the value and its derivatives."""
     source = functions_of(load("kerple_log"))[0].source
