@@ -15,7 +15,9 @@ sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 from jobs import digest, rows, write_config, write_shards  # noqa: E402
 
 from megatron.config import load_config  # noqa: E402
-from megatron.engine import checkpoint, manifest  # noqa: E402
+from megatron.engine import checkpoint, manifest, universal  # noqa: E402
+from megatron.engine.build import schedule_of  # noqa: E402
+from megatron.engine.schedule import AnnealingLR  # noqa: E402
 from megatron.engine.start import choose_start  # noqa: E402
 from megatron.parallel import build_groups  # noqa: E402
 
@@ -115,6 +117,21 @@ def test_another_batch_size_is_told(finished):
         text = choose_start(config, ALONE, 24).text
         assert ("train_batch_size is 8, and was 4 until now" in text) == said
         assert f"resuming from {finished[1] / 'global_step6'}" in text
+
+
+def test_another_runs_folder_is_read_and_never_written(finished, tmp_path, monkeypatch):
+    """Its checkpoint is converted where this job saves, which may be the one place it can write."""
+    seen = []
+    monkeypatch.setattr(universal, "restore", lambda *args: seen.append(args[2:4]))
+    config = load_config([finished[0]], [f"save={tmp_path / 'own'}"])
+    start = choose_start(config, ALONE, 24)
+    record = checkpoint.read_record(finished[1], "global_step6")
+    layout = record["layout"] | {"data_parallel_size": 2}
+    about = {"layout": layout, "cuts": {}, "model": record["model"], "data": record["data"]}
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+    start.finish(None, AnnealingLR(optimizer, schedule_of(config)), ALONE, about)
+    ((source, scratch),) = seen
+    assert source == finished[1] / "global_step6" and scratch.parent == tmp_path / "own"
 
 
 def test_train_stops_at_damage_and_goes_on_when_told(finished, copy):
