@@ -11,6 +11,10 @@ CYCLES = 2_000_000
 """Of a GPU's clock in a millisecond, roughly, and rather too many."""
 
 
+LASTING = ("an illegal", "misaligned address", "launch failure", "device-side assert")
+"""In CUDA's messages about errors that every later call meets too."""
+
+
 class Clock:
     """Milliseconds that the device works on a call, the L2 cache cold.
 
@@ -79,6 +83,11 @@ def tidy(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def broken(error: Exception) -> bool:
+    """Whether the device will answer nothing more to this process."""
+    return any(words in str(error) for words in LASTING)
 
 
 def reason(error: Exception) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import triton
-from attention_clock import Clock, reason, tidy
+from attention_clock import Clock, broken, reason, tidy
 from attention_report import GOALS, write
 from attention_variants import Variant, make_inputs, published_constants, variants
 
@@ -38,6 +38,8 @@ RESULTS = ("out", "dq", "dk", "dv", "dtheta")
 MILLISECONDS = 400.0
 """What the repetitions of one variant may take in a group, forward or both."""
 FEWEST = 3
+SLOW = 1000.0
+"""Milliseconds from which one repetition must do."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def run(args: argparse.Namespace) -> None:
     begun = time.monotonic()
     deadline = begun + 60 * args.minutes
     dtype, groups = DTYPES[args.dtype], plan(args)
-    names = sorted({name for group in groups for name in group.names})
+    names = {name for group in groups for name in group.names}
+    names = sorted(names, key=lambda name: (variants()[name].is_flex, name))  # what may fail last
     report["accuracy"] = accuracy(
         *(names, groups[0], args.heads, args.tokens, dtype, device, report)
     )
@@ -89,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
         tidy(device)
         published_constants.cache_clear()
         flex.causal_mask.cache_clear()
-        torch._dynamo.reset()
+        if number:  # the first group's size is that of ``accuracy``: compiled already
+            torch._dynamo.reset()
         measure(group, number, args, dtype, clock, deadline, report)
         done += len(group.names)
         write(report, args.out)
@@ -115,7 +119,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 def setting(args: argparse.Namespace, device: torch.device) -> dict:
     """What a reader must know to judge or repeat the run."""
     cuda = device.type == "cuda"
-    own = [part for part in sys.argv[1:] if not Path(part).is_absolute()]
+    own = [part if not Path(part).is_absolute() else Path(part).name for part in sys.argv[1:]]
     return {
         "device": torch.cuda.get_device_name(device) if cuda else "Triton's interpreter",
         "capability": list(torch.cuda.get_device_capability(device)) if cuda else None,
@@ -161,9 +165,9 @@ def measure(
         for what, function in (("forward", inputs.forward), ("forward_backward", inputs.both)):
             call = bound(function, variant)
             try:
-                found = warm(call, clock, args.repeats)
+                found = warm(call, clock, args.repeats, deadline)
             except Exception as error:  # refused, or too large: another variant may still do
-                if "CUDA error" in str(error):
+                if broken(error):
                     write(report, args.out)
                     raise
                 skip(name, what, reason(error))
@@ -191,11 +195,17 @@ def bound(function, variant: Variant):
     return lambda: function(variant)
 
 
-def warm(call, clock: Clock, repeats: int) -> tuple[float, int]:
+def warm(call, clock: Clock, repeats: int, deadline: float) -> tuple[float, int]:
     """(milliseconds that the host takes, repetitions worth their time), after compiling."""
-    for _ in range(2):
-        call()
+    call()
     clock.wait()
+    begun = time.perf_counter()
+    host = clock.host_ms(call)
+    whole = 1e3 * (time.perf_counter() - begun)
+    if whole > SLOW:
+        if time.monotonic() + 2e-3 * whole > deadline:
+            raise TimeoutError(f"one call takes {1e-3 * whole:.0f} s: no time left for more")
+        return host, 1
     host = clock.host_ms(call)
     once = clock.device_ms(call, host)
     return host, max(min(FEWEST, repeats), min(repeats, int(MILLISECONDS / max(once, 1e-3))))
@@ -245,6 +255,8 @@ def accuracy(
         try:
             got, true = inputs.both(variant), exact.both(truth)
         except Exception as error:
+            if broken(error):
+                raise
             row = {"group": -1, "variant": name, "what": "accuracy", "why": reason(error)}
             report["skipped"].append(where | row)
             continue

@@ -5,10 +5,10 @@ neighbour that is at least 1% faster is the next tile, until there is none. That
 two of compilations a pass where a grid would take hundreds. A time is the median of device times
 (``attention_clock``), as a fraction of the starting tile's, summed over two lengths; backward
 passes are timed together, one of them changing. Every accepted tile is checked: its results are
-those of the committed tiles up to rounding.
+those of the committed tiles up to rounding. All neighbours are compiled first, side by side.
 
 Ordinary rows are found with kerple_log, heavy ones with kerple_power_add_mul, the tile of ``table``
-with rpe. After every row attention_tiles.md is written anew. Before a row is committed,
+with rpe. After every pass attention_tiles.md is written anew. Before a row is committed,
 ``python tools/compile_kernels.py`` must accept it: it refuses tiles that spill.
 """
 
@@ -18,12 +18,16 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
-from attention_clock import Clock, reason, tidy
+from attention_clock import Clock, broken, reason, tidy
 from attention_gpu import DTYPES, device_of
 from attention_variants import make_inputs
 from torch import Tensor
@@ -79,6 +83,17 @@ class Problem:
     def exact(self) -> tuple[Tensor, Tensor]:
         return self.forward(self.committed)
 
+    def compile(self, which: str, blocks: Blocks) -> None:
+        """Compile for these tiles, if need be; within ``AsyncCompileMode``, begin to."""
+
+        def warm_up(which, function, programs, tile, setting, q, *args: Any, theta: bool = False):
+            options = launch.keywords(which, setting, tile, q.shape[-1], theta)
+            function.warmup(q, *args, grid=(programs,), **options)
+
+        call = self.call(which)
+        with mock.patch.object(launch, "launch", warm_up):
+            call(blocks)
+
     def ms(self, which: str, blocks: Blocks) -> float:
         """Median time; raises if a result is not that of the committed tiles."""
         function = self.call(which)
@@ -119,12 +134,19 @@ class Search:
         try:
             times = [p.ms(which, replace(self.blocks, **{which: tile})) for p in self.problems]
         except Exception as error:  # too much shared memory, too many registers, ...
-            if "CUDA error" in str(error):
+            if broken(error):
                 raise
             self.log.append(row | {"why": reason(error)})
             return None
         self.log.append(row | {"ms": times, "share": share(times, base or times)})
         return times
+
+    def compile(self, which: str, tiles: list[Tile]) -> None:
+        """Compile for all of them; what cannot be compiled says so when it is to be timed."""
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for tile in tiles:
+                for problem in self.problems:
+                    problem.compile(which, replace(self.blocks, **{which: tile}))
 
     def improve(self, which: str) -> None:
         """Set the best tile found for a pass."""
@@ -135,12 +157,12 @@ class Search:
         seen, best_share = {best}, 1.0
         while True:
             found = best
-            for tile in neighbours(best, which == "table"):
+            new = [tile for tile in neighbours(best, which == "table") if tile not in seen]
+            self.compile(which, new)
+            for tile in new:
                 if time.monotonic() > self.deadline:
                     self.complete = False
                     break
-                if tile in seen:
-                    continue
                 seen.add(tile)
                 times = self.score(which, tile, base)
                 if times and share(times, base) < best_share * WORTH:
@@ -174,7 +196,8 @@ def run(args: argparse.Namespace) -> None:
     deadline = time.monotonic() + 60 * args.minutes
     title = f"{name} (TABLE[{family(capability)}]), {args.dtype}, {args.heads} heads, torch "
     title += f"{torch.__version__}, triton {triton.__version__}"
-    texts, log = [], []
+    found: dict[tuple[int, int, bool], Search] = {}
+    write(found, title, args.out)
     for size in args.head_sizes:
         for heavy, kernel in KERNELS.items():
             if time.monotonic() > deadline:
@@ -183,20 +206,27 @@ def run(args: argparse.Namespace) -> None:
             print(f"{key}, by {kernel}, {deadline - time.monotonic():.0f} s left", flush=True)
             shapes = [(max(1, args.tokens // t), args.heads, t, size) for t in lengths]
             problems = [Problem(kernel, shape, dtype, clock) for shape in shapes]
-            search = Search(problems, problems[0].committed, deadline)
-            for which in PASSES:
+            search = found[key] = Search(problems, problems[0].committed, deadline)
+            for which in (*PASSES, "table") if heavy else PASSES:
+                if which == "table":
+                    search.problems = [Problem("rpe", shape, dtype, clock) for shape in shapes]
                 search.improve(which)
-            if heavy:
-                search.problems = [Problem("rpe", shape, dtype, clock) for shape in shapes]
-                search.improve("table")
-            del problems
+                write(found, title, args.out)
+            search.problems = problems = []
             tidy(device)
-            texts.append(row_text(key, search.blocks))
-            if not search.complete:
-                texts[-1] += "  # the time was up before the search ended"
-            log += [{"row": key, **each} for each in search.log]
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "attention_tiles.json").write_text(json.dumps(log, indent=1) + "\n")
-            page = [f"# Tiles for {title}", "", "```python", *texts, "```", ""]
-            (args.out / "attention_tiles.md").write_text("\n".join(page))
-    print("\n".join([title, *texts, "Now: python tools/compile_kernels.py, which refuses spills."]))
+    print((args.out / "attention_tiles.md").read_text())
+    print("Now: python tools/compile_kernels.py, which refuses spills.")
+
+
+def write(found: dict[tuple[int, int, bool], Search], title: str, folder: Path) -> None:
+    """attention_tiles.json, every tile tried, and .md, the rows."""
+    texts, log = [], []
+    for key, search in found.items():
+        texts.append(row_text(key, search.blocks))
+        if not search.complete:
+            texts[-1] += "  # the time was up before the search ended"
+        log += [{"row": key, **each} for each in search.log]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "attention_tiles.json").write_text(json.dumps(log, indent=1) + "\n")
+    page = [f"# Tiles for {title}", "", "```python", *texts, "```", ""]
+    (folder / "attention_tiles.md").write_text("\n".join(page))

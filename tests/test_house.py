@@ -107,6 +107,27 @@ def test_gpu_tests_skip_without_cuda_and_say_what_runs_them(repo_root, tmp_path)
     assert "`python -m pytest -m gpu`" in done.stdout
 
 
+ABSENT = ("deepspeed", "pydantic", "yaml", "hypothesis", "tokenizers", "matplotlib", "wandb")
+
+
+def test_gpu_tests_are_collected_where_there_is_little_more_than_torch(repo_root, tmp_path):
+    """As on a bare GPU machine; those that train with the engine say what they need."""
+    text = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-p", "no:hypothesispytest"],
+        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path),
+             "PYTHONPATH": str(tmp_path)},
+        cwd=repo_root, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    present = {f"tests/gpu/{path.name}" for path in (repo_root / "tests" / "gpu").glob("test_*.py")}
+    assert files == present - {"tests/gpu/test_gpu_engine.py"}
+    assert "needs requirements.txt (deepspeed" in done.stdout
+
+
 def test_the_licence_is_apache_2(repo_root: Path):
     text = (repo_root / "LICENSE").read_text()
     assert "Apache License\n                           Version 2.0, January 2004" in text

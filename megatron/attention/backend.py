@@ -41,7 +41,8 @@ class Backend:
 
     Attributes:
         name: as in ``attention_backend``.
-        function: called as in :class:`megatron.attention.choice.AttentionFn`.
+        function: called as in :class:`megatron.attention.choice.AttentionFn`, without the keys
+            that no query sees: S = query_offset + T.
         refusal: why it does not serve a use, or None.
         remark: what to know when it serves one, for the log.
         grouped: whether it takes fewer key heads than query heads as they are.
@@ -61,3 +62,32 @@ def weighted(pos: PositionalEmbedding) -> bool:
     if pos.kind != "distance":
         return False
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
+
+
+class NoSecond(torch.autograd.Function):
+    """What ``run`` returns, differentiable in ``tensors`` as far as autograd can see."""
+
+    @staticmethod
+    def forward(ctx, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:
+        return run()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "this attention backend has no second derivative: use attention_backend eager"
+        )
+
+
+def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Mark a backward pass that has no derivative of its own: differentiating it is an error.
+
+    torch's ``once_differentiable`` says so only where the output's gradient depends on something;
+    else what was to be differentiated again would be a constant, in silence.
+    """
+
+    def marked(ctx, grad: Tensor) -> tuple:
+        if not torch.is_grad_enabled():  # as nearly always: create_graph was not asked for
+            return backward(ctx, grad)
+        return NoSecond.apply(lambda: backward(ctx, grad), grad, *ctx.saved_tensors)
+
+    return marked

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.attention.backend import Backend
+from megatron.attention.backend import Backend, first_order
 from megatron.attention.tiles import Tile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 from megatron.positional import PositionalEmbedding
@@ -50,9 +49,7 @@ def blocked(
     query_offset: int,
 ) -> Tensor:
     """See :class:`megatron.attention.choice.AttentionFn`."""
-    heads, queries = q_BHTE.shape[1:3]
-    keys = query_offset + queries  # no query sees a later key
-    k_BHSE, v_BHSE = k_BHSE[:, :, :keys], v_BHSE[:, :, :keys]
+    heads, keys = q_BHTE.shape[1], k_BHSE.shape[2]
     dtype, device = torch.promote_types(q_BHTE.dtype, torch.float32), q_BHTE.device
     bias_HS = weight_HS = None
     if pos.kind == "distance":
@@ -83,7 +80,7 @@ class BlockedAttention(torch.autograd.Function):
         return blocks.forward(kept)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_BHTE):
         *inputs, kept = ctx.saved_tensors
         gradients = Blocks(*inputs, *ctx.values).backward(

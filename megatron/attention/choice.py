@@ -72,7 +72,8 @@ class AttentionFn:
             dropout_p: probability of dropping a softmax weight; draws from the default generator
                 of q's device.
             query_offset: position of the first query; keys are at 0 ... S-1, and every query's own
-                key must be among them (query_offset + T <= S). Later keys are never seen.
+                key must be among them (query_offset + T <= S). Later keys are never seen, whatever
+                they hold: room in a cache need not be filled.
         """
         backend = BACKENDS[self.name]
         check(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset)
@@ -89,6 +90,9 @@ class AttentionFn:
         if beyond != self.use and (why := refusal(backend, beyond)):
             raise refused(self.name, why, beyond)
         group = q_BHTE.shape[1] // k_BKSE.shape[1]
+        seen = query_offset + q_BHTE.shape[2]
+        if seen < k_BKSE.shape[2]:  # there may be anything, even NaN, which times 0 is NaN
+            k_BKSE, v_BKSE = k_BKSE[:, :, :seen], v_BKSE[:, :, :seen]
         if group > 1 and not backend.grouped:
             k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
         with torch.autocast(q_BHTE.device.type, enabled=False):
@@ -217,6 +221,13 @@ def check(
     if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
         raise AttentionError(
             f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
+        )
+    if theta_HN is not None and theta_HN.device != q_BHTE.device:
+        raise AttentionError(f"theta is on {theta_HN.device}, but q on {q_BHTE.device}")
+    if not q_BHTE.device == k_BKSE.device == v_BKSE.device:
+        raise AttentionError(
+            f"q, k and v must be on one device, not {q_BHTE.device}, {k_BKSE.device}, "
+            f"{v_BKSE.device}"
         )
     if not scale > 0.0:
         raise AttentionError(f"scale must be above 0, not {scale}")

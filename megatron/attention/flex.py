@@ -114,7 +114,9 @@ def causal_mask(queries: int, keys: int, offset: int, device: torch.device) -> A
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i + offset >= j
 
-    return create_block_mask(seen, None, None, queries, keys, device=str(device))
+    # Kept for later calls, whose backward pass could not save tensors of inference mode.
+    with torch.inference_mode(False):
+        return create_block_mask(seen, None, None, queries, keys, device=str(device))
 
 
 @lru_cache(maxsize=2)

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.attention.backend import Backend, Use
+from megatron.attention.backend import Backend, Use, first_order
 from megatron.attention.formula import Unreadable, read
 from megatron.positional import PositionalEmbedding
 
@@ -110,7 +109,7 @@ class FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         from megatron.kernels import launch
 

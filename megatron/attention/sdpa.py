@@ -31,9 +31,7 @@ def sdpa(
     query_offset: int,
 ) -> Tensor:
     """See :class:`megatron.attention.choice.AttentionFn`."""
-    queries, device = q_BHTE.shape[2], q_BHTE.device
-    keys = query_offset + queries  # no query sees a later key
-    k_BHSE, v_BHSE = k_BHSE[:, :, :keys], v_BHSE[:, :, :keys]
+    queries, keys, device = q_BHTE.shape[2], k_BHSE.shape[2], q_BHTE.device
     options = {"scale": scale, "dropout_p": dropout_p}
     if pos.kind != "distance" and (query_offset == 0 or queries == 1):
         causal = query_offset == 0

@@ -95,6 +95,15 @@ def constants(
     return values
 
 
+def keywords(
+    which: str, setting: Setting, tile: Tile, head_size: int, theta: bool
+) -> dict[str, Any]:
+    """Keyword arguments of a launch: compile-time values, and how to compile."""
+    dropout = setting.dropout_p > 0.0
+    values = constants(which, setting.functions, tile, head_size, dropout=dropout, theta=theta)
+    return values | {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
+
+
 def rows_contiguous(x: Tensor) -> Tensor:
     """The passes step through heads, sequences and positions by strides, through E one by one;
     within a tile by 32 bits."""
@@ -119,15 +128,9 @@ def launch(
 ) -> None:
     """Start a pass on q's device, which need not be the current one."""
     LAUNCHES[which] += 1
-    dropout, size = setting.dropout_p > 0.0, q_BHTE.shape[-1]
+    options = keywords(which, setting, tile, q_BHTE.shape[-1], theta)
     with torch.cuda.device(q_BHTE.device) if q_BHTE.is_cuda else contextlib.nullcontext():
-        function[(programs,)](
-            *(q_BHTE, *args),
-            **constants(which, setting.functions, tile, size, dropout=dropout, theta=theta),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **OPTIONS,
-        )
+        function[(programs,)](q_BHTE, *args, **options)
 
 
 def strides(*tensors: Tensor) -> list[int]:

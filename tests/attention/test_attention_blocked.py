@@ -95,8 +95,10 @@ def test_backward_twice():
     pos, inputs, grad = make("kerple_log", 2, 2, 40, 40, 8)
     out = attend(*inputs[:3], pos, inputs[3], scale=0.35, dropout_p=0.2, backend="blocked")
     first = torch.autograd.grad(out, inputs, grad, retain_graph=True)
-    second = torch.autograd.grad(out, inputs, grad)
+    second = torch.autograd.grad(out, inputs, grad, create_graph=True)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(second[0].sum(), inputs[1])
 
 
 def test_numerical_gradient():

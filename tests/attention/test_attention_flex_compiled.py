@@ -53,3 +53,11 @@ def test_gradients_of_the_compiled_function(name, monkeypatch):
     assert joint, "no backward pass was traced"
     for graph in joint:
         validate_joint_graph(graph)
+
+
+def test_an_evaluation_in_inference_mode_may_come_first():
+    """What it leaves for later calls can be saved for their backward passes."""
+    flex.causal_mask.cache_clear()
+    with torch.inference_mode():
+        mask = flex.causal_mask(40, 40, 0, torch.device("cpu"))
+    assert not mask.kv_indices.is_inference()

@@ -107,10 +107,12 @@ def test_what_is_served_is_right(name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["kerple_log", "alibi", "rpe", "none"])
 def test_offsets_later_keys_and_shared_key_heads(name, backend):
-    """Three queries of two heads for each key head, at position 7 of 14 keys."""
+    """Three queries of two heads for each key head, at position 7 of 14 keys, of which the last
+    four are a cache's room, never written to."""
     pos = load(name)
     q = torch.randn(2, 4, 3, E, device=HERE)
     k, v = torch.randn(2, 2, 2, 14, E, device=HERE).unbind()
+    k[:, :, 10:] = v[:, :, 10:] = torch.nan
     theta = [(pos.initial_theta(4) + 0.05).to(HERE)] if pos.kind == "distance" else []
     use = {"device_type": HERE, "training": False}
     for queries in (q, q[:, :, :1]):

@@ -13,6 +13,8 @@ from megatron.attention import attend
 from megatron.positional import PositionalEmbedding, load
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTH, SIZE = (333, 64) if DEVICE == "cuda" else (40, 16)
+"""Positions and head size where a test needs a few tiles and a tail, no more."""
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 5e-3}
 """By dtype, in the interpreter, which is wrong in bf16."""
 

@@ -137,9 +137,15 @@ def test_goals_beside_what_was_measured():
 class Bowl:
     """Times with a minimum at M = 128, N = 32, 8 warps, 2 stages; five stages do not fit."""
 
+    compiled: list[Blocks] = []
+
+    def compile(self, which: str, blocks: Blocks) -> None:
+        self.compiled.append(blocks)
+
     def ms(self, which: str, blocks: Blocks) -> float:
         tile = getattr(blocks, which)
         assert tile.M * tile.N <= 128 * 128
+        assert blocks in self.compiled or tile == Tile(64, 128, 4, 4)
         if tile.stages == 5:
             raise RuntimeError("out of resource: shared memory")
         return 1.0 + abs(tile.M - 128) + abs(tile.N - 32) + (8 - tile.warps) + abs(tile.stages - 2)
@@ -156,6 +162,16 @@ def test_the_search_walks_to_the_best_tile():
     search.deadline = 0.0
     search.improve("query")
     assert search.blocks.query == blocks.query and not search.complete
+
+
+def test_a_search_in_the_interpreter(tmp_path):
+    """The time is up after the committed tiles' own times: every pass of a row has been called."""
+    shown = benchmark(*TINY, "--tiles", "--minutes", "0.001", "--out", str(tmp_path))
+    page = (tmp_path / "attention_tiles.md").read_text()
+    committed = row_text((4, 16, False), Blocks(*[Tile(16, 16, 4, 1)] * 4))
+    assert committed + "  # the time was up" in page and page in shown
+    log = json.loads((tmp_path / "attention_tiles.json").read_text())
+    assert {row["pass"] for row in log if row["ms"]} >= {"forward", "query", "key"}
 
 
 def test_rows_are_as_in_the_committed_table():
