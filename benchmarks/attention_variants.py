@@ -103,7 +103,9 @@ def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
     score_mod = flex.score_mod_of(LOG, theta_HN, 0, length, table=True)
     mask = flex.causal_mask(length, length, 0, q.device)
     function = flex.function_for(q.device.type)
-    return function(q, k, v, score_mod=score_mod, block_mask=mask, scale=q.shape[-1] ** -0.5)
+    size = q.shape[-1]
+    options = {"scale": size**-0.5, "kernel_options": flex.kernel_options(LOG, size, table=True)}
+    return function(q, k, v, score_mod=score_mod, block_mask=mask, **options)
 
 
 @lru_cache(maxsize=1)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Use
-from megatron.attention.formula import Unreadable, read, torch_function
+from megatron.attention.backend import Backend, Use, weighted
+from megatron.attention.formula import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
 
 
@@ -52,6 +52,7 @@ def flex(
         "block_mask": mask,
         "scale": scale,
         "enable_gqa": q_BHTE.shape[1] != k_BKSE.shape[1],
+        "kernel_options": kernel_options(pos, q_BHTE.shape[-1]),
     }
     return function_for(q_BHTE.device.type)(*inputs, **options)
 
@@ -66,10 +67,7 @@ def score_mod_of(
     """
     if pos.kind != "distance":
         return None
-    try:
-        formula = None if table else read(pos)
-    except Unreadable:
-        formula = None
+    formula = None if table else formula_of(pos)
     if formula is None:
         return tabulated(pos, theta_HN, offset, length)
 
@@ -104,6 +102,27 @@ def tabulated(
         return score if bias_HS is None else score + bias_HS[h, d]
 
     return score_mod
+
+
+def formula_of(pos: PositionalEmbedding) -> Formula | None:
+    """The expression of b and w; None where they must be looked up."""
+    try:
+        return read(pos)
+    except Unreadable:
+        return None
+
+
+def kernel_options(pos: PositionalEmbedding, size: int, table: bool = False) -> dict | None:
+    """What torch does not choose well by itself, for heads of ``size``.
+
+    What is looked up is copied ahead like keys and values, a tile [128, 128] of fp32 for each stage
+    of the loop: with torch's three stages, more shared memory than an H100 has (torch 2.11).
+    """
+    if pos.kind != "distance" or not (table or formula_of(pos) is None):
+        return None
+    if size > 64 or weighted(pos):
+        return {"fwd_num_stages": 1, "bwd_num_stages": 2}
+    return {"fwd_num_stages": 2}
 
 
 @lru_cache(maxsize=8)

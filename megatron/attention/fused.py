@@ -55,6 +55,9 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     return functions, "evaluated in registers"
 
 
+# torch.compile leaves the call as it is: it would follow the formula's reading into sympy.
+# (torch.compiler.disable says the same, but imports the compiler here already: a second or two.)
+@torch._disable_dynamo
 def fused(
     q_BHTE: Tensor,
     k_BKSE: Tensor,

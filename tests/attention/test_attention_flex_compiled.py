@@ -61,3 +61,12 @@ def test_an_evaluation_in_inference_mode_may_come_first():
     with torch.inference_mode():
         mask = flex.causal_mask(40, 40, 0, torch.device("cpu"))
     assert not mask.kv_indices.is_inference()
+
+
+@pytest.mark.parametrize("size,stages", [(64, {"fwd": 2}), (128, {"fwd": 1, "bwd": 2})])
+def test_what_is_looked_up_is_not_copied_three_stages_ahead(size, stages):
+    options = {f"{key}_num_stages": value for key, value in stages.items()}
+    assert flex.kernel_options(load("rpe"), size) == options
+    assert flex.kernel_options(load("kerple_log"), size, table=True) == options
+    assert flex.kernel_options(load("kerple_log"), size) is None
+    assert flex.kernel_options(load("none"), size, table=True) is None

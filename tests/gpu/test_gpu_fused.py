@@ -13,6 +13,7 @@ import torch
 from cases import LENGTH, check, make
 from test_kernels_edges import (  # noqa: F401
     test_any_strides_and_alignment,
+    test_in_a_compiled_model,
     test_large_scores_do_not_overflow,
     test_later_keys_may_hold_anything,
     test_nothing_to_do,

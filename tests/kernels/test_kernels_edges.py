@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import DEVICE, LENGTH, SIZE, TOLERANCE, assert_close, check, make
 
-from megatron.attention import AttentionError, attend
+from megatron.attention import AttentionError, attend, choose
 from megatron.positional import load, names
 
 DISTANCE = [name for name in names() if load(name).kind == "distance"]
@@ -142,6 +142,28 @@ def test_ways_of_calling(name):
     for gradient in twice[: len(case.inputs)]:
         with pytest.raises(NotImplementedError, match="no second derivative: use"):
             torch.autograd.grad(gradient.sum(), case.inputs[0], retain_graph=True)
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "rpe"])
+def test_in_a_compiled_model(name):
+    """torch.compile leaves the call as it is, and takes what is before and after it."""
+    case, seen = make(name, 1, 2, 20, SIZE), []
+    chosen = choose("fused", case.pos, device_type=DEVICE, dtype=torch.float32, head_size=SIZE)
+
+    def function(q, k, v, theta):
+        return (chosen(q * 2, k, v, case.pos, theta, scale=0.35) + 1) * 3
+
+    def compiler(graph, inputs):
+        seen.append(str(graph.graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    results = []
+    for call in (function, torch.compile(function, backend=compiler)):
+        out = call(*case.inputs)
+        results.append([out, *torch.autograd.grad(out, case.inputs, case.grad)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert "mul" in seen[0] and "add" in seen[-1]
 
 
 def test_tensors_on_different_devices_are_refused():
