@@ -25,7 +25,7 @@ def test_theta_at_its_bounds(name, edge, dtype):
     case = make(name, 1, 2, LENGTH, SIZE, dtype=dtype)
     bound = case.pos.bounds()[edge == "high"].clamp(max=3.0)
     case.inputs[3] = bound.expand(2, -1).clone().to(DEVICE).requires_grad_()
-    check(case)
+    check(case, scale=SIZE**-0.5)
 
 
 @pytest.mark.parametrize("name", DISTANCE)
@@ -49,7 +49,8 @@ def test_the_layout_a_model_gives(name, dtype):
         leaf = x.to(wide, copy=True).requires_grad_()
         theta = [rows.detach().to(torch.float64).requires_grad_() for rows in case.inputs[3:]]
         q, k, v = leaf.unflatten(-1, (3, 3 * SIZE)).transpose(1, 2).chunk(3, dim=-1)
-        out = attend(q, k, v, case.pos, *theta, scale=0.35, backend=backend).transpose(1, 2)
+        options = {"scale": SIZE**-0.5, "backend": backend}
+        out = attend(q, k, v, case.pos, *theta, **options).transpose(1, 2)
         assert backend == "eager" or out.is_contiguous()  # as the next projection wants it
         grad = case.grad.transpose(1, 2).to(wide)
         grads.append([out, *torch.autograd.grad(out, (leaf, *theta), grad)])
@@ -92,11 +93,16 @@ def test_later_keys_may_hold_anything(name):
 
 
 def test_large_scores_do_not_overflow():
+    """One weight is nearly 1: in 16 bits theta's gradient is a rest of what rounding leaves."""
     for dtype, tolerance in TOLERANCE.items():
         case = make("kerple_log", 1, 2, LENGTH, SIZE, dtype=dtype)
         case.inputs[0] = (case.inputs[0].detach() * 100).requires_grad_()
-        assert all(x.isfinite().all() for x in case.run("fused"))
-        check(case, 1e-3 if dtype == torch.float32 else 2 * tolerance)
+        got, exact = case.run("fused"), case.run("eager", torch.float64)
+        assert all(x.isfinite().all() for x in got)
+        if dtype == torch.float32:
+            assert_close(got, exact, 1e-3)
+        else:
+            assert_close(got[:4], exact[:4], 2 * tolerance)
 
 
 def test_nothing_to_do():
