@@ -9,7 +9,7 @@ those of the committed tiles up to rounding. All neighbours are compiled first, 
 
 Ordinary rows are found with kerple_log, heavy ones with kerple_power_add_mul, the tile of ``table``
 with rpe. After every pass attention_tiles.md is written anew. Before a row is committed,
-``python tools/compile_kernels.py`` must accept it: it refuses tiles that spill.
+``python tools/compile_kernels.py --changed`` must accept it: it refuses tiles that spill.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> None:
             search.problems = problems = []
             tidy(device)
     print((args.out / "attention_tiles.md").read_text())
-    print("Now: python tools/compile_kernels.py, which refuses spills.")
+    print("Now: python tools/compile_kernels.py --changed, which refuses spills.")
 
 
 def write(found: dict[tuple[int, int, bool], Search], title: str, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Compile the fused attention passes ahead of time, without a GPU, and say what they occupy.
 
     python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
+    python tools/compile_kernels.py --changed        # those whose tile is not the CSV's any more
     python tools/compile_kernels.py --sample         # the dozen that the tests compile
     python tools/compile_kernels.py --source kerple_log
 
@@ -23,6 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -37,11 +39,12 @@ from triton.compiler import compile as compile_kernel
 
 from megatron.attention.fused import functions_of
 from megatron.kernels.backward import key_pass, query_pass
-from megatron.kernels.blocks import SHARED_MEMORY, TABLE, look_up, padded
+from megatron.kernels.blocks import SHARED_MEMORY, TABLE, Tile, look_up, padded
+from megatron.kernels.formula import DeviceFunctions
 from megatron.kernels.forward import forward_pass
 from megatron.kernels.launch import OPTIONS, constants
 from megatron.kernels.table import table_pass
-from megatron.positional import load
+from megatron.positional import PositionalEmbedding, load
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")
 TARGETS = (80, 86, 90)
@@ -113,12 +116,47 @@ def variants(sample: bool) -> Iterator[Variant]:
                 yield Variant(target, kernel, dtype, size, which)
 
 
+@lru_cache
+def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions]:
+    pos = load(name)
+    return pos, functions_of(pos)[0]
+
+
+def tile_of(variant: Variant) -> Tile:
+    """The committed choice."""
+    itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
+    _, functions = kernel_of(variant.kernel)
+    return getattr(look_up(TABLE[variant.target], itemsize, size, functions.heavy), variant.which)
+
+
+def read_rows(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        _, *lines = csv.reader(file)
+    kinds = [field.type for field in fields(Row)]
+    return [
+        Row(*(int(x) if kind == "int" else x for x, kind in zip(line, kinds, strict=True)))
+        for line in lines
+    ]
+
+
+def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
+    """Rows that compiling anew would give again, if the passes have not changed."""
+    written = {
+        (row.target, row.kernel, row.dtype, row.head_size, row.which): row
+        for row in rows
+        if row.triton == triton.__version__
+    }
+    return {
+        variant: row
+        for variant in wanted
+        if (row := written.get((f"sm_{variant.target}", *astuple(variant)[1:])))
+        and (row.M, row.N, row.warps, row.stages) == astuple(tile_of(variant))
+    }
+
+
 def build(variant: Variant) -> Row:
     """Compile one pass as a launch would, with aligned pointers and strides."""
-    pos, dtype = load(variant.kernel), DTYPES[variant.dtype]
-    functions, _ = functions_of(pos)
-    rows, size = TABLE[variant.target], padded(variant.head_size)
-    tile = getattr(look_up(rows, dtype.itemsize, size, functions.heavy), variant.which)
+    tile, (pos, functions) = tile_of(variant), kernel_of(variant.kernel)
     fixed = {"group": 1} | constants(
         variant.which, functions, tile, variant.head_size, dropout=False, theta=pos.learnable
     )
@@ -166,6 +204,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", action="store_true", help="only a dozen variants")
+    parser.add_argument("--changed", action="store_true", help="keep the CSV's rows of these tiles")
     parser.add_argument("--out", type=Path, help="CSV to write (all variants: the committed one)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--source", metavar="POS_EMB", help="print its device functions and stop")
@@ -174,11 +213,14 @@ def main() -> int:
         functions, how = functions_of(load(args.source))
         print(f"# {args.source}: {how}\n\n{functions.source}".rstrip())
         return 0
-    rows: list[Row] = []
+    wanted = list(variants(args.sample))
+    found = unchanged(read_rows(CSV), wanted) if args.changed else {}
+    missing = [variant for variant in wanted if variant not in found]
     with ProcessPoolExecutor(args.jobs) as pool:
-        for row in pool.map(build, variants(args.sample), chunksize=4):
-            rows.append(row)
+        for variant, row in zip(missing, pool.map(build, missing, chunksize=4), strict=True):
+            found[variant] = row
             print(",".join(str(value) for value in astuple(row)), flush=True)
+    rows = [found[variant] for variant in wanted]
     out = args.out or (None if args.sample else CSV)
     if out:
         with out.open("w", newline="") as file:
@@ -186,7 +228,7 @@ def main() -> int:
             writer.writerow(["pass" if f.name == "which" else f.name for f in fields(Row)])
             writer.writerows(astuple(row) for row in rows)
     wrong = [row.wrong for row in rows if row.wrong]
-    print(f"{len(rows)} kernels compiled" + "".join(f"\n{text}" for text in wrong), file=sys.stderr)
+    print("\n".join([f"{len(missing)} kernels compiled", *wrong]), file=sys.stderr)
     return 1 if wrong else 0
 
 

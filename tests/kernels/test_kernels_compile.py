@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 import compile_kernels as tool  # noqa: E402
 
 WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-
-
-def rows_of(path: Path) -> list[tool.Row]:
-    with path.open(newline="") as file:
-        header, *lines = csv.reader(file)
-    assert header == ["pass" if f.name == "which" else f.name for f in fields(tool.Row)]
-    kinds = [f.type for f in fields(tool.Row)]
-    return [
-        tool.Row(*(int(x) if kind == "int" else x for x, kind in zip(line, kinds, strict=True)))
-        for line in lines
-    ]
 
 
 @pytest.mark.timeout(600)
@@ -41,14 +29,14 @@ def test_a_dozen_variants_compile_and_spill_nothing(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = rows_of(tmp_path / "x.csv")
+    rows = tool.read_rows(tmp_path / "x.csv")
     assert len(tool.SAMPLE) == 12 and len(rows) == len(list(tool.variants(sample=True))) == 38
     assert all(32 <= row.registers <= 255 and row.shared > 0 for row in rows)
     assert {row.target for row in rows} == {"sm_80", "sm_86", "sm_90"}
 
 
 def test_the_committed_table_is_whole_and_clean():
-    rows = rows_of(tool.CSV)
+    rows = tool.read_rows(tool.CSV)
     listed = [(f"sm_{v.target}", v.kernel, v.which, v.dtype, v.head_size)
               for v in tool.variants(sample=False)]  # fmt: skip
     assert [astuple(row)[1:6] for row in rows] == listed, "run tools/compile_kernels.py"
@@ -56,17 +44,14 @@ def test_the_committed_table_is_whole_and_clean():
     assert len({row.triton for row in rows}) == 1
 
 
-def test_the_committed_table_is_of_the_present_tiles():
-    heavy_of = {name: tool.functions_of(tool.load(name))[0].heavy for name in tool.KERNELS}
-    for row in rows_of(tool.CSV):
-        family = int(row.target.removeprefix("sm_"))
-        size = tool.padded(row.head_size)
-        rows = tool.TABLE[family]
-        tile = getattr(
-            tool.look_up(rows, tool.DTYPES[row.dtype].itemsize, size, heavy_of[row.kernel]),
-            row.which,
-        )
-        assert (row.M, row.N, row.warps, row.stages) == astuple(tile), f"{row}: compile anew"
+def test_the_committed_table_is_of_the_present_tiles(monkeypatch):
+    rows, wanted = tool.read_rows(tool.CSV), list(tool.variants(sample=False))
+    monkeypatch.setattr(tool.triton, "__version__", rows[0].triton)
+    assert list(tool.unchanged(rows, wanted).values()) == rows, "compile anew"
+    changed = replace(rows[7], stages=rows[7].stages + 1)
+    assert list(tool.unchanged([*rows[:7], changed, *rows[8:]], wanted)) == wanted[:7] + wanted[8:]
+    monkeypatch.setattr(tool.triton, "__version__", "another")
+    assert not tool.unchanged(rows, wanted)
 
 
 def test_a_bad_row_is_seen():
