@@ -59,6 +59,10 @@ class Tokenizer(ABC):
         """The dtype of ids in shards."""
         return best_dtype(self.vocab_size)
 
+    def load(self) -> None:  # noqa: B027  most have nothing to build
+        """Build now what the first text would wait for: before processes are forked that share
+        it."""
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
