@@ -110,6 +110,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             f"give either a corpus ({BUILTIN[0]}, openwebtext2, ...) or --input FILES with --name "
             "NAME"
         )
+    if arguments.dataset and os.path.exists(arguments.dataset) and arguments.dataset not in CORPORA:
+        parser.error(f"{arguments.dataset}: files are given by --input FILES --name NAME")
     builtin = (arguments.dataset or "").startswith(PREFIX)
     if builtin and (flag := _without_effect(arguments, parser)):
         parser.error(f"{arguments.dataset}: {flag} does not go with it; leave it out")

@@ -60,6 +60,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: at least 1")
+    if not args.run.is_dir():
+        parser.error(f"{args.run}: no such folder; name the `save` folder of a run")
     with user_errors() as outcome:
         print(f"written to {reshape(args.run, args.out, args.tag, args.workers)}")
     return outcome.code

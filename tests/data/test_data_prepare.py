@@ -157,6 +157,8 @@ def test_faulty_input(run, tmp_path, arguments, message):
         (("--input", "a.txt", "--name", "b/c"), 2, "--name b/c: is a name, not a path"),
         (("builtin:python-stdlib", "--name", "x"), 2, "does not go with it"),
         (("--input", "a.txt", "--name", "x", "--partition", "3/2"), 2, "write I/N with 1 <= I"),
+        (("file",), 2, "file: files are given by --input FILES --name NAME"),
+        (("--input", "file.txt", "--name", "x", "-d", "file/x"), 1, "would lie in one; name a f"),
         (("builtin:python-stdlib", "--no-append-eod"), 2, "--no-append-eod does not go with it"),
         (("--input", "a.txt", "--name", "x", "-v", "v.json"), 2, "v.json: which tokenizer is it"),
         (("openwebtext2", "--mirror", "localhost"), 2, "--mirror localhost: is no address; write"),
@@ -164,6 +166,7 @@ def test_faulty_input(run, tmp_path, arguments, message):
 )
 def test_wrong_commands(run, tmp_path, arguments, status, message):
     (tmp_path / "file").touch()
+    (tmp_path / "file.txt").write_text("text")
     found, _, err = run(*arguments)
     assert found == status and message in err and "Traceback" not in err
 
