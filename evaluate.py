@@ -26,10 +26,6 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
         parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
-    if args.load and not args.load.is_dir():
-        parser.error(f"--load {args.load}: no such folder; name the `save` folder of a run")
-    if args.out and args.out.exists() and not args.out.is_dir():
-        parser.error(f"--out {args.out}: is a file; name a folder for the results")
     # A rank evaluates the whole model, however the run that trained it was laid out.
     overrides = [*args.overrides, "pipe_parallel_size=1", "model_parallel_size=1"]
     overrides += ["context_parallel_size=1", "sequence_parallel=false"]
@@ -51,6 +47,15 @@ def main() -> int:
     if missing:
         print(f"error: nothing to evaluate; give {' and '.join(missing)}", file=sys.stderr)
         return 2
+    out = args.out or Path(load)
+    try:  # what cannot be written is better known before all is measured
+        if args.out:
+            out.mkdir(parents=True, exist_ok=True)
+        if out.is_dir() and not os.access(out, os.W_OK):
+            raise PermissionError("no permission to write there")
+    except OSError as error:
+        print(f"error: results in {out}: {error}; give --out DIR", file=sys.stderr)
+        return 1
     from megatron.engine.errors import user_errors
     from megatron.engine.extrapolate import evaluate
 

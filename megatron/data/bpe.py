@@ -27,8 +27,9 @@ class HFTokenizer(Tokenizer):
     name = "HFTokenizer"
 
     def __init__(self, vocab_file: str | Path) -> None:
+        content = Path(vocab_file).read_bytes()
         try:
-            text = Path(vocab_file).read_text(encoding="utf-8")
+            text = content.decode("utf-8")
             canonical = json.dumps(json.loads(text), sort_keys=True)
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exceptions
