@@ -3,7 +3,7 @@
 tiktoken merges, at each step, the adjacent pair whose concatenation has the lowest id. For GPT-2's
 own vocabulary the ids follow the order of the merges and this is the same rule; other vocabularies
 are left to `tokenizers`. gigatoken is young, so `CheckedBatches` compares it with the reference as
-long as it runs: on texts made to be difficult, on the first texts of each process (128 KB), and on
+long as it runs: on texts made to be difficult, on the first texts of each process (64 KB), and on
 one in 64 from then on.
 """
 
@@ -32,7 +32,7 @@ _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\
 # Its matcher gives up on longer runs of white space (its stack holds a million places); texts with
 # such a run go through the reference.
 _LONG_RUN = 250_000
-_CHECK_FIRST = 1 << 17  # characters that a process compares at once
+_CHECK_FIRST = 1 << 16  # characters that a process compares at once
 _CHECK_EVERY = 64  # of so many one from then on; not batch by batch: texts of a batch are alike
 _DIFFICULT = (
     "",
