@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results (default: the run folder)")
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
+    if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
+        parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
     # A rank evaluates the whole model, however the run that trained it was laid out.
     overrides = [*args.overrides, "pipe_parallel_size=1", "model_parallel_size=1"]
     overrides += ["context_parallel_size=1", "sequence_parallel=false"]
@@ -38,9 +41,21 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     load = args.load or config.checkpoint.load or config.checkpoint.save
-    if load is None or not config.evaluation.eval_lengths:
-        print("give --load DIR and --lengths L1,L2,... (or `load`, `eval_lengths` in the config)")
+    missing = [] if load else ["--load DIR (or `load` in the config)"]
+    if not config.evaluation.eval_lengths:
+        missing.append("--lengths L1,L2,... (or `eval_lengths` in the config)")
+    if missing:
+        print(f"error: nothing to evaluate; give {' and '.join(missing)}", file=sys.stderr)
         return 2
+    out = args.out or Path(load)
+    try:  # what cannot be written is better known before all is measured
+        if args.out:
+            out.mkdir(parents=True, exist_ok=True)
+        if out.is_dir() and not os.access(out, os.W_OK):
+            raise PermissionError("no permission to write there")
+    except OSError as error:
+        print(f"error: results in {out}: {error}; give --out DIR", file=sys.stderr)
+        return 1
     from megatron.engine.errors import user_errors
     from megatron.engine.extrapolate import evaluate
 
