@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron import entry
 from megatron.config import ConfigError, load_config
 
 
@@ -35,6 +36,11 @@ def main() -> int:
             args.configs, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
         )
     except ConfigError as error:
+        if "RANK" in os.environ:  # perhaps the one process of a job that sees this
+            from megatron.parallel import failure
+
+            if failure.is_member():
+                failure.end_process(str(error), code=2)
         print(error, file=sys.stderr)
         return 2
     load = args.load or config.checkpoint.load or config.checkpoint.save
@@ -50,4 +56,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

@@ -19,6 +19,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron import entry
 from megatron.data.corpora import NAMES, PREFIX, prepare_builtin
 from megatron.data.download import check, download
 from megatron.data.encode import EncodeOptions
@@ -215,6 +216,8 @@ def main(argv: list[str] | None = None) -> int:
             return check_corpora(arguments)
         prefix = prepare(arguments)
         manifest = read_manifest(prefix)
+    except BrokenPipeError:  # of the output: `entry.run` knows
+        raise
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -230,4 +233,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

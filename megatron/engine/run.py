@@ -12,6 +12,7 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
+from megatron.engine.alike import require_alike, settings_of
 from megatron.engine.build import identity_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
@@ -37,11 +38,9 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
     Raises:
         ConfigError, ShardError, CheckpointError, DivergedError: with what to do in the text.
     """
-    groups = distributed.start(backend=config.parallel.distributed_backend, verbose=verbose)
-    try:
+    backend = config.parallel.distributed_backend
+    with distributed.job(backend=backend, verbose=verbose) as groups:
         Job(config, groups, allow_fallback=allow_fallback).run()
-    finally:
-        distributed.stop()
 
 
 class Job:
@@ -58,7 +57,9 @@ class Job:
         self.config, self.groups = config, groups
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
+        require_alike(groups, "config", settings_of(config))
         self.data = JobData(config, groups)
+        require_alike(groups, "text", self.data.identity)
         self.layout = {
             "data_parallel_size": groups.data_size,
             "model_parallel_size": groups.model.size,
@@ -102,6 +103,8 @@ class Job:
             self._announce(log)
             if step < config.training.train_iters:
                 self._train(log)
+                if self.progress.step < config.training.train_iters:
+                    return  # left early: not the end that is evaluated
             if config.training.eval_iters > 0:
                 (self._final_losses if config.training.train_iters else self._evaluate)(log)
             if config.evaluation.eval_lengths:

@@ -24,6 +24,7 @@ import torch
 from deepspeed.checkpoint import constants, ds_to_universal
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 
+from megatron.engine.safe_load import CheckpointError
 from megatron.parallel import Groups
 
 FREE = (
@@ -172,7 +173,14 @@ def restore(
     """
     converted = scratch / source.name
     if groups.is_main:
-        convert(source, converted, record, cuts)
+        try:
+            convert(source, converted, record, cuts)
+        except Exception as error:  # the converter's many, among them those of a full disk
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise CheckpointError(
+                f"{source} cannot be converted to this job's layout in {scratch} "
+                f"({type(error).__name__}: {error}); that takes 24 bytes of disk a parameter"
+            ) from error
     groups.barrier()
     load(engine, converted)
     # Streams of the old ranks fit no new rank: each starts anew, in a way that can be repeated.
