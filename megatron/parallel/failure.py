@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -82,6 +83,7 @@ class Watch:
             first = _own(LOST_TEXT)
         if not first:
             return
+        _heard.update(first)
         time.sleep(GRACE)
         if not (self._over or _ending.is_set()):
             _print(first) if first["rank"] == _rank() else _pass_on(first)
@@ -90,6 +92,8 @@ class Watch:
 
 _ending = threading.Event()
 """This process ends by itself."""
+_heard: Failure = {}
+"""What the watch was told: the store may be gone when it is asked for."""
 
 
 def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
@@ -103,6 +107,8 @@ def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
     """
     _ending.set()
     own = _own(text)
+    if not lost:
+        _tell_launcher(text)
     try:
         _tell(own, lost)
     except RuntimeError:  # no store: nobody to tell, nobody who has told
@@ -124,7 +130,12 @@ def lost_contact(error: BaseException | None) -> bool:
 
 def _tell(own: Failure, lost: bool) -> None:
     """Write the failure down, and print it unless another rank does."""
-    store, main = _connect(timedelta(seconds=5)), own["rank"] == 0
+    if lost and _heard.get("rank") not in (None, own["rank"]):
+        _pass_on(_heard)
+        return
+    main = own["rank"] == 0
+    opens = main and not (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
+    store = _connect(timedelta(seconds=5), opens)
     if lost and (first := _said(store, "end")):
         _pass_on(first)
         return
@@ -137,8 +148,18 @@ def _tell(own: Failure, lost: bool) -> None:
         _pass_on(alike[-1])
     else:
         _print(own)
-    if main:
-        time.sleep(1)  # it may hold the store that the others read
+    if main:  # it may hold the store that the others read, and come to later
+        time.sleep(WORD if opens else 1)
+
+
+def _tell_launcher(text: str) -> None:
+    """torchrun's summary names as the root cause who wrote such a file first."""
+    with contextlib.suppress(KeyError, OSError):
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        temporary = path.with_name(path.name + ".unfinished")
+        when = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        temporary.write_text(json.dumps({"message": {"message": text, "extraInfo": when}}))
+        temporary.replace(path)
 
 
 def _said(store: dist.Store, key: str) -> Failure | None:
@@ -151,12 +172,28 @@ def _said(store: dist.Store, key: str) -> Failure | None:
     return json.loads(store.get(key))
 
 
-def _connect(patience: timedelta = timedelta(seconds=30)) -> dist.Store:
-    """A connection of one's own: another thread may be waiting at the job's."""
+def _connect(patience: timedelta = timedelta(seconds=30), opens: bool = False) -> dist.Store:
+    """A connection of one's own: another thread may be waiting at the job's.
+
+    Args:
+        opens: rank 0 has not come to opening the job's store, so this is to be it.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, timeout=patience, wait_for_workers=False)
+    until = time.monotonic() + patience.total_seconds()
+    while not (opens or _answers(address, port)):  # torch itself would fill a page with complaints
+        if time.monotonic() > until:
+            raise RuntimeError(f"no store at {address}:{port}")
+        time.sleep(0.2)
+    options = {"is_master": opens, "timeout": patience, "wait_for_workers": False}
+    store = dist.TCPStore(address, port, **options)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives them
     return dist.PrefixStore(f"failures/{attempt}", store)
+
+
+def _answers(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5):
+        return True
+    return False
 
 
 def _rank() -> int:

@@ -120,7 +120,7 @@ CASES = {
     ),
     "its config is not there": (
         lambda folder: {1: {"config": folder / "none.yml"}},
-        r"rank 1 on HOST: .*FOLDER/none.yml.*",
+        r"rank 1 on HOST: 1 problem in the configuration:",
         [1, 2],
     ),
     "its config is another": (
@@ -146,8 +146,13 @@ CASES = {
         r"rank 0 on HOST: error: nobody reads the output any more",
         [141, 1],
     ),
-    "all fail alike": (
+    "all have the same fault in their config": (
         lambda folder: {rank: {"options": ["-o", "eval_lengths=[100000]"]} for rank in (0, 1)},
+        r"rank 0 on HOST: 1 problem in the configuration:",
+        [2, 2],
+    ),
+    "all fail alike": (
+        lambda folder: {rank: {"options": ["-o", "eval_lengths=[20000]"]} for rank in (0, 1)},
         r"rank 0 on HOST: error: the valid split .* is shorter than one sequence .*",
         [1, 1],
     ),
@@ -171,30 +176,36 @@ def test_all_end_and_one_message_says_why(tmp_path, prefix, case):
 # the mechanism alone
 
 
-def watched(rank, kind):
+def watched(rank, fault, where):
+    """Rank `where` raises or is killed, and the other waits: hanging, or in a collective."""
     failure.Watch()
     dist.init_process_group("gloo")
+    dist.barrier()
     with user_errors():
-        if rank == 1 and kind == "raises":
+        if rank == where and fault == "raises":
             raise KeyError("a bug")
-        if rank == 1 and kind == "is killed":
+        if rank == where:
             os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "raises":
+        if fault == "killed, hangs" or fault == "raises":
             time.sleep(100)  # as an NCCL collective that misses a rank: no exception comes
         dist.barrier()
 
 
 def test_a_rank_that_hangs_is_ended_too():
-    codes, texts, seconds = run(watched, "raises")
+    codes, texts, seconds = run(watched, "raises", 1)
     assert codes == [1, 1] and seconds < failure.GRACE + 10
     assert texts[0] == "" and texts[1].startswith(f"rank 1 on {HOST}: Traceback")
     assert texts[1].endswith("KeyError: 'a bug'\n")
 
 
-def test_who_was_killed_says_nothing_so_another_does():
-    codes, texts, _ = run(watched, "is killed")
-    assert codes == [1, -signal.SIGKILL]
-    assert only_line_about_it(texts) == f"rank 0 on {HOST}: {failure.LOST_TEXT}"
+@pytest.mark.parametrize(
+    ("fault", "where"), [("killed", 1), ("killed", 0), ("killed, hangs", 0)]
+)  # fmt: skip
+def test_who_is_killed_says_nothing_so_another_does(fault, where):
+    codes, texts, _ = run(watched, fault, where)
+    assert codes[where] == -signal.SIGKILL and codes[1 - where] == 1
+    assert f"rank {1 - where} on {HOST}: {failure.LOST_TEXT}\n" in texts[1 - where]
+    assert "Traceback" not in "".join(texts)
 
 
 def waits(rank, ends):
