@@ -31,7 +31,9 @@ from megatron.parallel import Groups, rng_state, set_rng_state
 if TYPE_CHECKING:
     import deepspeed
 
-ONE_SLICE = {f"{kind}_parallel_size": 1 for kind in ("model", "pipe", "context")}
+UNSAID = {f"{kind}_parallel_size": 1 for kind in ("model", "pipe", "context")}
+UNSAID["sub_group_size"] = None
+"""What holds for layouts of checkpoints that do not say it."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def restore(
     from megatron.engine import universal
 
     record = read_record(folder, tag)
-    progress, written = Progress(**record["progress"]), ONE_SLICE | record["layout"]
+    progress, written = Progress(**record["progress"]), UNSAID | record["layout"]
     layout, cuts = about["layout"], about["cuts"]
     recut = layout["model_parallel_size"] > 1 and record.get("cuts", cuts) != cuts
     if written != layout or recut:

@@ -17,7 +17,7 @@ from megatron.engine.build import identity_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
-from megatron.engine.job_engine import job_engine
+from megatron.engine.job_engine import job_engine, sub_group_size
 from megatron.engine.layout_weights import describe
 from megatron.engine.log import RunLog
 from megatron.engine.loop import LoopSettings, losses_of, train_loop, validation_loss
@@ -66,6 +66,7 @@ class Job:
             "pipe_parallel_size": groups.pipe_size,
             "context_parallel_size": groups.context.size,
             "zero_stage": parallel.zero_stage,
+            "sub_group_size": sub_group_size(config),
             "precision": config.training.precision,
             "optimizer": config.optimizer.type,
             "weight_decay_positional": config.optimizer.weight_decay_positional,

@@ -33,6 +33,7 @@ FREE = (
     "pipe_parallel_size",
     "context_parallel_size",
     "zero_stage",
+    "sub_group_size",
 )
 """What of a layout may change."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
