@@ -23,7 +23,7 @@ import torch
 
 from megatron import __version__
 from megatron.engine import layout_weights, manifest
-from megatron.engine.folders import UNFINISHED, publish
+from megatron.engine.folders import UNFINISHED, publish, why_not_written
 from megatron.engine.neox_checkpoint import is_published
 from megatron.engine.safe_load import CheckpointError, safe_load
 from megatron.parallel import Groups, rng_state, set_rng_state
@@ -116,7 +116,8 @@ def save(
         torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
         raise CheckpointError(
-            f"{folder / tag} cannot be written ({error}); checkpoints saved before are untouched"
+            f"{folder / tag} cannot be written ({why_not_written(folder, error)}); checkpoints "
+            "saved before are untouched"
         ) from error
     groups.barrier()
     files = manifest.describe_files(unfinished, groups)

@@ -24,6 +24,7 @@ import torch
 from deepspeed.checkpoint import constants, ds_to_universal
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 
+from megatron.engine.folders import why_not_written
 from megatron.engine.safe_load import CheckpointError
 from megatron.parallel import Groups
 
@@ -100,9 +101,26 @@ def convert(
         record: the checkpoint's `kerple.json`.
         cuts: how the parameters will be cut (None: as they were).
         workers: processes; 1 converts in this one (a process with threads must not fork).
+
+    Raises:
+        CheckpointError: it cannot be converted; nothing is left of the attempt.
     """
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+    try:
+        target.mkdir(parents=True)
+        _convert(source, target, workers)
+        _complete_weights(target / "zero", record, record["cuts"] if cuts is None else cuts)
+        _complete_counters(target)
+    except Exception as error:  # the converter's many, among them those of a full disk
+        shutil.rmtree(target, ignore_errors=True)
+        raise CheckpointError(
+            f"{source} cannot be converted into {target} ({why_not_written(target, error)}, and "
+            "24 bytes a parameter are needed)"
+        ) from error
+
+
+def _convert(source: Path, target: Path, workers: int) -> None:
+    """DeepSpeed's own part."""
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -114,8 +132,6 @@ def convert(
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         ds_to_universal.main(arguments)
-    _complete_weights(target / "zero", record, record["cuts"] if cuts is None else cuts)
-    _complete_counters(target)
 
 
 def _complete_weights(folder: Path, record: Mapping[str, Any], cuts: Mapping[str, Any]) -> None:
@@ -176,12 +192,9 @@ def restore(
     if groups.is_main:
         try:
             convert(source, converted, record, cuts)
-        except Exception as error:  # the converter's many, among them those of a full disk
+        except CheckpointError:
             shutil.rmtree(scratch, ignore_errors=True)
-            raise CheckpointError(
-                f"{source} cannot be converted to this job's layout in {scratch} "
-                f"({type(error).__name__}: {error}); that takes 24 bytes of disk a parameter"
-            ) from error
+            raise
     groups.barrier()
     load(engine, converted)
     # Streams of the old ranks fit no new rank: each starts anew, in a way that can be repeated.

@@ -1,6 +1,7 @@
 """Finding, pruning and reading checkpoint folders; what is wrong is said with what to do."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,13 @@ def test_what_lies_beyond_the_newest_is_neither_counted_nor_removed(tmp_path):
     assert left == {"global_step10", "global_step12", "global_step15"}
     checkpoint._prune(tmp_path, 1, "global_step10")  # a run that started over in a used folder
     assert {p.name for p in tmp_path.iterdir()} == left
+
+
+def test_what_stopped_a_write_is_told_with_the_space_that_is_left(tmp_path):
+    torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0")
+    told = folders.why_not_written(tmp_path / "not" / "there", torchs)
+    assert re.fullmatch("a file could not be written to its end; [0-9,]+ MB are free there", told)
+    assert folders.why_not_written(tmp_path, OSError(13, "No")).startswith("[Errno 13] No; ")
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):

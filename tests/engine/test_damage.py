@@ -117,12 +117,12 @@ def test_what_lies_beyond_latest_is_taken_last(copy):
 
 
 def test_a_conversion_that_fails_says_so_and_leaves_nothing(finished, copy, tmp_path, monkeypatch):
-    def full(source, target, *args):
-        target.mkdir(parents=True)
+    def full(arguments):
+        Path(arguments.output_folder, "tmp").mkdir()
         raise RuntimeError("no space left on device")
 
-    monkeypatch.setattr(universal, "convert", full)
-    with pytest.raises(checkpoint.CheckpointError, match="no space left on device.* disk"):
+    monkeypatch.setattr(universal.ds_to_universal, "main", full)
+    with pytest.raises(checkpoint.CheckpointError, match="no space left on device; .* MB are free"):
         universal.restore(None, ALONE, copy / "global_step6", tmp_path / "scratch", {}, {})
     assert not (tmp_path / "scratch").exists()
 
