@@ -78,6 +78,7 @@ def child(environ, output, function, args):
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
+    failure.GRACE, failure.WORD = 2.0, 1.0
     function(int(environ["RANK"]), *args)
 
 
@@ -112,6 +113,14 @@ def job(rank, config, folder, faults):
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
+def other_checkpoints(folder):
+    """Rank 0 sees a checkpoint where rank 1 sees none; they save into one folder."""
+    (folder / "0" / "elsewhere").mkdir()
+    (folder / "0" / "elsewhere" / "latest").write_text("global_step3")
+    options = ["-o", "load=elsewhere", "-o", f"save={folder / 'runs'}"]
+    return {rank: {"folder": folder / str(rank), "options": options} for rank in (0, 1)}
+
+
 CASES = {
     "its text is not there": (
         lambda folder: {1: {"options": ["-o", f"data_path={folder / 'none'}"]}},
@@ -127,6 +136,17 @@ CASES = {
         lambda folder: {1: {"options": ["-o", "optimizer.params.lr=0.5"]}},
         r"rank 0 on HOST: error: rank 1 on HOST has another config than rank 0 on HOST "
         r"\(lr: 0.5 there, 0.01 here\).*",
+        [1, 1],
+    ),
+    "its text is another": (
+        lambda folder: {1: {"options": ["-o", f"data_path={write_shards(folder / '1', 50)}"]}},
+        r"rank 0 on HOST: error: rank 1 on HOST has another text than rank 0 on HOST .*"
+        r"documents: 50 there, 60 here.*",
+        [1, 1],
+    ),
+    "it loads from another disk": (
+        other_checkpoints,
+        r"rank 0 on HOST: error: elsewhere is not the same folder everywhere: rank 1 on HOST .*",
         [1, 1],
     ),
     "it sees another disk": (
