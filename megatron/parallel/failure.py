@@ -6,7 +6,7 @@ whatever it is doing: a collective that misses a rank may wait for half an hour,
 cannot be interrupted from Python.
 
     key    value
-    end    the first failure, {rank, host, text}; {} at a normal end
+    end    the first failure, {rank, host, text}
     main   that of rank 0
 
 An error that all ranks meet alike is said once, by rank 0. An error of a connection is never the
@@ -33,8 +33,12 @@ GRACE = 5.0
 """Seconds that the other processes have to end by themselves."""
 WORD = 3.0
 """Seconds to wait for another rank to say why it failed; less than GRACE."""
-AT_ONCE = timedelta(days=7)
-"""How long the store is asked to wait for a failure: its limit is below 25 days."""
+EVERY = 1.0
+"""Seconds between two looks."""
+JOINING = 1800.0
+"""Seconds for rank 0 to open the store."""
+AGAIN = 60.0
+"""Seconds for the store to answer again, before it counts as gone."""
 Failure = dict[str, Any]
 LOST_TEXT = (
     "error: lost contact with another process of this job, which ended without a word: it was "
@@ -61,31 +65,30 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._over = False
-        self._thread = threading.Thread(target=self._wait, name="failures", daemon=True)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """At a normal end; every rank must call it, when all have come so far."""
-        self._over = True
-        if _rank() == 0:
-            _connect().set("end", "{}")
+        """At a normal end, which all ranks have come to."""
+        self._over.set()
         self._thread.join()
 
-    def _wait(self) -> None:
-        try:
-            store = _connect(timedelta(minutes=30))  # rank 0 may have to open it first
-            while not store.check(["end"]):
-                with contextlib.suppress(dist.DistStoreError):  # not yet
-                    store.wait(["end"], AT_ONCE)
-            first = json.loads(store.get("end"))
-        except RuntimeError:  # the store is gone, and rank 0 that held it
-            first = _own(LOST_TEXT)
-        if not first:
-            return
+    def _look(self) -> None:
+        first, store, patience = None, None, JOINING
+        while first is None:
+            try:
+                store = store or _connect(patience)
+                if store.check(["end"]):
+                    first = json.loads(store.get("end"))
+            except RuntimeError:
+                if store is None:  # it is gone, and rank 0 that held it
+                    first = _own(LOST_TEXT)
+                store, patience = None, AGAIN
+            if first is None and self._over.wait(EVERY):
+                return
         _heard.update(first)
-        time.sleep(GRACE)
-        if not (self._over or _ending.is_set()):
+        if not (self._over.wait(GRACE) or _ending.is_set()):
             _print(first) if first["rank"] == _rank() else _pass_on(first)
             os._exit(1)
 
@@ -135,7 +138,7 @@ def _tell(own: Failure, lost: bool) -> None:
         return
     main = own["rank"] == 0
     opens = main and not (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
-    store = _connect(timedelta(seconds=5), opens)
+    store = _connect(WORD, opens)
     if lost and (first := _said(store, "end")):
         _pass_on(first)
         return
@@ -172,19 +175,20 @@ def _said(store: dist.Store, key: str) -> Failure | None:
     return json.loads(store.get(key))
 
 
-def _connect(patience: timedelta = timedelta(seconds=30), opens: bool = False) -> dist.Store:
+def _connect(patience: float, opens: bool = False) -> dist.Store:
     """A connection of one's own: another thread may be waiting at the job's.
 
     Args:
+        patience: seconds to try.
         opens: rank 0 has not come to opening the job's store, so this is to be it.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    until = time.monotonic() + patience.total_seconds()
+    until = time.monotonic() + patience
     while not (opens or _answers(address, port)):  # torch itself would fill a page with complaints
         if time.monotonic() > until:
             raise RuntimeError(f"no store at {address}:{port}")
         time.sleep(0.2)
-    options = {"is_master": opens, "timeout": patience, "wait_for_workers": False}
+    options = {"is_master": opens, "timeout": timedelta(seconds=10), "wait_for_workers": False}
     store = dist.TCPStore(address, port, **options)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives them
     return dist.PrefixStore(f"failures/{attempt}", store)

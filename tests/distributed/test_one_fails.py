@@ -78,7 +78,7 @@ def child(environ, output, function, args):
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    failure.GRACE, failure.WORD = 2.0, 1.0
+    failure.GRACE, failure.WORD, failure.AGAIN = 2.0, 1.0, 1.0
     function(int(environ["RANK"]), *args)
 
 
@@ -200,6 +200,7 @@ def watched(rank, fault, where):
     """Rank `where` raises or is killed, and the other waits: hanging, or in a collective."""
     failure.Watch()
     dist.init_process_group("gloo")
+    time.sleep(1)
     dist.barrier()
     with user_errors():
         if rank == where and fault == "raises":
