@@ -23,7 +23,8 @@ def run(main: Callable[[], int]) -> NoReturn:
             code = main()
         except SystemExit as end:  # argparse has printed its help
             code = end.code
-        sys.stdout.flush()
+        if sys.stdout:  # None where the process was started without (`>&-`)
+            sys.stdout.flush()
     except BrokenPipeError as error:
         code = NOBODY_READS
         if not output_has_no_reader():  # another pipe
@@ -36,6 +37,8 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 def output_has_no_reader() -> bool:
     """Whether stdout is a pipe whose other end is closed."""
+    if not sys.stdout:
+        return False
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

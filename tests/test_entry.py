@@ -71,6 +71,12 @@ def test_exit_codes_without_a_reader(does, code, says):
     assert without_reader("-c", PROGRAM % does) == (code, says)
 
 
+def test_without_any_stdout_the_exit_code_is_the_commands():
+    command = f'{sys.executable} -c "{PROGRAM % "print(1)"}" >&-'
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_another_broken_pipe_is_an_error():
     program = PROGRAM % "raise BrokenPipeError('of a worker')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -75,7 +75,7 @@ def require_one_folder(groups: Groups, folder: Path) -> None:
         seen_by_all(look, folder, groups, expected=groups.gather_from_job(text)[0])
     finally:
         if groups.is_main:
-            mark.unlink()
+            mark.unlink(missing_ok=True)
 
 
 def seen_by_all(

@@ -116,7 +116,7 @@ def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
         _tell(own, lost)
     except RuntimeError:  # no store: nobody to tell, nobody who has told
         _print(own)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # without a reader; without stdout at all
         sys.stdout.flush()
     os._exit(code)
 
@@ -124,8 +124,8 @@ def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
 def lost_contact(error: BaseException | None) -> bool:
     """Whether the error, or what it came from, says that another process is gone."""
     while error is not None:
-        named = isinstance(error, dist.DistNetworkError)
-        if named or (isinstance(error, RuntimeError) and LOST.search(str(error))):
+        torchs = type(error) is RuntimeError or isinstance(error, dist.DistBackendError)
+        if isinstance(error, dist.DistNetworkError) or (torchs and LOST.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False

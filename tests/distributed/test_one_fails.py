@@ -22,6 +22,8 @@ from launch import PRELOADED
 
 from megatron.engine import alike
 from megatron.engine.errors import user_errors
+from megatron.engine.log import RunLogError
+from megatron.engine.safe_load import CheckpointError
 from megatron.parallel import failure
 
 ROOT = Path(__file__).parents[2]
@@ -227,6 +229,31 @@ def test_who_is_killed_says_nothing_so_another_does(fault, where):
     assert codes[where] == -signal.SIGKILL and codes[1 - where] == 1
     assert f"rank {1 - where} on {HOST}: {failure.LOST_TEXT}\n" in texts[1 - where]
     assert "Traceback" not in "".join(texts)
+
+
+def raised(error, cause=None):
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+GLOO = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:50569.")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (GLOO, True),
+        (raised(CheckpointError("cannot be loaded"), GLOO), True),
+        (dist.DistBackendError("ncclRemoteError: ... or a remote process exiting"), True),
+        (RunLogError("Weights & Biases could not be started: connection refused"), False),
+        (raised(CheckpointError("cannot be loaded"), EOFError("closed by peer")), False),
+        (RuntimeError("CUDA out of memory"), False),
+    ],
+)
+def test_only_what_torch_says_of_other_processes_is_a_lost_contact(error, lost):
+    assert failure.lost_contact(error) == lost
 
 
 def waits(rank, ends):
