@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results (default: the run folder)")
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
+    if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
+        parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
     # A rank evaluates the whole model, however the run that trained it was laid out.
     overrides = [*args.overrides, "pipe_parallel_size=1", "model_parallel_size=1"]
     overrides += ["context_parallel_size=1", "sequence_parallel=false"]
@@ -36,23 +39,38 @@ def main() -> int:
             args.configs, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
         )
     except ConfigError as error:
-        if "RANK" in os.environ:  # perhaps the one process of a job that sees this
-            from megatron.parallel import failure
-
-            if failure.is_member():
-                failure.end_process(str(error), code=2)
-        print(error, file=sys.stderr)
-        return 2
+        return refuse(str(error), 2)
     load = args.load or config.checkpoint.load or config.checkpoint.save
-    if load is None or not config.evaluation.eval_lengths:
-        print("give --load DIR and --lengths L1,L2,... (or `load`, `eval_lengths` in the config)")
-        return 2
+    missing = [] if load else ["--load DIR (or `load` in the config)"]
+    if not config.evaluation.eval_lengths:
+        missing.append("--lengths L1,L2,... (or `eval_lengths` in the config)")
+    if missing:
+        return refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
+    out = args.out or Path(load)
+    try:  # what cannot be written is better known before all is measured
+        if args.out:
+            out.mkdir(parents=True, exist_ok=True)
+        if out.is_dir() and not os.access(out, os.W_OK):
+            raise PermissionError("no permission to write there")
+    except OSError as error:
+        return refuse(f"error: results in {out}: {error}; give --out DIR", 1)
     from megatron.engine.errors import user_errors
     from megatron.engine.extrapolate import evaluate
 
     with user_errors() as outcome:
         evaluate(config, Path(load), config.evaluation.eval_lengths, out=args.out)
     return outcome.code
+
+
+def refuse(text: str, code: int) -> int:
+    """Say why nothing is done, and return `code`; in a job that ends all its processes."""
+    if "RANK" in os.environ:
+        from megatron.parallel import failure
+
+        if failure.is_member():
+            failure.end_process(text, code=code)
+    print(text, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

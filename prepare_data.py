@@ -21,7 +21,6 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.data.corpora import NAMES, PREFIX, prepare_builtin
-from megatron.data.download import check, download
 from megatron.data.encode import EncodeOptions
 from megatron.data.errors import CorpusError, DataError
 from megatron.data.fast import BACKENDS
@@ -103,6 +102,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--check", action="store_true", help="say which addresses of the corpora have their files")
     arguments = parser.parse_args(argv)
     arguments.data_dir = Path(arguments.data_dir)
+    if arguments.mirror and "://" not in arguments.mirror:
+        parser.error(f"--mirror {arguments.mirror}: is no address; write e.g. https://HOST/FOLDER")
     if arguments.check:
         return arguments
     if not arguments.dataset and not arguments.input:
@@ -110,9 +111,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             f"give either a corpus ({BUILTIN[0]}, openwebtext2, ...) or --input FILES with --name "
             "NAME"
         )
+    if arguments.dataset and os.path.exists(arguments.dataset) and arguments.dataset not in CORPORA:
+        parser.error(f"{arguments.dataset}: files are given by --input FILES --name NAME")
     builtin = (arguments.dataset or "").startswith(PREFIX)
-    if builtin and (arguments.input or arguments.name or arguments.overwrite):
-        parser.error(f"{arguments.dataset}: --input, --name and --overwrite do not go with it")
+    if builtin and (flag := _without_effect(arguments, parser)):
+        parser.error(f"{arguments.dataset}: {flag} does not go with it; leave it out")
+    files = arguments.vocab_file or arguments.merge_file
+    if files and arguments.tokenizer is None and (builtin or not arguments.dataset):
+        parser.error(
+            f"{files}: which tokenizer is it of? Add -t GPT2BPETokenizer (vocab.json and "
+            "merges.txt), -t HFTokenizer (tokenizer.json) or -t SPMTokenizer (.model)"
+        )
     if not arguments.dataset and not arguments.name:
         parser.error("--input needs --name NAME, the name of the data set to make")
     arguments.name = arguments.name or arguments.dataset
@@ -129,8 +138,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
+    """The first flag that says something of a built-in corpus which cannot be chosen there."""
+    told = "input name overwrite text_key pile_set ftfy no_append_eod on_error partition mirror"
+    given = (n for n in told.split() if getattr(arguments, n) != parser.get_default(n))
+    return next((f"--{name.replace('_', '-')}" for name in given), None)
+
+
 def check_corpora(arguments: argparse.Namespace) -> int:
     """Print which addresses answer; status 1 if a corpus has none that does."""
+    from megatron.data.download import check
+
+    if arguments.dataset in BUILTIN:
+        print(f"{arguments.dataset}: is on this machine already, there is nothing to download")
+        return 0
     missing = 0
     for name in [arguments.dataset] if arguments.dataset else list(CORPORA):
         corpus = find_corpus(name, BUILTIN)
@@ -152,6 +173,8 @@ def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
         kind = "GPT2BPETokenizer" if named else "ByteLevelTokenizer"
     files = [arguments.vocab_file, arguments.merge_file]
     if kind.lower() == "gpt2bpetokenizer" and files == [None, None]:
+        from megatron.data.download import download
+
         files = [arguments.data_dir / name for name in GPT2_FILES]
         for path, file in zip(files, GPT2_FILES.values(), strict=True):
             try:
@@ -185,6 +208,8 @@ def prepare(arguments: argparse.Namespace) -> str:
     sources = find_sources(inputs) if inputs else None  # a wrong path is the first thing to say
     tokenizer = tokenizer_for(arguments)
     if sources is None:
+        from megatron.data.download import download
+
         inputs = []
         for file in corpus.files:
             inputs.append(folder / file.name)

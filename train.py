@@ -29,7 +29,7 @@ def main() -> int:
             args.configs, args.overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
         )
     except ConfigError as error:
-        if "RANK" in os.environ:  # perhaps the one process of a job that sees this
+        if "RANK" in os.environ:  # one process of several, perhaps the only one that sees this
             from megatron.parallel import failure
 
             if failure.is_member():

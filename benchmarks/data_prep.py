@@ -117,6 +117,8 @@ def main() -> None:
     parser.add_argument("--out", help="write OUT.csv, OUT.md and OUT.png")
     options = parser.parse_args()
     files = [str(Path(options.vocab_file).resolve()), str(Path(options.merge_file).resolve())]
+    if missing := [file for file in files if not Path(file).is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder:
         report(Path(folder), files, options)
 

@@ -54,6 +54,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
     [
         "README.md",
         "ARCHITECTURE.md",
+        "configs/README.md",
         "tools/README.md",
         "docs/layouts.md",
         "docs/gpu.md",

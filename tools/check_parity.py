@@ -34,6 +34,7 @@ from tools.parity.result import Result
 if TYPE_CHECKING:
     from megatron.parallel import Groups
 
+BACKENDS = ("auto", "fused", "blocked", "flex", "sdpa", "eager")
 Run = Callable[[], "Iterable[Result] | Result"]
 Case = tuple[str, Run]
 
@@ -45,16 +46,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     backend_help = "attention backends for models and training (default: eager)"
-    parser.add_argument("--backend", nargs="+", default=["eager"], help=backend_help)
-    parser.add_argument("--device", default="cpu", help="where models run: cpu or cuda")
+    parser.add_argument(
+        "--backend", nargs="+", default=["eager"], choices=BACKENDS, help=backend_help
+    )
+    device_help = "where models run (default: cpu)"
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=device_help)
     tp_help = "cut models and training over that many processes (default: 1)"
     parser.add_argument("--tp", type=int, default=1, help=tp_help)
     configs_help = "the published YAML files that derived_args.json names"
     parser.add_argument("--configs", type=Path, metavar="DIR", help=configs_help)
     args = parser.parse_args(argv)
-    missing = [str(folder) for folder in args.folders if not folder.is_dir()]
+    folders = [*args.folders, *([args.configs] if args.configs else [])]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
         print(f"no such folder: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    if args.tp < 1:
+        parser.error(f"--tp {args.tp}: at least 1")
+    if args.device == "cuda" and not _has_cuda():
+        print("--device cuda: torch finds no CUDA GPU here; give --device cpu", file=sys.stderr)
         return 2
     if args.tp > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.tp}"]
@@ -82,6 +92,12 @@ def main(argv: list[str] | None = None) -> int:
     more = f", {refused} not served by the backend asked for" if refused else ""
     print(f"{total} cases, {failed} failed{more}")
     return 1 if failed else 0
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def results_of(name: str, run: Run) -> Iterator[Result]:

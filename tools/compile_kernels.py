@@ -30,7 +30,11 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import triton
+
+try:
+    import triton
+except ImportError:
+    raise SystemExit("tools/compile_kernels.py needs triton (requirements-dev.txt)") from None
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
@@ -42,7 +46,7 @@ from megatron.kernels.blocks import SHARED_MEMORY, TABLE, look_up, padded
 from megatron.kernels.forward import forward_pass
 from megatron.kernels.launch import OPTIONS, constants
 from megatron.kernels.table import table_pass
-from megatron.positional import load
+from megatron.positional import PositionalError, load
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")
 TARGETS = (80, 86, 90)
@@ -171,8 +175,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--source", metavar="POS_EMB", help="print its device functions and stop")
     args = parser.parse_args()
+    if args.out and not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: no such folder as {args.out.parent}; make it first")
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least 1")
     if args.source:
-        functions, how = functions_of(load(args.source))
+        try:
+            functions, how = functions_of(load(args.source))
+        except PositionalError as error:
+            parser.error(f"--source {args.source}: {error}")
         print(f"# {args.source}: {how}\n\n{functions.source}".rstrip())
         return 0
     rows: list[Row] = []

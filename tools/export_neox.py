@@ -35,6 +35,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.tp is not None and args.tp < 1:
         parser.error(f"--tp must be at least 1, not {args.tp}")
+    if not args.source.is_dir():
+        parser.error(f"{args.source}: no such folder; name the `save` folder of a run")
     try:
         written = export_checkpoint(args.source, args.target, parts=args.tp)
     except (CheckpointError, ConfigError, OSError) as error:

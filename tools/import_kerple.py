@@ -35,6 +35,8 @@ def main() -> int:
     config_help = "what it was trained with (default: the files stored in it)"
     parser.add_argument("--config", type=Path, nargs="*", help=config_help)
     args = parser.parse_args()
+    if not args.source.is_dir():
+        parser.error(f"{args.source}: no such folder; name that of an unzipped release")
     try:
         source = _checkpoint_in(args.source)
         stored = sorted((source / "configs").glob("*.yml"))

@@ -39,7 +39,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-n", "--documents", type=int, default=3, help="documents to print [%(default)s]")
     add("--characters", type=int, default=400, help="of each [%(default)s]")
     add("--png", help="where the histogram goes [PREFIX.lengths.png]")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.png and not arguments.png.endswith(".png"):
+        parser.error(f"--png {arguments.png}: the histogram is a PNG; write a name that ends so")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -59,6 +59,10 @@ def main() -> int:
     parser.add_argument("--tag", help="checkpoint to convert (default: the newest)")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     args = parser.parse_args()
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers}: at least 1")
+    if not args.run.is_dir():
+        parser.error(f"{args.run}: no such folder; name the `save` folder of a run")
     with user_errors() as outcome:
         print(f"written to {reshape(args.run, args.out, args.tag, args.workers)}")
     return outcome.code

@@ -39,8 +39,12 @@ def unknown(key: str, value: object) -> str:
     top, _, _ = key.partition(".")
     group, _, leaf = key.rpartition(".")
     if key in GROUPS:
-        examples = ", ".join(sorted(_members(key))[:3])
-        return f"expected a mapping with keys such as {examples}; got {show(value)}"
+        usual = ("enabled", "stage", "type")  # the key that a short form is short for
+        examples = sorted(_members(key), key=lambda name: (name not in usual, name))[:3]
+        return (
+            f"expected a mapping with keys such as {', '.join(examples)}; got {show(value)}; write "
+            f"e.g. {key}: {{{examples[0]}: VALUE}}"
+        )
     if group in GROUPS:
         members = _members(group)
         listing = "write one of " + ", ".join(sorted(members))

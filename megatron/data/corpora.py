@@ -63,6 +63,8 @@ def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer
             f"data_path: unknown corpus {PREFIX}{name}; {hint}known: "
             + ", ".join(PREFIX + known for known in NAMES)
         )
+    if Path(data_dir).is_file():
+        raise CorpusError(f"data_dir: {data_dir} is a file; name a folder for the tokens")
     key = f"{platform.python_version()}-{tokenizer.name}-{tokenizer.fingerprint()[:8]}"
     prefix = Path(data_dir) / name / f"{name}-{key}_text_document"
     if not _is_ready(prefix, tokenizer):

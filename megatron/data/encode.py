@@ -62,6 +62,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
         self.tokenizer, self.options = tokenizer, options
+        tokenizer.load()
 
     def __call__(self, chunk: Chunk) -> Encoded:
         out = Encoded(chunk.source, chunk.number, chunk.position)

@@ -3,8 +3,8 @@
 tiktoken merges, at each step, the adjacent pair whose concatenation has the lowest id. For GPT-2's
 own vocabulary the ids follow the order of the merges and this is the same rule; other vocabularies
 are left to `tokenizers`. gigatoken is young, so `CheckedBatches` compares it with the reference as
-long as it runs: on texts made to be difficult, on the first batch of each process, and on one batch
-in 64 from then on.
+long as it runs: on texts made to be difficult, on the first texts of each process (64 KB), and on
+one in 64 from then on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,8 @@ _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\
 # Its matcher gives up on longer runs of white space (its stack holds a million places); texts with
 # such a run go through the reference.
 _LONG_RUN = 250_000
-_CHECK_EVERY = 64
+_CHECK_FIRST = 1 << 16  # characters that a process compares at once
+_CHECK_EVERY = 64  # of so many one from then on; not batch by batch: texts of a batch are alike
 _DIFFICULT = (
     "",
     " ",
@@ -50,14 +52,19 @@ _DIFFICULT = (
 )
 
 
-def choose(backend: str, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> str:
-    """The backend that `backend` means; TokenizerError if it cannot be."""
-    if backend not in BACKENDS:
-        raise TokenizerError(f"tokenizer backend {backend!r}: is none of {', '.join(BACKENDS)}")
+def are_gpt2s(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
+    """Whether these are GPT-2's own merges, and ids in their order."""
     digest = hashlib.sha256(json.dumps(merges).encode()).hexdigest()
-    own = digest == GPT2_MERGES and all(
+    return digest == GPT2_MERGES and all(
         vocabulary["".join(pair)] == 256 + i for i, pair in enumerate(merges)
     )
+
+
+def choose(backend: str, own: bool) -> str:
+    """The backend that `backend` means for vocabularies that are GPT-2's `own`, or not;
+    TokenizerError if it cannot be."""
+    if backend not in BACKENDS:
+        raise TokenizerError(f"tokenizer backend {backend!r}: is none of {', '.join(BACKENDS)}")
     if backend == "auto":
         return "tiktoken" if own and find_spec("tiktoken") else "tokenizers"
     if backend != "tokenizers" and not own:
@@ -68,14 +75,17 @@ def choose(backend: str, vocabulary: dict[str, int], merges: list[tuple[str, str
     return backend
 
 
-def build(backend: str, vocabulary: dict[str, int], reference) -> Encode | None:
-    """The function that encodes a batch; None where the reference itself does."""
+def build(
+    backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]
+) -> Encode | None:
+    """The function that encodes a batch; None where the reference itself does. `reference` builds
+    the tokenizer of `tokenizers`, or gives the one that there is."""
     if backend == "tokenizers":
         return None
     by_reference = _by_tokenizers(reference)
     if backend == "tiktoken":
         return _tiktoken(vocabulary, by_reference)
-    return _gigatoken(reference, by_reference)
+    return _gigatoken(reference(), by_reference)
 
 
 def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
@@ -84,12 +94,13 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
     except ImportError:
         raise TokenizerError("tokenizer backend tiktoken: needs `pip install tiktoken`") from None
     byte_of = _byte_of_symbol()
+    to_latin_1 = str.maketrans({symbol: chr(byte) for symbol, byte in byte_of.items()})
     # Tokens in no byte symbols are special ones, which text never becomes; nor eod, though tiktoken
     # knows it (with no special token at all, its search for one would match everywhere).
     ranks = {
-        bytes(byte_of[symbol] for symbol in token): i
+        token.translate(to_latin_1).encode("latin-1"): i
         for token, i in vocabulary.items()
-        if all(symbol in byte_of for symbol in token) and token != END_OF_DOCUMENT
+        if byte_of.keys() >= set(token) and token != END_OF_DOCUMENT
     }
     encoding = tiktoken.Encoding(
         "gpt2-from-files",
@@ -132,28 +143,31 @@ class CheckedBatches:
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
         self.name, self._encode, self._reference = name, encode, reference
-        self._batches = 0
-        self._check(list(_DIFFICULT), encode(list(_DIFFICULT)))
+        self._seen = self._compared = 0  # characters
+        for text, ids in zip(_DIFFICULT, encode(list(_DIFFICULT)), strict=True):
+            self._compare(text, ids)
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self._encode(texts)
-        if self._batches % _CHECK_EVERY == 0:
-            self._check(texts, encoded)
-        self._batches += 1
+        for text, ids in zip(texts, encoded, strict=True):
+            if self._compared <= _CHECK_FIRST + self._seen // _CHECK_EVERY:
+                self._compare(text, ids)
+                self._compared += len(text)
+            self._seen += len(text)
         return encoded
 
-    def _check(self, texts: list[str], encoded: list[np.ndarray]) -> None:
-        for text, got, wanted in zip(texts, encoded, self._reference(texts), strict=True):
-            if not np.array_equal(got, wanted):
-                raise TokenizerError(
-                    f"tokenizer backend {self.name}: differs from the reference on "
-                    f"{text[:60]!r}{'...' if len(text) > 60 else ''} ({len(got)} ids against "
-                    f"{len(wanted)}); use tiktoken or tokenizers"
-                )
+    def _compare(self, text: str, ids: np.ndarray) -> None:
+        [wanted] = self._reference([text])
+        if not np.array_equal(ids, wanted):
+            raise TokenizerError(
+                f"tokenizer backend {self.name}: differs from the reference on "
+                f"{text[:60]!r}{'...' if len(text) > 60 else ''} ({len(ids)} ids against "
+                f"{len(wanted)}); use tiktoken or tokenizers"
+            )
 
 
-def _by_tokenizers(reference) -> Encode:
-    return lambda texts: [np.array(one.ids) for one in reference.encode_batch_fast(texts)]
+def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
+    return lambda texts: [np.array(one.ids) for one in reference().encode_batch_fast(texts)]
 
 
 def _byte_of_symbol() -> dict[str, int]:

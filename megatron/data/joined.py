@@ -153,6 +153,20 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
     check_alike(parts)
     manifests = [read_manifest(prefix) for prefix in prefixes]
     _check_partitions(prefixes, manifests)
+    try:
+        return _written(prefixes, output, parts, manifests)
+    except OSError as error:  # a full disk's names no file
+        if error.filename:
+            raise
+        raise ShardError(f"{output}: {error}; nothing is written") from error
+
+
+def _written(
+    prefixes: Sequence[str],
+    output: str | os.PathLike,
+    parts: list[MMapIndexedDataset],
+    manifests: list[dict | None],
+) -> tuple[int, int]:
     with MMapIndexedDatasetWriter(output, parts[0].dtype.newbyteorder("=")) as writer:
         for part in parts:
             writer.add_documents(part.tokens[:0], part.sizes)
@@ -162,8 +176,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
             writer.manifest = to_bytes(_merged(prefixes, manifests))
         if not writer.documents:
             raise ShardError(f"{', '.join(prefixes)}: no document in them; nothing is written")
-        result = writer.documents, writer.tokens
-    return result
+        return writer.documents, writer.tokens
 
 
 def _merged(prefixes: Sequence[str], manifests: list[dict]) -> dict:

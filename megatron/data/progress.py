@@ -7,35 +7,50 @@ import itertools
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _LISTED = 10  # skipped records or files shown; all records are in PREFIX.skipped.txt
 
 
 class Progress:
-    """A bar to `total` bytes of input (0: unknown), on the error stream; `quiet` for none."""
+    """A bar to `total` bytes of input (0: unknown), on the error stream; `quiet` for none. It
+    appears with the first bytes that are done."""
 
     def __init__(self, total: int, label: str, quiet: bool) -> None:
-        # A log file gets a line now and then instead of ten a second.
-        seconds = 0.2 if sys.stderr.isatty() else 15.0
-        self._bar = tqdm(
-            total=total or None, desc=label, unit="B", unit_scale=True, disable=quiet,
-            mininterval=seconds, smoothing=0.1,
-        )  # fmt: skip
+        self._total, self._label, self._quiet = total, label, quiet
+        self._bar: tqdm | None = None
         self._begun: tuple[float, int, int] | None = None
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:
-        if exc_type is None and self._bar.total:
-            self._bar.update(self._bar.total - self._bar.n)
+        if self._bar is None:
+            return
+        if exc_type is None and self._total:
+            self._bar.update(self._total - self._bar.n)
         self._bar.close()
+
+    def _begin(self) -> tqdm:
+        from tqdm import tqdm  # by now the workers are at work
+
+        # A log file gets a line now and then instead of ten a second.
+        seconds = 0.2 if sys.stderr.isatty() else 15.0
+        return tqdm(
+            total=self._total or None, desc=self._label, unit="B", unit_scale=True,
+            mininterval=seconds, smoothing=0.1,
+        )  # fmt: skip
 
     def show(self, read: int, counts: dict[str, int]) -> None:
         """`read` bytes of the input are done, with these counts since the very start."""
-        read = max(0, min(read, self._bar.total or read))
+        if self._quiet:
+            return
+        if self._bar is None:  # a bar without total has no truth value
+            self._bar = self._begin()
+        read = max(0, min(read, self._total or read))
         now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
         if self._begun is None:  # a resumed run: what it did not do does not count
             self._begun = (now, documents, text)

@@ -172,7 +172,12 @@ class MMapIndexedDatasetWriter:
         """Open PREFIX.bin + tag, not truncated: until the lock is ours, it may be another's."""
         self._part = shard_path(self.prefix, f".bin{tag}")
         self._idx_part = shard_path(self.prefix, f".idx{tag}")
-        self._part.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._part.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ShardError(
+                f"{self._part.parent}: is a file, or would lie in one; name a folder for the shards"
+            ) from None
         self._file = _open(self._part)
 
     def _open_sizes(self) -> None:

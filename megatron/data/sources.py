@@ -122,13 +122,19 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
     if any(os.path.exists(os.path.join(folder, name)) for name in _ARROW):
         sources.append(Source(folder, "hub"))
         return
-    found = []
-    for parent, folders, files in os.walk(folder):
+    found: list[str] = []
+    closed: list[str] = []  # else their files would be missing without a word
+
+    def note(error: OSError) -> None:
+        closed.append(f"{error.filename}: {error.strerror}")
+
+    for parent, folders, files in os.walk(folder, onerror=note):
         folders[:] = [n for n in folders if not n.startswith(".") and n not in _IGNORED]
         names = [n for n in files if not n.startswith(".") and n not in _IGNORED]
         found += [os.path.join(parent, name) for name in names]
     found = [path for path in sorted(found) if os.path.isfile(path)]
-    if not found:
+    faults += closed
+    if not found and not closed:
         faults.append(f"{folder}: a folder without files")
     for path in found:
         _add(sources, path, kind_of(path) or "text", faults, folder=True)

@@ -59,6 +59,10 @@ class Tokenizer(ABC):
         """The dtype of ids in shards."""
         return best_dtype(self.vocab_size)
 
+    def load(self) -> None:  # noqa: B027  most have nothing to build
+        """Build now what the first text would wait for: before processes are forked that share
+        it."""
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
@@ -151,7 +155,9 @@ def build_tokenizer(
             f"tokenizer_type: {name} is not built yet; use one of {', '.join(_TYPES)}"
         )
     if name is None:
-        near = difflib.get_close_matches((type or "").lower(), by_lower, n=1)
+        short = (type or "").lower()
+        near = difflib.get_close_matches(short, by_lower, n=1)
+        near = near or [known for known in by_lower if short and known.startswith(short)]
         hint = f"did you mean {by_lower[near[0]]}? " if near else ""
         raise TokenizerError(
             f"tokenizer_type: unknown type {type!r}; {hint}known: {', '.join(_TYPES)}"
@@ -178,7 +184,8 @@ def build_tokenizer(
 
 def _required(name: str, key: str, path: str | Path | None, usual: str) -> Path:
     if path is None:
-        raise TokenizerError(f"{key}: {name} needs it (usually called {usual})")
+        flag = f"--{key.replace('_', '-')}"
+        raise TokenizerError(f"{key} ({flag}): {name} needs it (usually called {usual})")
     if not Path(path).is_file():
         raise TokenizerError(f"{key}: {path}: no such file")
     return Path(path)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import multiprocessing
 import os
 import signal
@@ -47,6 +48,7 @@ class Workers:
         if self.count > 1:
             # Ctrl-C is for this process to answer; it waits until the workers know.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            gc.freeze()  # or their collector writes to, and so copies, the pages that they share
             try:
                 for _ in range(self.count):
                     self._workers.append(_Worker(self.function, self._workers))
@@ -64,6 +66,7 @@ class Workers:
             worker.process.join()
             worker.close()
         self._workers = []
+        gc.unfreeze()
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
         """`function` of each item, in order; once. CorpusError if a worker dies."""

@@ -29,7 +29,7 @@ def load(name: str, **options: Any) -> PositionalEmbedding:
 
     Raises:
         PositionalError: no file has this name (the nearest is named), the file does not define
-            exactly one embedding, or the embedding has no such option.
+            exactly one embedding, or the embedding has no such option, or one of another kind.
     """
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
@@ -49,9 +49,16 @@ def load(name: str, **options: Any) -> PositionalEmbedding:
         raise PositionalError(
             f"{module.__file__} must define exactly one PositionalEmbedding, it has {len(found)}"
         )
-    known = [p for p in inspect.signature(found[0]).parameters if p not in ("args", "kwargs")]
+    parameters = inspect.signature(found[0]).parameters
+    known = [p for p in parameters if p not in ("args", "kwargs")]
     unknown = sorted(set(options) - set(known))
     if unknown:
         has = f"its options are {', '.join(known)}" if known else "it has no options"
         raise PositionalError(f"{name} has no option {', '.join(unknown)}; {has}")
+    for option, value in options.items():
+        kind = type(parameters[option].default)
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if kind in (int, float) and (not fits or isinstance(value, bool)):
+            expected = "a whole number" if kind is int else "a number"
+            raise PositionalError(f"{name}: option {option} is {expected}, not {value!r}")
     return found[0](**options)

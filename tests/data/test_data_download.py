@@ -142,12 +142,15 @@ def test_a_killed_download_goes_on(server, tmp_path):
     assert [asked[2] for asked in server.asked] == [f"bytes={have}-"]
 
 
-def test_a_new_version_starts_anew(server, tmp_path):
+def test_a_new_version_starts_anew(server, tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr("megatron.data.download.time.sleep", waits.append)
     server.files["a.bin"] = BODY
     server.breaks = [1_000_000] + [0] * 9
     with pytest.raises(CorpusError, match=r"a\.bin cannot be downloaded"):
         download(remote(server), tmp_path / "a.bin")
     assert not (tmp_path / "a.bin").exists()
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6]  # after each attempt but the last
     server.breaks, server.files["a.bin"] = [], BODY[::-1]
     download(remote(server), tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == BODY[::-1]

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import TokenizerError, fast
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.bpe import HFTokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
 BACKENDS = ("tiktoken", "gigatoken")
 
@@ -89,12 +90,20 @@ def test_who_encodes(gpt2_files, tmp_path, monkeypatch):
         build_tokenizer("GPT2BPETokenizer", *gpt2_files, "fastest")
 
 
-def test_backends_share_a_fingerprint(by_backend, gpt2_files):
-    plain = build_tokenizer("GPT2BPETokenizer", *gpt2_files, "tokenizers")
-    assert {t.fingerprint() for t in by_backend.values()} == {plain.fingerprint()}
+def test_backends_share_a_fingerprint(by_backend, gpt2_files, tmp_path):
+    """Also with the one that is known without reading the files' contents, and with GPT-2's
+    vocabulary in another layout of its JSON."""
+    other = tmp_path / "vocab.json"
+    other.write_text(json.dumps(json.loads(gpt2_files[0].read_text("utf-8")), indent=1), "utf-8")
+    given = [(*gpt2_files, "tokenizers"), (*gpt2_files, "auto"), (other, gpt2_files[1], "auto")]
+    plain, known, reread = (build_tokenizer("GPT2BPETokenizer", *each) for each in given)
+    assert known.backend == reread.backend == "tiktoken"
+    prints = {t.fingerprint() for t in (plain, known, reread, *by_backend.values())}
+    assert prints == {Tokenizer.fingerprint(plain)}
+    assert np.array_equal(known.token_bytes(np.arange(50257)), HFTokenizer._byte_table(known))
 
 
-def test_a_backend_that_differs_is_refused():
+def test_a_backend_that_differs_is_refused(monkeypatch):
     def reference(texts):
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
@@ -111,11 +120,35 @@ def test_a_backend_that_differs_is_refused():
             reference,
         )
     checked = fast.CheckedBatches("quick", off_on_x, reference)
-    assert checked(["good"])[0].tolist() == [*b"good"]  # the first batch is checked
-    for _ in range(fast._CHECK_EVERY - 1):
-        checked(["x1"])  # these are not
     with pytest.raises(TokenizerError, match="quick: differs from the reference on 'x1'"):
-        checked(["x1"])
+        checked(["good", "x1"])  # the first texts are compared
+    monkeypatch.setattr(fast, "_CHECK_FIRST", 0)
+    checked = fast.CheckedBatches("quick", off_on_x, reference)
+    assert checked(["good!"])[0].tolist() == [*b"good!"]
+    every = fast._CHECK_EVERY
+    checked(["x1"] * ((5 * every - 5) // 2))  # 5 characters stand for 5 x 64
+    with pytest.raises(TokenizerError, match="quick: differs from the reference on 'x1'"):
+        checked(["x1"] * 2)
+
+
+def test_what_is_compared_is_spread_over_all_texts(monkeypatch):
+    compared = []
+
+    def reference(texts):
+        compared.extend(texts)
+        return [np.zeros(1)] * len(texts)
+
+    checked = fast.CheckedBatches("quick", lambda texts: [np.zeros(1)] * len(texts), reference)
+    assert compared == list(fast._DIFFICULT)
+    compared.clear()
+    texts = [f"{i:01000}" for i in range(10_000)]
+    for start in range(0, len(texts), 50):
+        checked(texts[start : start + 50])
+    first = fast._CHECK_FIRST // 1000 + 1
+    assert compared[:first] == texts[:first]
+    places = np.array([int(text) for text in compared[first:]])
+    assert len(places) >= (10_000 - first) // fast._CHECK_EVERY
+    assert np.diff(places).max() <= fast._CHECK_EVERY + 1 and places[-1] > 9900
 
 
 def test_sentencepiece(tmp_path):

@@ -11,7 +11,7 @@ from megatron.data import ShardError, open_splits
 from megatron.data.dataset import TokenDataset
 from megatron.data.evaluation import eval_sequences
 from megatron.data.joined import JoinedShards, find_prefixes, merge, open_shards
-from megatron.data.mmap import MMapIndexedDataset
+from megatron.data.mmap import MMapIndexedDataset, MMapIndexedDatasetWriter
 
 
 @pytest.fixture
@@ -47,6 +47,16 @@ def test_joined_equals_merged(parts, tmp_path):
     np.testing.assert_array_equal(
         eval_sequences(joined, (5, 45), 11, 300), eval_sequences(whole, (5, 45), 11, 300)
     )
+
+
+def test_a_disk_that_is_full_while_merging(parts, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MMapIndexedDatasetWriter, "add_documents", full)
+    with pytest.raises(ShardError, match=r"/full: .* No space left on device; nothing is written"):
+        merge(parts[0], tmp_path / "full")
+    assert not list(tmp_path.glob("full*"))
 
 
 def test_what_a_data_path_can_be(parts, tmp_path):

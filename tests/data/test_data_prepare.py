@@ -152,15 +152,21 @@ def test_faulty_input(run, tmp_path, arguments, message):
         (("builtin:python-stdlib", "-t", "ByteTokenizer"), 1, "did you mean ByteLevelTokenizer?"),
         (("builtin:python-stdlib", "-d", "file"), 2, "-d file: is a file, not a folder"),
         ((), 2, "give either a corpus (builtin:python-stdlib, openwebtext2, ...) or --input F"),
-        (("builtin:python-stdlib", "--input", "a.txt"), 2, "do not go with it"),
+        (("builtin:python-stdlib", "--input", "a.txt"), 2, "does not go with it"),
         (("--input", "a.txt"), 2, "--input needs --name NAME"),
         (("--input", "a.txt", "--name", "b/c"), 2, "--name b/c: is a name, not a path"),
-        (("builtin:python-stdlib", "--name", "x"), 2, "do not go with it"),
+        (("builtin:python-stdlib", "--name", "x"), 2, "does not go with it"),
         (("--input", "a.txt", "--name", "x", "--partition", "3/2"), 2, "write I/N with 1 <= I"),
+        (("file",), 2, "file: files are given by --input FILES --name NAME"),
+        (("--input", "file.txt", "--name", "x", "-d", "file/x"), 1, "would lie in one; name a f"),
+        (("builtin:python-stdlib", "--no-append-eod"), 2, "--no-append-eod does not go with it"),
+        (("--input", "a.txt", "--name", "x", "-v", "v.json"), 2, "v.json: which tokenizer is it"),
+        (("openwebtext2", "--mirror", "localhost"), 2, "--mirror localhost: is no address; write"),
     ],
 )
 def test_wrong_commands(run, tmp_path, arguments, status, message):
     (tmp_path / "file").touch()
+    (tmp_path / "file.txt").write_text("text")
     found, _, err = run(*arguments)
     assert found == status and message in err and "Traceback" not in err
 

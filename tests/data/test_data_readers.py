@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -150,6 +151,23 @@ def test_globs_in_order_and_hidden_mistakes(tmp_path):
     (tmp_path / "e.jsonl").touch()
     with pytest.raises(CorpusError, match=r"e\.jsonl: is empty\n.*/n\.txt: no such file"):
         find_sources([tmp_path / "e.jsonl", tmp_path / "n.txt"])
+
+
+def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
+    """Not only the given one: the files of one inside would be missing without a word."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for folder in (tmp_path, tmp_path / "closed"):
+        with pytest.raises(CorpusError, match=r"^[^\n]*/closed: Permission denied$"):
+            find_sources([folder])
 
 
 def test_sets_of_the_pile(tmp_path):

@@ -30,6 +30,10 @@ def test_options():
     assert load("rpe", num_buckets=16, max_distance=40, scale=8.0).scale == 8.0
     with pytest.raises(PositionalError, match="rpe has no option buckets.*num_buckets"):
         load("rpe", buckets=3)
+    for wrong in ({"scale": "big"}, {"scale": True}, {"num_buckets": 4.5}):
+        with pytest.raises(PositionalError, match="rpe: option .* is a .*number, not "):
+            load("rpe", **wrong)
+    assert load("rpe", scale=2).scale == 2
     with pytest.raises(PositionalError, match="kerple_log has no option scale; it has no options"):
         load("kerple_log", scale=2.0)
     for wrong in ({"num_buckets": 1}, {"max_distance": 16}):
