@@ -54,7 +54,7 @@ LOST = re.compile(
 
 def is_member() -> bool:
     """Whether a launcher has made this process one of several."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
     return several and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
@@ -75,16 +75,17 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        first, store, patience = None, None, JOINING
+        first, store, until = None, None, time.monotonic() + JOINING
         while first is None:
             try:
-                store = store or _connect(patience)
+                store = store or _connect()
                 if store.check(["end"]):
                     first = json.loads(store.get("end"))
+                until = time.monotonic() + AGAIN
             except RuntimeError:
-                if store is None:  # it is gone, and rank 0 that held it
+                store = None
+                if time.monotonic() > until:  # it is gone, and rank 0 that held it
                     first = _own(LOST_TEXT)
-                store, patience = None, AGAIN
             if first is None and self._over.wait(EVERY):
                 return
         _heard.update(first)
@@ -137,7 +138,8 @@ def _tell(own: Failure, lost: bool) -> None:
         _pass_on(_heard)
         return
     main = own["rank"] == 0
-    opens = main and not (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    opens = main and not (dist.is_initialized() or launchers)
     store = _connect(WORD, opens)
     if lost and (first := _said(store, "end")):
         _pass_on(first)
@@ -175,11 +177,11 @@ def _said(store: dist.Store, key: str) -> Failure | None:
     return json.loads(store.get(key))
 
 
-def _connect(patience: float, opens: bool = False) -> dist.Store:
+def _connect(patience: float = 0.0, opens: bool = False) -> dist.Store:
     """A connection of one's own: another thread may be waiting at the job's.
 
     Args:
-        patience: seconds to try.
+        patience: seconds to try again.
         opens: rank 0 has not come to opening the job's store, so this is to be it.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

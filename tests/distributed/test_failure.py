@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from loose import run
+from loose import SOON, run
 
 from megatron.engine.errors import user_errors
 from megatron.engine.log import RunLogError
@@ -87,6 +87,21 @@ def waits(rank, ends):
 def test_a_job_that_fares_well_ends_well():
     codes, texts, _ = run(waits, None, ranks=3)
     assert codes == [0, 0, 0] and texts == ["", "", ""]
+
+
+def ends_late(rank):
+    """Rank 0, which holds the store, has gone while rank 1 still watches."""
+    failure.AGAIN = 60.0
+    watch = failure.Watch()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    time.sleep(4 * rank)
+    watch.stop()
+
+
+def test_who_comes_late_to_a_normal_end_does_not_wait_for_the_store():
+    codes, texts, seconds = run(ends_late)
+    assert codes == [0, 0] and texts == ["", ""] and seconds < SOON
 
 
 def test_on_each_machine_one_process_says_what_happened_elsewhere(monkeypatch, capsys):
