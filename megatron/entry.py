@@ -24,7 +24,7 @@ def run(main: Callable[[], int]) -> NoReturn:
             code = main()
         except SystemExit as end:  # argparse has printed its help
             code = end.code
-        if sys.stdout:  # None where the process was started without (`>&-`)
+        if sys.stdout and not sys.stdout.closed:  # None where it was started without (`>&-`)
             sys.stdout.flush()
     except BrokenPipeError as error:
         code = NOBODY_READS
@@ -39,8 +39,10 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 def output_has_no_reader() -> bool:
     """Whether stdout is a pipe whose other end is closed."""
-    if not sys.stdout:
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, it stands for no file, is closed
         return False
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -77,6 +77,12 @@ def test_without_any_stdout_the_exit_code_is_the_commands():
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.parametrize("does", ["sys.stdout.close()", "import io; sys.stdout = io.StringIO()"])
+def test_with_another_stdout_the_exit_code_is_the_commands(does):
+    done = subprocess.run([sys.executable, "-c", PROGRAM % does], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
 def test_another_broken_pipe_is_an_error():
     program = PROGRAM % "raise BrokenPipeError('of a worker')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
