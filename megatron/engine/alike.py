@@ -21,8 +21,9 @@ from megatron.parallel import Groups
 Seen = TypeVar("Seen")
 LOCAL = ("data", "logging")
 """Sections of the config with paths that machines may each have their own of."""
-PATIENCE = 30
-"""Seconds in which a network file system shows one machine what another has written."""
+PATIENCE = 75
+"""Seconds in which a network file system shows one machine what another has written: NFS keeps what
+it knows of a folder for 60 unless it is told otherwise (acdirmax)."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -69,7 +70,10 @@ def require_one_folder(groups: Groups, folder: Path) -> None:
         mark.write_text(text)
 
     def look() -> str | None:
-        return mark.read_text() if mark.exists() else None
+        try:
+            return mark.read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     try:
         seen_by_all(look, folder, groups, expected=groups.gather_from_job(text)[0])
