@@ -1,6 +1,7 @@
 """From a validated config to the things that it describes: model, tokenizer, data.
 
-The only place, with `run`, that reads the config object; what it builds sees plain values.
+What it builds sees plain values. Of the config object itself know, beside it, only the parts of a
+job: `run`, `start`, `job_data`, `job_engine`, `own_part`, `alike`, `extrapolate`, `neox_export`.
 """
 
 from __future__ import annotations
