@@ -35,9 +35,8 @@ def main() -> int:
     if args.lengths:
         overrides.append(f"eval_lengths=[{args.lengths}]")
     try:
-        config = load_config(
-            args.configs, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
-        )
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        config = load_config(args.configs, overrides, world_size=world_size)
     except ConfigError as error:
         return refuse(str(error), 2)
     load = args.load or config.checkpoint.load or config.checkpoint.save

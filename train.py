@@ -25,9 +25,8 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     try:
-        config = load_config(
-            args.configs, args.overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
-        )
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        config = load_config(args.configs, args.overrides, world_size=world_size)
     except ConfigError as error:
         if "RANK" in os.environ:  # one process of several, perhaps the only one that sees this
             from megatron.parallel import failure

@@ -35,15 +35,17 @@ _REQUIRED = {
 
 
 def load_config(
-    files: Sequence[str | Path], overrides: Sequence[str] = (), *, world_size: int = 1
+    files: Sequence[str | Path], overrides: Sequence[str] = (), *, world_size: int | str = 1
 ) -> Config:
-    """The configuration that files, then overrides (``key=value``), give ``world_size`` processes.
+    """The configuration that files, then overrides (``key=value``), give ``world_size`` processes
+    (as a launcher says it, in ``WORLD_SIZE``).
 
     Later files win key by key, also inside mappings; null takes a key away. Raises
     :class:`ConfigError`, whose text lists every problem with its file, line and key.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not str(world_size).isdecimal() or int(world_size) < 1:
+        text = f"the number of processes, is {str(world_size)!r}; unset it, or start with torchrun"
+        raise ConfigError([Problem(None, "WORLD_SIZE", text)])
     settings: Settings = {}
     problems: list[Problem] = []
     for read, sources in ((read_file, files), (read_override, overrides)):
@@ -59,7 +61,7 @@ def load_config(
     values, wrong = _validate(given)
     problems += wrong
     _choose_tokenizer(given, values)
-    for name, text in [*checks.derive(values, world_size), *checks.relations(values)]:
+    for name, text in [*checks.derive(values, int(world_size)), *checks.relations(values)]:
         problems.append(_problem(name, text, given))
     if readable:  # what stands in a part that could not be read is not missing
         problems += _missing(given, files)

@@ -248,6 +248,11 @@ def test_any_content_loads_or_is_reported(tmp_path_factory: Any, tree: dict) -> 
         json.dumps(config.to_flat_dict())
 
 
-def test_a_wrong_world_size(base: Path) -> None:
-    with pytest.raises(ValueError, match="world_size must be at least 1"):
-        load_config([base], world_size=0)
+@pytest.mark.parametrize("said", [0, "-1", "two", ""])
+def test_a_wrong_world_size(base: Path, said: int | str) -> None:
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE: the number of processes, is '{said}'"):
+        load_config([base], world_size=said)
+
+
+def test_a_world_size_as_a_launcher_says_it(base: Path) -> None:
+    assert load_config([base], world_size="2").parallel.world_size == 2
