@@ -33,7 +33,8 @@ def run(main: Callable[[], int]) -> NoReturn:
             code = 1
     if output_has_no_reader():  # what is left in the buffer is flushed once more, at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    gc.freeze()  # nothing is left to collect, and to look for it takes 50 ms
+    if "triton" not in sys.modules:  # newer ones would list all that is left of them
+        gc.freeze()  # nothing is left to collect, and to look for it takes 50 ms
     sys.exit(code)
 
 

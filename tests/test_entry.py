@@ -83,6 +83,13 @@ def test_with_another_stdout_the_exit_code_is_the_commands(does):
     assert (done.returncode, done.stderr) == (3, b"")
 
 
+def test_with_triton_loaded_nothing_is_said_at_the_end():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM % "import triton"], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
 def test_another_broken_pipe_is_an_error():
     program = PROGRAM % "raise BrokenPipeError('of a worker')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
