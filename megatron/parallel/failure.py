@@ -138,8 +138,7 @@ def _tell(own: Failure, lost: bool) -> None:
         _pass_on(_heard)
         return
     main = own["rank"] == 0
-    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    opens = main and not (dist.is_initialized() or launchers)
+    opens = main and not (dist.is_initialized() or _launcher_has_store())
     store = _connect(WORD, opens)
     if lost and (first := _said(store, "end")):
         _pass_on(first)
@@ -192,8 +191,14 @@ def _connect(patience: float = 0.0, opens: bool = False) -> dist.Store:
         time.sleep(0.2)
     options = {"is_master": opens, "timeout": timedelta(seconds=10), "wait_for_workers": False}
     store = dist.TCPStore(address, port, **options)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives them
+    # A launcher's outlives an attempt. Its agents count each for itself: no name for another store.
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _launcher_has_store() else "only"
     return dist.PrefixStore(f"failures/{attempt}", store)
+
+
+def _launcher_has_store() -> bool:
+    """Whether the job's store is torchrun's, not rank 0's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _answers(address: str, port: int) -> bool:
