@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+from megatron import entry
 from megatron.config import ConfigError, load_config
 
 
@@ -38,15 +39,13 @@ def main() -> int:
             args.configs, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
         )
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refuse(str(error), 2)
     load = args.load or config.checkpoint.load or config.checkpoint.save
     missing = [] if load else ["--load DIR (or `load` in the config)"]
     if not config.evaluation.eval_lengths:
         missing.append("--lengths L1,L2,... (or `eval_lengths` in the config)")
     if missing:
-        print(f"error: nothing to evaluate; give {' and '.join(missing)}", file=sys.stderr)
-        return 2
+        return refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
     out = args.out or Path(load)
     try:  # what cannot be written is better known before all is measured
         if args.out:
@@ -54,8 +53,7 @@ def main() -> int:
         if out.is_dir() and not os.access(out, os.W_OK):
             raise PermissionError("no permission to write there")
     except OSError as error:
-        print(f"error: results in {out}: {error}; give --out DIR", file=sys.stderr)
-        return 1
+        return refuse(f"error: results in {out}: {error}; give --out DIR", 1)
     from megatron.engine.errors import user_errors
     from megatron.engine.extrapolate import evaluate
 
@@ -64,5 +62,16 @@ def main() -> int:
     return outcome.code
 
 
+def refuse(text: str, code: int) -> int:
+    """Say why nothing is done, and return `code`; in a job that ends all its processes."""
+    if "RANK" in os.environ:
+        from megatron.parallel import failure
+
+        if failure.is_member():
+            failure.end_process(text, code=code)
+    print(text, file=sys.stderr)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

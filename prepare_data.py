@@ -15,11 +15,11 @@ again that was stopped or killed, and it goes on where it was.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from pathlib import Path
 
+from megatron import entry
 from megatron.data.corpora import NAMES, PREFIX, prepare_builtin
 from megatron.data.encode import EncodeOptions
 from megatron.data.errors import CorpusError, DataError
@@ -241,6 +241,8 @@ def main(argv: list[str] | None = None) -> int:
             return check_corpora(arguments)
         prefix = prepare(arguments)
         manifest = read_manifest(prefix)
+    except BrokenPipeError:  # of the output: `entry.run` knows
+        raise
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -256,6 +258,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    gc.freeze()  # nothing is left to collect, and to look for it takes 50 ms
-    sys.exit(status)
+    entry.run(main)

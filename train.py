@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from megatron import entry
 from megatron.config import ConfigError, load_config
 
 
@@ -28,6 +29,11 @@ def main() -> int:
             args.configs, args.overrides, world_size=int(os.environ.get("WORLD_SIZE", "1"))
         )
     except ConfigError as error:
+        if "RANK" in os.environ:  # one process of several, perhaps the only one that sees this
+            from megatron.parallel import failure
+
+            if failure.is_member():
+                failure.end_process(str(error), code=2)
         print(error, file=sys.stderr)
         return 2
     if args.check:
@@ -42,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: threads would only wait
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron import entry
 from tools.parity.result import Result
 
 if TYPE_CHECKING:
@@ -197,4 +198,4 @@ def needs_ranks(run: Run) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

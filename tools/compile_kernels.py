@@ -41,6 +41,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
+from megatron import entry
 from megatron.attention.fused import functions_of
 from megatron.kernels.backward import key_pass, query_pass
 from megatron.kernels.blocks import SHARED_MEMORY, TABLE, Tile, look_up, padded
@@ -244,4 +245,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron import entry
 from megatron.config import ConfigError
 from megatron.engine.neox_export import export_checkpoint
 from megatron.engine.safe_load import CheckpointError
@@ -46,4 +47,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron import entry
 from megatron.config.reader import read_file
 from megatron.engine import checkpoint
 from megatron.engine.neox_checkpoint import is_published
@@ -83,4 +84,4 @@ def _value(key: str, files: list[Path]) -> object:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

@@ -17,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
 
+from megatron import entry  # noqa: E402
 from megatron.data.errors import DataError, ShardError  # noqa: E402
 from megatron.data.manifest import check_tokenizer, read_manifest  # noqa: E402
 from megatron.data.mmap import MMapIndexedDataset  # noqa: E402
@@ -63,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
             print("documents: give the tokenizer (-t, -v, -m) to see them decoded")
         else:
             print_documents(shards, tokenizer, arguments.documents, arguments.characters)
+    except BrokenPipeError:  # of the output: `entry.run` knows
+        raise
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -142,4 +145,4 @@ def print_documents(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
 
+from megatron import entry  # noqa: E402
 from megatron.data.errors import DataError  # noqa: E402
 from megatron.data.joined import find_prefixes, merge  # noqa: E402
 
@@ -37,4 +38,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
 
+from megatron import entry  # noqa: E402
 from megatron.data.encode import EncodeOptions  # noqa: E402
 from megatron.data.errors import DataError  # noqa: E402
 from megatron.data.fast import BACKENDS  # noqa: E402
@@ -86,4 +87,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

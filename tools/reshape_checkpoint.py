@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megatron import entry  # noqa: E402
 from megatron.engine import checkpoint, manifest, universal  # noqa: E402
 from megatron.engine.checkpoint import CheckpointError  # noqa: E402
 from megatron.engine.errors import user_errors  # noqa: E402
@@ -68,4 +69,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.run(main)

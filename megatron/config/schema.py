@@ -162,7 +162,7 @@ class TrainingConfig(Section):
     initial_scale_power: Annotated[Count, Key("fp16.initial_scale_power")] = 16
     loss_scale_window: Annotated[Positive, Key("fp16.loss_scale_window")] = 1000
     hysteresis: Annotated[Positive, Key("fp16.hysteresis")] = 2
-    min_loss_scale: Annotated[Amount, Key("fp16.min_loss_scale")] = 1.0
+    min_loss_scale: Annotated[Positive, Key("fp16.min_loss_scale")] = 1
     grad_accum_dtype: Annotated[Precision | None, Key("data_types.grad_accum_dtype")] = None
 
 

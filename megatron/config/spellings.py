@@ -22,7 +22,6 @@ _ZERO_FLAGS = frozenset(
         "overlap_comm",
         "reduce_scatter",
         "contiguous_gradients",
-        "round_robin_gradients",
         "ignore_unused_parameters",
         "stage3_gather_16bit_weights_on_model_save",
     )
@@ -39,7 +38,12 @@ _ZERO_SIZES = frozenset(
     )
 )
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
-_ZERO_NO_EFFECT = {"load_from_fp32_weights": "resuming always loads the fp32 masters"}
+_ZERO_NO_EFFECT = {
+    "load_from_fp32_weights": "resuming always loads the fp32 masters",
+    # With it DeepSpeed would keep the masters in an order that its universal format confuses, and
+    # that a run without it loads in silence.
+    "round_robin_gradients": "it orders gradients for offloading to the CPU, which is not built",
+}
 OFFLOAD_KEYS = frozenset(f"zero_optimization.{key}" for key in _OFFLOAD)
 OWN_KEYS = OFFLOAD_KEYS | {
     "attention_config",

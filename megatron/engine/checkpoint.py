@@ -23,7 +23,7 @@ import torch
 
 from megatron import __version__
 from megatron.engine import layout_weights, manifest
-from megatron.engine.folders import UNFINISHED, publish
+from megatron.engine.folders import UNFINISHED, publish, why_not_written
 from megatron.engine.neox_checkpoint import is_published
 from megatron.engine.safe_load import CheckpointError, safe_load
 from megatron.parallel import Groups, rng_state, set_rng_state
@@ -31,7 +31,9 @@ from megatron.parallel import Groups, rng_state, set_rng_state
 if TYPE_CHECKING:
     import deepspeed
 
-ONE_SLICE = {f"{kind}_parallel_size": 1 for kind in ("model", "pipe", "context")}
+UNSAID = {f"{kind}_parallel_size": 1 for kind in ("model", "pipe", "context")}
+UNSAID["sub_group_size"] = None
+"""What holds for layouts of checkpoints that do not say it."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,14 @@ def save(
         unfinished.mkdir(parents=True)
     groups.barrier()
     client = {"universal_checkpoint_info": universal.conversion_info(about)}
-    engine.save_checkpoint(str(folder), unfinished.name, client, save_latest=False)
-    torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
+    try:
+        engine.save_checkpoint(str(folder), unfinished.name, client, save_latest=False)
+        torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
+        raise CheckpointError(
+            f"{folder / tag} cannot be written ({why_not_written(folder, error)}); checkpoints "
+            "saved before are untouched"
+        ) from error
     groups.barrier()
     files = manifest.describe_files(unfinished, groups)
     if groups.is_main:
@@ -120,43 +128,6 @@ def save(
         _prune(folder, keep_last, tag)
     groups.barrier()
     return folder / tag
-
-
-def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[str | None, str]:
-    """(tag to resume from, what was found damaged); every rank must call it.
-
-    Args:
-        allow_fallback: pass over damaged checkpoints to the newest whole one.
-
-    Raises:
-        CheckpointError: names the damaged file, why it is damaged, and the checkpoint before it.
-    """
-    tags, found = finished(folder)[::-1], []
-    try:
-        tag = newest(folder)
-    except CheckpointError as error:
-        if not (allow_fallback and tags):
-            raise
-        found.append(str(error))
-    else:
-        if tag is None:
-            return None, ""
-        tags = [tag, *(t for t in tags if t != tag)]
-    for number, each in enumerate(tags):
-        problem = None
-        if not is_published(folder / each):  # that format has neither sizes nor checksums
-            problem = manifest.damage(folder / each, groups)
-        if problem is None:
-            return each, "; ".join(found)
-        found.append(problem)
-        if not allow_fallback:
-            before = tags[number + 1 : number + 2]
-            way = f"resume from {folder / before[0]} with --allow-fallback, or " if before else ""
-            raise CheckpointError(
-                f"{folder / each} is damaged: {problem}. Restore that file, or {way}"
-                f"remove {folder / 'latest'} to start afresh"
-            )
-    raise CheckpointError(f"{folder} holds no whole checkpoint: " + "; ".join(found))
 
 
 def finished(folder: Path) -> list[str]:
@@ -235,7 +206,7 @@ def restore(
     from megatron.engine import universal
 
     record = read_record(folder, tag)
-    progress, written = Progress(**record["progress"]), ONE_SLICE | record["layout"]
+    progress, written = Progress(**record["progress"]), UNSAID | record["layout"]
     layout, cuts = about["layout"], about["cuts"]
     recut = layout["model_parallel_size"] > 1 and record.get("cuts", cuts) != cuts
     if written != layout or recut:
@@ -288,9 +259,17 @@ def imported_rest(
 
 
 def _prune(folder: Path, keep_last: int | None, newest_tag: str) -> None:
+    """Remove all but the `keep_last` newest checkpoints of this run.
+
+    Those beyond the newest one come from a run that went back behind them; they are not counted,
+    for they may be what it went back from.
+    """
     if not keep_last:
         return
-    ours = [each for each in finished(folder) if (folder / each / manifest.RECORD).is_file()]
-    for each in ours[:-keep_last]:
-        if each != newest_tag:
-            shutil.rmtree(folder / each, ignore_errors=True)
+    tags = finished(folder)
+    ours = [each for each in tags if (folder / each / manifest.RECORD).is_file()]
+    past = [each for each in ours if tags.index(each) < tags.index(newest_tag)]
+    for each in past[: max(0, len(past) + 1 - keep_last)]:
+        going = folder / f"{UNFINISHED}{each}"  # killed half-way, the next start removes the rest
+        (folder / each).rename(going)
+        shutil.rmtree(going, ignore_errors=True)

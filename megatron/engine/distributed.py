@@ -7,17 +7,40 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 
-from megatron.parallel import Groups, build_groups
+from megatron.parallel import Groups, build_groups, failure
 
 
 class StartError(Exception):
     """The job cannot be joined as the config asks; the text says what to write."""
+
+
+@contextmanager
+def job(*, backend: str | None = None, verbose: bool = False) -> Iterator[Groups]:
+    """A job from `start` to `stop`, in which the failure of one rank ends all.
+
+    After an error its groups are left as they are, for all ranks would have to leave them together:
+    the caller ends the process (`errors.user_errors`).
+    """
+    watch = failure.Watch() if failure.is_member() else None
+    try:
+        groups = start(backend=backend, verbose=verbose)
+        yield groups
+    except BaseException:
+        if watch is None:
+            stop()
+        raise
+    groups.barrier()
+    if watch is not None:
+        watch.stop()
+    stop()
 
 
 def start(*, backend: str | None = None, verbose: bool = False) -> Groups:

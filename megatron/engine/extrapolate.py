@@ -46,11 +46,8 @@ def evaluate(
         CheckpointError: there is no checkpoint in `load`, or it does not fit the config.
     """
     if "RANK" in os.environ:
-        groups = distributed.start(backend=config.parallel.distributed_backend)
-        try:
+        with distributed.job(backend=config.parallel.distributed_backend) as groups:
             return _evaluate(config, groups, load, lengths, out, say)
-        finally:
-            distributed.stop()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return _evaluate(config, build_groups(device), load, lengths, out, say)
 

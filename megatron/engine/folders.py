@@ -52,6 +52,16 @@ def remove_unfinished(folder: Path) -> list[str]:
     return [path.name for path in leftovers]
 
 
+def why_not_written(folder: Path, error: Exception) -> str:
+    """What stopped a write into `folder`, and how much space is left there."""
+    why = str(error) or type(error).__name__
+    if "inline_container" in why or "PytorchStreamWriter" in why:
+        why = "a file could not be written to its end"  # torch tells byte counts alone
+    while not folder.exists():
+        folder = folder.parent
+    return f"{why}; {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free there"
+
+
 def _replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".unfinished")
     with open(temporary, "w") as file:

@@ -20,6 +20,15 @@ FP16_OPTIONS = (
 )
 
 
+def sub_group_size(config: Config) -> int | None:
+    """Numbers that ZeRO-3 keeps in one piece of its state, where that is not DeepSpeed's default.
+
+    Files of one size cannot be loaded as those of another.
+    """
+    size = config.parallel.zero.get("sub_group_size", 10**9)
+    return size if config.parallel.zero_stage == 3 and size != 10**9 else None
+
+
 def job_engine(
     config: Config, model: nn.Module, groups: Groups
 ) -> tuple[deepspeed.DeepSpeedEngine, AnnealingLR]:

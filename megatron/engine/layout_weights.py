@@ -12,8 +12,10 @@ Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel 
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +87,17 @@ def _read_layers(folder: Path, layers: Sequence[str], rank: int) -> Weights:
 
 
 def _read_stage3(folder: Path, tag: str, rank: int) -> Weights:
-    """DeepSpeed's converter knows no tensor parallelism: it is shown one such rank at a time."""
+    """DeepSpeed's converter knows no tensor parallelism: it is shown one such rank at a time.
+
+    Its prints are swallowed: what goes wrong, it raises.
+    """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with tempfile.TemporaryDirectory() as shown:
         for path in (folder / tag).glob(f"*zero_pp_rank_*_mp_rank_{rank:02d}_*_states.pt"):
             (Path(shown) / path.name).symlink_to(path.resolve())
-        return get_fp32_state_dict_from_zero_checkpoint(shown, tag=".")
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # and progress bars
+            return get_fp32_state_dict_from_zero_checkpoint(shown, tag=".")
 
 
 def whole_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size]:

@@ -16,6 +16,7 @@ import deepspeed
 import numpy as np
 import torch
 
+from megatron.engine.diverged import MEND, DivergedError, least_scale_told
 from megatron.engine.evaluate import LossFn
 from megatron.engine.log import RunLog
 from megatron.engine.optim import (
@@ -29,16 +30,6 @@ from megatron.engine.pipeline import PipelineLosses, train_batch
 from megatron.parallel import Groups
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
-
-
-MEND = (
-    "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "
-    "gradient_clipping"
-)
-
-
-class DivergedError(Exception):
-    """The loss or a weight is no longer a finite number."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +153,8 @@ def train_loop(
     for step in range(first_step + 1, settings.train_iters + 1):
         start = time.monotonic()
         lr = engine.optimizer.param_groups[0]["lr"]
-        loss, norm = train_step(engine, batches, settings.accumulation, groups)
+        with least_scale_told(engine, step):
+            loss, norm = train_step(engine, batches, settings.accumulation, groups)
         if theta is not None and theta_bounds is not None:
             only = settings.clamps_copy_only
             master = project_theta(engine, theta, *theta_bounds, copy_only=only)

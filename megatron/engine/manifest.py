@@ -11,8 +11,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron.parallel import Groups
 
 RECORD = "kerple.json"
@@ -22,10 +20,12 @@ PIECE = 1 << 24
 
 def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
     """File name -> [bytes, checksum], of all files in `folder`; every rank must call it."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != RECORD)
+    seen = [path.name for path in folder.iterdir() if path.name != RECORD]
+    # A network file system may list to one machine what another has written only later.
+    names = sorted({name for each in groups.gather_from_job(seen) for name in each})
     mine = names[groups.rank :: groups.world_size]
     own = {name: [(folder / name).stat().st_size, _checksum(folder / name)] for name in mine}
-    return {name: found for each in _from_all(own, groups) for name, found in each.items()}
+    return {name: found for each in groups.gather_from_job(own) for name, found in each.items()}
 
 
 def damage(folder: Path, groups: Groups) -> str | None:
@@ -33,17 +33,18 @@ def damage(folder: Path, groups: Groups) -> str | None:
 
     Every rank must call it; all get the same answer.
     """
+    own, files = None, []
     try:
         record = json.loads((folder / RECORD).read_text())
         if "checksum" in record and record.pop("checksum") != _seal(record):
-            return f"{folder / RECORD}: its checksum is wrong"
-        files = sorted(record.get("files", {}).items())
+            own = f"{folder / RECORD}: its checksum is wrong"
+        else:
+            files = sorted(record.get("files", {}).items())
     except (OSError, ValueError, AttributeError) as error:
-        return f"{folder / RECORD}: cannot be read ({error})"
-    own = None
+        own = f"{folder / RECORD}: cannot be read ({error})"
     for name, (size, checksum) in files[groups.rank :: groups.world_size]:
         own = own or _problem(folder / name, size, checksum)
-    return min((found for found in _from_all(own, groups) if found), default=None)
+    return min((found for found in groups.gather_from_job(own) if found), default=None)
 
 
 def sealed(record: dict[str, Any]) -> str:
@@ -74,11 +75,3 @@ def _checksum(path: Path) -> int:
         while piece := file.read(PIECE):
             value = zlib.crc32(piece, value)
     return value
-
-
-def _from_all(value: Any, groups: Groups) -> list[Any]:
-    if groups.world_size == 1:
-        return [value]
-    found: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(found, value)
-    return found

@@ -12,11 +12,12 @@ import torch
 from megatron.config import Config
 from megatron.data import ShardError
 from megatron.engine import checkpoint, distributed
+from megatron.engine.alike import require_alike, settings_of
 from megatron.engine.build import identity_of
 from megatron.engine.checkpoint import Progress
 from megatron.engine.extrapolate import extrapolate
 from megatron.engine.job_data import JobData
-from megatron.engine.job_engine import job_engine
+from megatron.engine.job_engine import job_engine, sub_group_size
 from megatron.engine.layout_weights import describe
 from megatron.engine.log import RunLog
 from megatron.engine.loop import LoopSettings, losses_of, train_loop, validation_loss
@@ -37,11 +38,9 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
     Raises:
         ConfigError, ShardError, CheckpointError, DivergedError: with what to do in the text.
     """
-    groups = distributed.start(backend=config.parallel.distributed_backend, verbose=verbose)
-    try:
+    backend = config.parallel.distributed_backend
+    with distributed.job(backend=backend, verbose=verbose) as groups:
         Job(config, groups, allow_fallback=allow_fallback).run()
-    finally:
-        distributed.stop()
 
 
 class Job:
@@ -58,13 +57,16 @@ class Job:
         self.config, self.groups = config, groups
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
+        require_alike(groups, "config", settings_of(config))
         self.data = JobData(config, groups)
+        require_alike(groups, "text", self.data.identity)
         self.layout = {
             "data_parallel_size": groups.data_size,
             "model_parallel_size": groups.model.size,
             "pipe_parallel_size": groups.pipe_size,
             "context_parallel_size": groups.context.size,
             "zero_stage": parallel.zero_stage,
+            "sub_group_size": sub_group_size(config),
             "precision": config.training.precision,
             "optimizer": config.optimizer.type,
             "weight_decay_positional": config.optimizer.weight_decay_positional,
@@ -102,6 +104,8 @@ class Job:
             self._announce(log)
             if step < config.training.train_iters:
                 self._train(log)
+                if self.progress.step < config.training.train_iters:
+                    return  # left early: not the end that is evaluated
             if config.training.eval_iters > 0:
                 (self._final_losses if config.training.train_iters else self._evaluate)(log)
             if config.evaluation.eval_lengths:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.engine import checkpoint
+from megatron.engine.alike import require_one_folder
 from megatron.engine.checkpoint import CheckpointError, Progress
 from megatron.engine.folders import remove_unfinished
 from megatron.engine.neox_checkpoint import is_published
 from megatron.engine.neox_counters import counters
 from megatron.engine.optim import own_hyperparameters
 from megatron.engine.schedule import AnnealingLR
+from megatron.engine.usable import usable
 from megatron.engine.weights import load_weights
 from megatron.parallel import Groups
 
@@ -100,6 +102,8 @@ def choose_start(
             replaced one by one; or there is nothing to evaluate.
     """
     save = config.checkpoint.save
+    if save and config.training.train_iters > 0:
+        require_one_folder(groups, Path(save))
     if save and groups.is_main:
         left = remove_unfinished(Path(save))
         if left:
@@ -107,14 +111,14 @@ def choose_start(
     groups.barrier()
     passed_over: list[str] = []
 
-    def usable(folder: Path | None) -> str | None:
+    def newest_usable(folder: Path | None) -> str | None:
         if folder is None:
             return None
-        tag, damaged = checkpoint.usable(folder, groups, allow_fallback=allow_fallback)
+        tag, damaged = usable(folder, groups, allow_fallback=allow_fallback)
         passed_over.extend([damaged] if damaged else [])
         return tag
 
-    start = _decide(config, usable, train_samples)
+    start = _decide(config, newest_usable, train_samples)
     start.save = Path(save) if save else None
     if passed_over:
         start.text += f" (passed over: {'; '.join(passed_over)})"

@@ -24,6 +24,8 @@ import torch
 from deepspeed.checkpoint import constants, ds_to_universal
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 
+from megatron.engine.folders import why_not_written
+from megatron.engine.safe_load import CheckpointError
 from megatron.parallel import Groups
 
 FREE = (
@@ -32,6 +34,7 @@ FREE = (
     "pipe_parallel_size",
     "context_parallel_size",
     "zero_stage",
+    "sub_group_size",
 )
 """What of a layout may change."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -98,9 +101,26 @@ def convert(
         record: the checkpoint's `kerple.json`.
         cuts: how the parameters will be cut (None: as they were).
         workers: processes; 1 converts in this one (a process with threads must not fork).
+
+    Raises:
+        CheckpointError: it cannot be converted; nothing is left of the attempt.
     """
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+    try:
+        target.mkdir(parents=True)
+        _convert(source, target, workers)
+        _complete_weights(target / "zero", record, record["cuts"] if cuts is None else cuts)
+        _complete_counters(target)
+    except Exception as error:  # the converter's many, among them those of a full disk
+        shutil.rmtree(target, ignore_errors=True)
+        raise CheckpointError(
+            f"{source} cannot be converted into {target} ({why_not_written(target, error)}, and "
+            "24 bytes a parameter are needed)"
+        ) from error
+
+
+def _convert(source: Path, target: Path, workers: int) -> None:
+    """DeepSpeed's own part."""
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -112,8 +132,6 @@ def convert(
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         ds_to_universal.main(arguments)
-    _complete_weights(target / "zero", record, record["cuts"] if cuts is None else cuts)
-    _complete_counters(target)
 
 
 def _complete_weights(folder: Path, record: Mapping[str, Any], cuts: Mapping[str, Any]) -> None:
@@ -172,7 +190,11 @@ def restore(
     """
     converted = scratch / source.name
     if groups.is_main:
-        convert(source, converted, record, cuts)
+        try:
+            convert(source, converted, record, cuts)
+        except CheckpointError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
     groups.barrier()
     load(engine, converted)
     # Streams of the old ranks fit no new rank: each starts anew, in a way that can be repeated.

@@ -161,6 +161,14 @@ class Groups:
         if self.world_size > 1:
             dist.barrier()
 
+    def gather_from_job(self, value: Any) -> list[Any]:
+        """Each rank's `value`, on every rank (pickled: for small things only)."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
     def gather_from_pipe(self, value: Any) -> list[Any]:
         """Each stage's `value`, on every stage (pickled: for small things only)."""
         if self.pipe_size == 1:

@@ -133,6 +133,14 @@ def test_describe_says_where_and_what_follows(load: Callable, tmp_path: Path) ->
     assert "synchronize_each_layer: accepted, without effect here (" in text
 
 
+def test_the_order_of_masters_is_never_changed(load: Callable) -> None:
+    """Resuming in another layout, or with another order, would mix the parameters' masters up."""
+    config = load("zero_optimization: {stage: 2, round_robin_gradients: true}")
+    assert "round_robin_gradients" not in config.parallel.zero
+    text = config.describe()
+    assert "zero_optimization.round_robin_gradients: accepted, without effect here (" in text
+
+
 def test_flat_keys_are_known_and_fit_for_json(load: Callable) -> None:
     flat = load("precision: bf16").to_flat_dict()
     assert json.loads(json.dumps(flat)) == flat

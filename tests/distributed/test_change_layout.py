@@ -32,6 +32,7 @@ LAYOUTS = {
     "zero3": cell(3, "fp32"),
     "dp4": {},
     "dp2-zero3": cell(3, "fp32"),
+    "dp2-zero3 in pieces": {"zero_optimization": {"stage": 3, "sub_group_size": 1000}},
     "tp2": {"model_parallel_size": 2},
     "tp2-zero3": {"model_parallel_size": 2, **cell(3, "fp32")},
     "pp2": {"pipe_parallel_size": 2},
@@ -57,6 +58,7 @@ CHANGES = [
     ("one", "tp2-pp2"),
     ("one", "zero3"),
     ("dp2-zero3", "pp2"),
+    ("dp2-zero3", "dp2-zero3 in pieces"),  # the same ranks, files of other sizes
     ("tp2-zero3", "tp2"),
     ("bf16", "tp2-bf16"),
     ("tp2-untied", "tp2-untied-row"),  # the same ranks, another cut

@@ -1,6 +1,7 @@
 """Finding, pruning and reading checkpoint folders; what is wrong is said with what to do."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -45,11 +46,22 @@ def test_pruning_counts_numbers_not_letters_and_spares_what_it_does_not_know(tmp
     assert left == {"global_step100", "global_step20", "global_step_mine"}
 
 
-def test_the_newest_is_never_pruned_even_below_older_numbers(tmp_path):
-    for step in (5, 100, 20):
+def test_what_lies_beyond_the_newest_is_neither_counted_nor_removed(tmp_path):
+    """A run went back behind 15, which is damaged: at 12 it has two whole ones, 10 and 12."""
+    for step in (5, 10, 12, 15):
         make(tmp_path, step)
-    checkpoint._prune(tmp_path, 1, "global_step5")  # a run that started over in a used folder
-    assert (tmp_path / "global_step5").is_dir() and not (tmp_path / "global_step20").exists()
+    checkpoint._prune(tmp_path, 2, "global_step12")
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"global_step10", "global_step12", "global_step15"}
+    checkpoint._prune(tmp_path, 1, "global_step10")  # a run that started over in a used folder
+    assert {p.name for p in tmp_path.iterdir()} == left
+
+
+def test_what_stopped_a_write_is_told_with_the_space_that_is_left(tmp_path):
+    torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0")
+    told = folders.why_not_written(tmp_path / "not" / "there", torchs)
+    assert re.fullmatch("a file could not be written to its end; [0-9,]+ MB are free there", told)
+    assert folders.why_not_written(tmp_path, OSError(13, "No")).startswith("[Errno 13] No; ")
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):

@@ -19,6 +19,7 @@ from megatron.engine import checkpoint, manifest, universal  # noqa: E402
 from megatron.engine.build import schedule_of  # noqa: E402
 from megatron.engine.schedule import AnnealingLR  # noqa: E402
 from megatron.engine.start import choose_start  # noqa: E402
+from megatron.engine.usable import usable  # noqa: E402
 from megatron.parallel import build_groups  # noqa: E402
 
 ALONE = build_groups(torch.device("cpu"))
@@ -81,11 +82,11 @@ def test_the_damaged_file_is_named_with_the_reason_and_the_way_out(copy, name):
     damage, why = FAULTS[name]
     damage(copy / "global_step6" / name)
     with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.usable(copy, ALONE, allow_fallback=False)
+        usable(copy, ALONE, allow_fallback=False)
     text = str(error.value)
     assert str(copy / "global_step6" / name) in text and why in text
     assert f"resume from {copy / 'global_step3'} with --allow-fallback" in text
-    tag, found = checkpoint.usable(copy, ALONE, allow_fallback=True)
+    tag, found = usable(copy, ALONE, allow_fallback=True)
     assert tag == "global_step3" and why in found
 
 
@@ -99,16 +100,38 @@ def test_a_record_whose_numbers_changed_is_damaged(copy):
 def test_a_damaged_latest_is_passed_over_only_when_told(copy, named):
     (copy / "latest").write_text(named)
     with pytest.raises(checkpoint.CheckpointError, match="let train.py --allow-fallback"):
-        checkpoint.usable(copy, ALONE, allow_fallback=False)
-    tag, found = checkpoint.usable(copy, ALONE, allow_fallback=True)
+        usable(copy, ALONE, allow_fallback=False)
+    tag, found = usable(copy, ALONE, allow_fallback=True)
     assert tag == "global_step6" and f"names {named!r}" in found
+
+
+def test_what_lies_beyond_latest_is_taken_last(copy):
+    """Of two whole ones the earlier, when `latest` stands between them and is damaged."""
+    shutil.copytree(copy / "global_step3", copy / "global_step9")
+    flip(copy / "global_step6" / "mp_rank_00_model_states.pt")
+    with pytest.raises(checkpoint.CheckpointError, match="resume from .*global_step3 with"):
+        usable(copy, ALONE, allow_fallback=False)
+    assert usable(copy, ALONE, allow_fallback=True)[0] == "global_step3"
+    flip(copy / "global_step3" / "mp_rank_00_model_states.pt")
+    assert usable(copy, ALONE, allow_fallback=True)[0] == "global_step9"
+
+
+def test_a_conversion_that_fails_says_so_and_leaves_nothing(finished, copy, tmp_path, monkeypatch):
+    def full(arguments):
+        Path(arguments.output_folder, "tmp").mkdir()
+        raise RuntimeError("no space left on device")
+
+    monkeypatch.setattr(universal.ds_to_universal, "main", full)
+    with pytest.raises(checkpoint.CheckpointError, match="no space left on device; .* MB are free"):
+        universal.restore(None, ALONE, copy / "global_step6", tmp_path / "scratch", {}, {})
+    assert not (tmp_path / "scratch").exists()
 
 
 def test_no_whole_checkpoint_at_all_is_an_error(copy):
     for tag in ("global_step3", "global_step6"):
         flip(copy / tag / "mp_rank_00_model_states.pt")
     with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint"):
-        checkpoint.usable(copy, ALONE, allow_fallback=True)
+        usable(copy, ALONE, allow_fallback=True)
 
 
 def test_another_batch_size_is_told(finished):

@@ -4,14 +4,17 @@ The engine refuses fp16 on a CPU: whole fp16 jobs are in tests/gpu/test_gpu_engi
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig
 from deepspeed.runtime.precision_config import get_float16_config
 
 from megatron.config import load_config
-from megatron.engine import distributed
+from megatron.engine import distributed, loop
+from megatron.engine.diverged import DivergedError
 from megatron.engine.job_engine import FP16_OPTIONS
 from megatron.engine.optim import engine_config
 
@@ -92,3 +95,80 @@ def test_hysteresis_lets_single_overflows_pass(scaler):
 def test_a_fixed_scale_stays(scaler):
     fixed = scaler("{enabled: true, loss_scale: 128}")
     assert scales(fixed, [True, False, True]) == [128, 128, 128]
+
+
+class ZeroOptimizer:
+    """What of DeepSpeed's ZeRO optimizers has to do with the loss scale."""
+
+    param_groups = ({"lr": 0.1},)
+
+    def __init__(self, scaler):
+        self.scaler = scaler
+
+    @property
+    def loss_scale(self):
+        return self.scaler.loss_scale
+
+    def step(self, overflow):
+        self.scaler.update_scale(overflow)
+
+
+class PlainOptimizer(FP16_Optimizer):
+    """DeepSpeed's own of stage 0, without weights."""
+
+    param_groups = ZeroOptimizer.param_groups
+
+    def __init__(self, scaler):
+        self.verbose = self.custom_loss_scaler = self.overflow = False
+        dynamic = {"init_scale": scaler.cur_scale, "min_scale": scaler.min_scale}
+        dynamic |= {"scale_window": scaler.scale_window}
+        self.loss_scale_config = LossScaleConfig(torch.half, True, 0, dynamic)
+
+    def step(self, overflow):
+        self.overflow = overflow
+        self._update_scale(overflow)
+
+
+@pytest.mark.parametrize("kind", [ZeroOptimizer, PlainOptimizer])
+def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, kind):
+    """Steps 1 and 2 lower the scale to the least, step 3 fits, step 4 is beyond help."""
+    least = scaler("{enabled: true, initial_scale_power: 3, hysteresis: 1, min_loss_scale: 2}")
+    engine = SimpleNamespace(optimizer=kind(least), train=lambda: None)
+    overflows = [True, True, False, True, False]
+    done = []
+
+    def step(engine, batches, accumulation, groups):
+        done.append(overflows[len(done)])
+        engine.optimizer.step(done[-1])
+        return torch.zeros(()), 1.0
+
+    monkeypatch.setattr(loop, "train_step", step)
+    settings = loop.LoopSettings(
+        train_iters=5, accumulation=1, seq_length=8, train_batch_size=1, log_interval=9,
+        eval_interval=9, eval_iters=0, save_interval=None, skips_overflow=True,
+    )  # fmt: skip
+    with pytest.raises(DivergedError) as error:
+        loop.train_loop(
+            engine, iter(()), settings, None, None, first_step=0, theta=None, theta_names=(),
+            theta_bounds=None, validate=None, save=None,
+        )  # fmt: skip
+    text = str(error.value)
+    assert len(done) == 4
+    assert "overflow at step 4 even at the least loss scale, 2, " in text
+    for way in ("learning rate", "lower min_loss_scale", "bf16: {enabled: true}", "untouched"):
+        assert way in text
+    assert error.value.__cause__ is None
+
+
+def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
+    def step(engine, batches, accumulation, groups):
+        raise ValueError("another matter")
+
+    engine = SimpleNamespace(optimizer=ZeroOptimizer(None), train=lambda: None)
+    monkeypatch.setattr(loop, "train_step", step)
+    settings = SimpleNamespace(train_iters=1, accumulation=1)
+    with pytest.raises(ValueError, match="^another matter$"):
+        loop.train_loop(
+            engine, iter(()), settings, None, None, first_step=0, theta=None, theta_names=(),
+            theta_bounds=None, validate=None, save=None,
+        )  # fmt: skip

@@ -1,0 +1,46 @@
+"""How every command ends: with its exit code, and in silence where nobody reads its output."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+NOBODY_READS = 141
+"""Exit code where the reader of the output has gone: a shell's word for SIGPIPE (128 + 13)."""
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Exit with what `main` returns.
+
+    `train.py CONFIG --check | head -1` ends quietly. The signal's default action, death at the
+    first write, would do it too, but for every broken socket of a training job as well.
+    """
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # argparse has printed its help
+            code = end.code
+        if sys.stdout:  # None where the process was started without (`>&-`)
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        code = NOBODY_READS
+        if not output_has_no_reader():  # another pipe
+            print(f"error: {error}", file=sys.stderr)
+            code = 1
+    if output_has_no_reader():  # what is left in the buffer is flushed once more, at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    gc.freeze()  # nothing is left to collect, and to look for it takes 50 ms
+    sys.exit(code)
+
+
+def output_has_no_reader() -> bool:
+    """Whether stdout is a pipe whose other end is closed."""
+    if not sys.stdout:
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,0 +1,98 @@
+"""How one rank's failure ends the others: hanging, waiting, or fallen with it."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+from loose import run
+
+from megatron.engine.errors import user_errors
+from megatron.engine.log import RunLogError
+from megatron.engine.safe_load import CheckpointError
+from megatron.parallel import failure
+
+HOST = socket.gethostname()
+
+
+def watched(rank, fault, where):
+    """Rank `where` raises or is killed, and the other waits: hanging, or in a collective."""
+    failure.Watch()
+    dist.init_process_group("gloo")
+    time.sleep(1)
+    dist.barrier()
+    with user_errors():
+        if rank == where and fault == "raises":
+            raise KeyError("a bug")
+        if rank == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "killed, hangs" or fault == "raises":
+            time.sleep(100)  # as an NCCL collective that misses a rank: no exception comes
+        dist.barrier()
+
+
+def test_a_rank_that_hangs_is_ended_too():
+    codes, texts, seconds = run(watched, "raises", 1)
+    assert codes == [1, 1] and seconds < failure.GRACE + 10
+    assert texts[0] == "" and texts[1].startswith(f"rank 1 on {HOST}: Traceback")
+    assert texts[1].endswith("KeyError: 'a bug'\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"), [("killed", 1), ("killed", 0), ("killed, hangs", 0)]
+)  # fmt: skip
+def test_who_is_killed_says_nothing_so_another_does(fault, where):
+    codes, texts, _ = run(watched, fault, where)
+    assert codes[where] == -signal.SIGKILL and codes[1 - where] == 1
+    assert f"rank {1 - where} on {HOST}: {failure.LOST_TEXT}\n" in texts[1 - where]
+    assert "Traceback" not in "".join(texts)
+
+
+def raised(error, cause=None):
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+GLOO = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:50569.")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (GLOO, True),
+        (raised(CheckpointError("cannot be loaded"), GLOO), True),
+        (dist.DistBackendError("ncclRemoteError: ... or a remote process exiting"), True),
+        (RunLogError("Weights & Biases could not be started: connection refused"), False),
+        (raised(CheckpointError("cannot be loaded"), EOFError("closed by peer")), False),
+        (RuntimeError("CUDA out of memory"), False),
+    ],
+)
+def test_only_what_torch_says_of_other_processes_is_a_lost_contact(error, lost):
+    assert failure.lost_contact(error) == lost
+
+
+def waits(rank, ends):
+    watch = failure.Watch()
+    dist.init_process_group("gloo")
+    time.sleep(rank)
+    dist.barrier()
+    watch.stop()
+    dist.destroy_process_group()
+
+
+def test_a_job_that_fares_well_ends_well():
+    codes, texts, _ = run(waits, None, ranks=3)
+    assert codes == [0, 0, 0] and texts == ["", "", ""]
+
+
+def test_on_each_machine_one_process_says_what_happened_elsewhere(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    failure._pass_on({"rank": 9, "host": "elsewhere", "text": "error: no disk"})
+    failure._pass_on({"rank": 1, "host": HOST, "text": "said here already"})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    failure._pass_on({"rank": 9, "host": "elsewhere", "text": "error: no disk"})
+    assert capsys.readouterr().err == "rank 9 on elsewhere: error: no disk\n"

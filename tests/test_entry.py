@@ -1,0 +1,83 @@
+"""A command whose reader goes away (`| head -1`) ends quietly, and every command ends this way."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.entry import NOBODY_READS
+
+ROOT = Path(__file__).parents[1]
+ENTRIES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
+CONFIG = ROOT / "configs" / "quickstart.yml"
+SHARDS = ROOT / "tests" / "fixtures" / "data" / "corpus_text_document"
+
+
+def without_reader(*command):
+    """(exit code, stderr) of a command that writes into a pipe which nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (("train.py", CONFIG, "--check"), NOBODY_READS),
+        (("train.py", "--help"), 0),  # argparse does not mind
+        (("evaluate.py", "--help"), 0),
+        (("tools/inspect_shards.py", SHARDS), NOBODY_READS),
+    ],
+    ids=["train --check", "train --help", "evaluate --help", "inspect_shards"],
+)
+def test_nobody_reads_and_nothing_is_said(command, code):
+    assert without_reader(*command) == (code, "")
+
+
+def test_every_command_ends_in_entry_run():
+    commands = [path for path in ENTRIES if '__name__ == "__main__"' in path.read_text()]
+    assert len(commands) >= 11
+    for path in commands:
+        assert path.read_text().rstrip().endswith("\n    entry.run(main)"), path
+
+
+PROGRAM = """
+import os, sys
+from megatron import entry
+def main():
+    %s
+    return 3
+entry.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "says"),
+    [
+        ("print('x' * 100_000)", NOBODY_READS, ""),
+        ("pass", 3, ""),
+        ("sys.exit('usage')", 1, "usage\n"),
+        ("raise BrokenPipeError('of a worker')", NOBODY_READS, ""),
+    ],
+)
+def test_exit_codes_without_a_reader(does, code, says):
+    assert without_reader("-c", PROGRAM % does) == (code, says)
+
+
+def test_without_any_stdout_the_exit_code_is_the_commands():
+    command = f'{sys.executable} -c "{PROGRAM % "print(1)"}" >&-'
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_another_broken_pipe_is_an_error():
+    program = PROGRAM % "raise BrokenPipeError('of a worker')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: of a worker\n")
