@@ -104,6 +104,7 @@ def tabulated(
     return score_mod
 
 
+@lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
     """The expression of b and w; None where they must be looked up."""
     try:

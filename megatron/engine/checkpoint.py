@@ -217,8 +217,10 @@ def restore(
                 "layout it was written under, or set `finetune: true` and another `save` to take "
                 "only its weights"
             )
+        other = [f"{k} {written[k]} -> {v}" for k, v in layout.items() if written[k] != v]
+        changed = ", ".join(other) or "weights cut otherwise"
         scratch = work / f"{UNFINISHED}universal"
-        universal.restore(engine, groups, folder / tag, scratch, record, cuts)
+        universal.restore(engine, groups, folder / tag, scratch, record, cuts, changed)
         return progress
     try:
         loaded, _ = engine.load_checkpoint(str(folder), tag=tag)

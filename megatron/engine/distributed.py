@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import deepspeed
 import torch
@@ -16,6 +17,11 @@ import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 
 from megatron.parallel import Groups, build_groups, failure
+
+LONGEST_WAIT = 60
+"""Minutes that ranks wait for rank 0, which converts checkpoints and indexes text alone, unless
+DEEPSPEED_TIMEOUT says it: DeepSpeed's own 10 are too few for large ones. A rank that fails is
+noticed at once anyway (`parallel.failure`)."""
 
 
 class StartError(Exception):
@@ -71,7 +77,13 @@ def start(*, backend: str | None = None, verbose: bool = False) -> Groups:
         # A job of one needs no port: nothing to collide with on a shared machine.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=verbose)
+    minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT))
+    deepspeed.init_distributed(
+        dist_backend=backend,
+        auto_mpi_discovery=False,
+        verbose=verbose,
+        timeout=timedelta(minutes=minutes),
+    )
     return build_groups(device)
 
 

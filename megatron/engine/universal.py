@@ -15,6 +15,7 @@ import contextlib
 import io
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -181,20 +182,25 @@ def restore(
     scratch: Path,
     record: Mapping[str, Any],
     cuts: Mapping[str, Any],
+    changed: str,
 ) -> None:
     """Load the checkpoint folder `source`, written in another layout; every rank must call it.
 
     Args:
         cuts: of this run's parameters.
+        changed: what is another in this layout, for the log.
         scratch: a folder to convert it in; removed afterwards.
     """
     converted = scratch / source.name
     if groups.is_main:
+        print(f"converting {source} into this layout ({changed})", flush=True)
+        begun = time.monotonic()
         try:
             convert(source, converted, record, cuts)
         except CheckpointError:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+        print(f"  converted in {time.monotonic() - begun:.1f} s", flush=True)
     groups.barrier()
     load(engine, converted)
     # Streams of the old ranks fit no new rank: each starts anew, in a way that can be repeated.

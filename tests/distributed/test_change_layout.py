@@ -1,5 +1,7 @@
 """A run saved in one layout goes on in another with the losses of a run that never changed."""
 
+import contextlib
+import io
 import itertools
 import re
 import subprocess
@@ -76,7 +78,10 @@ def train(groups, folder, prefix, cells):
             keys = BASE | LAYOUTS[layout] | {"save": str(run), "load": str(run)}
             write_config(folder / f"{name}.yml", prefix, **keys)
         groups.barrier()
-        run_job(groups, folder / f"{name}.yml")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            run_job(groups, folder / f"{name}.yml")
+        if groups.is_main:
+            (folder / f"{name}.log").write_text(printed.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +107,13 @@ def test_the_losses_are_those_of_a_run_that_never_changed(runs, old, new):
         for step, value in expected.items():
             assert ours[step] == pytest.approx(value, rel=tolerance, abs=tolerance), (metric, step)
     assert not list((runs / f"{old} to {new}").glob(".unfinished*"))
+
+
+def test_a_conversion_is_told(runs):
+    told = (runs / "tp2-pp2 to one.log").read_text()
+    assert f"converting {runs / 'tp2-pp2 to one' / 'global_step5'} into this layout" in told
+    assert "(model_parallel_size 2 -> 1, pipe_parallel_size 2 -> 1)" in told
+    assert "converting" not in (runs / "one.log").read_text()
 
 
 def describe(**changes):

@@ -6,9 +6,11 @@ import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from loose import SOON, run
 
+from megatron.engine import distributed
 from megatron.engine.errors import user_errors
 from megatron.engine.log import RunLogError
 from megatron.engine.safe_load import CheckpointError
@@ -111,3 +113,18 @@ def test_on_each_machine_one_process_says_what_happened_elsewhere(monkeypatch, c
     monkeypatch.setenv("LOCAL_RANK", "1")
     failure._pass_on({"rank": 9, "host": "elsewhere", "text": "error: no disk"})
     assert capsys.readouterr().err == "rank 9 on elsewhere: error: no disk\n"
+
+
+def joins(rank, minutes):
+    if minutes:
+        os.environ["DEEPSPEED_TIMEOUT"] = minutes
+    distributed.start()
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    print(backend.options._timeout.total_seconds())
+    distributed.stop()
+
+
+@pytest.mark.parametrize(("said", "minutes"), [(None, distributed.LONGEST_WAIT), ("90", 90)])
+def test_ranks_wait_long_for_what_one_does_alone(said, minutes):
+    codes, texts, _ = run(joins, said)
+    assert codes == [0, 0] and [float(text) for text in texts] == [60 * minutes] * 2
