@@ -123,7 +123,8 @@ def test_a_conversion_that_fails_says_so_and_leaves_nothing(finished, copy, tmp_
 
     monkeypatch.setattr(universal.ds_to_universal, "main", full)
     with pytest.raises(checkpoint.CheckpointError, match="no space left on device; .* MB are free"):
-        universal.restore(None, ALONE, copy / "global_step6", tmp_path / "scratch", {}, {})
+        scratch, changed = tmp_path / "scratch", "zero_stage 1 -> 2"
+        universal.restore(None, ALONE, copy / "global_step6", scratch, {}, {}, changed)
     assert not (tmp_path / "scratch").exists()
 
 
