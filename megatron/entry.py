@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -22,10 +23,11 @@ def run(main: Callable[[], int]) -> NoReturn:
     try:
         try:
             code = main()
-        except SystemExit as end:  # argparse has printed its help
+            _flush()
+        except SystemExit as end:  # argparse has printed its help, and minds no lack of readers
             code = end.code
-        if sys.stdout and not sys.stdout.closed:  # None where it was started without (`>&-`)
-            sys.stdout.flush()
+            with contextlib.suppress(BrokenPipeError):
+                _flush()
     except BrokenPipeError as error:
         code = NOBODY_READS
         if not output_has_no_reader():  # another pipe
@@ -36,6 +38,11 @@ def run(main: Callable[[], int]) -> NoReturn:
     if "triton" not in sys.modules:  # newer ones would list all that is left of them
         gc.freeze()  # nothing is left to collect, and to look for it takes 50 ms
     sys.exit(code)
+
+
+def _flush() -> None:
+    if sys.stdout and not sys.stdout.closed:  # None where the process was started without (`>&-`)
+        sys.stdout.flush()
 
 
 def output_has_no_reader() -> bool:

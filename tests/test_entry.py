@@ -15,13 +15,14 @@ CONFIG = ROOT / "configs" / "quickstart.yml"
 SHARDS = ROOT / "tests" / "fixtures" / "data" / "corpus_text_document"
 
 
-def without_reader(*command):
+def without_reader(*command, unbuffered=""):
     """(exit code, stderr) of a command that writes into a pipe which nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
     )  # fmt: skip
     os.close(writer)
     return done.returncode, done.stderr
@@ -37,8 +38,9 @@ def without_reader(*command):
     ],
     ids=["train --check", "train --help", "evaluate --help", "inspect_shards"],
 )
-def test_nobody_reads_and_nothing_is_said(command, code):
-    assert without_reader(*command) == (code, "")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nobody_reads_and_nothing_is_said(command, code, unbuffered):
+    assert without_reader(*command, unbuffered=unbuffered) == (code, "")
 
 
 def test_every_command_ends_in_entry_run():
