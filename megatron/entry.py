@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import select
@@ -23,11 +22,12 @@ def run(main: Callable[[], int]) -> NoReturn:
     try:
         try:
             code = main()
-            _flush()
-        except SystemExit as end:  # argparse has printed its help, and minds no lack of readers
+        except SystemExit as end:  # argparse has printed its help
             code = end.code
-            with contextlib.suppress(BrokenPipeError):
-                _flush()
+            if not code and output_has_no_reader():  # which some of its versions do not mind
+                code = NOBODY_READS
+        if sys.stdout and not sys.stdout.closed:  # None where it was started without (`>&-`)
+            sys.stdout.flush()
     except BrokenPipeError as error:
         code = NOBODY_READS
         if not output_has_no_reader():  # another pipe
@@ -38,11 +38,6 @@ def run(main: Callable[[], int]) -> NoReturn:
     if "triton" not in sys.modules:  # newer ones would list all that is left of them
         gc.freeze()  # nothing is left to collect, and to look for it takes 50 ms
     sys.exit(code)
-
-
-def _flush() -> None:
-    if sys.stdout and not sys.stdout.closed:  # None where the process was started without (`>&-`)
-        sys.stdout.flush()
 
 
 def output_has_no_reader() -> bool:

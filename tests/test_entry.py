@@ -29,19 +29,18 @@ def without_reader(*command, unbuffered=""):
 
 
 @pytest.mark.parametrize(
-    ("command", "codes"),
+    "command",
     [
-        (("train.py", CONFIG, "--check"), {NOBODY_READS}),
-        (("train.py", "--help"), {0, NOBODY_READS}),  # whether argparse minds is Python's version's
-        (("evaluate.py", "--help"), {0, NOBODY_READS}),
-        (("tools/inspect_shards.py", SHARDS), {NOBODY_READS}),
+        ("train.py", CONFIG, "--check"),
+        ("train.py", "--help"),
+        ("evaluate.py", "--help"),
+        ("tools/inspect_shards.py", SHARDS),
     ],
     ids=["train --check", "train --help", "evaluate --help", "inspect_shards"],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_nobody_reads_and_nothing_is_said(command, codes, unbuffered):
-    code, said = without_reader(*command, unbuffered=unbuffered)
-    assert code in codes and said == ""
+def test_nobody_reads_and_nothing_is_said(command, unbuffered):
+    assert without_reader(*command, unbuffered=unbuffered) == (NOBODY_READS, "")
 
 
 def test_every_command_ends_in_entry_run():
