@@ -53,8 +53,8 @@ def main() -> int:
             raise PermissionError("no permission to write there")
     except OSError as error:
         return refuse(f"error: results in {out}: {error}; give --out DIR", 1)
-    from megatron.engine.errors import user_errors
-    from megatron.engine.extrapolate import evaluate
+    from megatron.engine.evaluation.by_length import evaluate
+    from megatron.engine.job.exit import user_errors
 
     with user_errors() as outcome:
         evaluate(config, Path(load), config.evaluation.eval_lengths, out=args.out)
@@ -64,7 +64,7 @@ def main() -> int:
 def refuse(text: str, code: int) -> int:
     """Say why nothing is done, and return `code`; in a job that ends all its processes."""
     if "RANK" in os.environ:
-        from megatron.parallel import failure
+        from megatron.engine.job import failure
 
         if failure.is_member():
             failure.end_process(text, code=code)

@@ -20,16 +20,16 @@ import sys
 from pathlib import Path
 
 from megatron import entry
-from megatron.data.corpora import NAMES, PREFIX, prepare_builtin
-from megatron.data.encode import EncodeOptions
+from megatron.data.corpora.builtin import NAMES, PREFIX, prepare_builtin
+from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, alternatives, find_corpus
 from megatron.data.errors import CorpusError, DataError
-from megatron.data.fast import BACKENDS
-from megatron.data.manifest import read_manifest
-from megatron.data.prepare import PrepareOptions, write_shards
-from megatron.data.registry import CORPORA, GPT2_FILES, alternatives, find_corpus
-from megatron.data.shard_format import shard_path
-from megatron.data.sources import find_sources
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.prepare.encode import EncodeOptions
+from megatron.data.prepare.run import PrepareOptions, write_shards
+from megatron.data.prepare.sources import find_sources
+from megatron.data.shards.format import shard_path
+from megatron.data.shards.manifest import read_manifest
+from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 BUILTIN = tuple(PREFIX + name for name in NAMES)
 
@@ -147,7 +147,7 @@ def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentPars
 
 def check_corpora(arguments: argparse.Namespace) -> int:
     """Print which addresses answer; status 1 if a corpus has none that does."""
-    from megatron.data.download import check
+    from megatron.data.corpora.download import check
 
     if arguments.dataset in BUILTIN:
         print(f"{arguments.dataset}: is on this machine already, there is nothing to download")
@@ -173,7 +173,7 @@ def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
         kind = "GPT2BPETokenizer" if named else "ByteLevelTokenizer"
     files = [arguments.vocab_file, arguments.merge_file]
     if kind.lower() == "gpt2bpetokenizer" and files == [None, None]:
-        from megatron.data.download import download
+        from megatron.data.corpora.download import download
 
         files = [arguments.data_dir / name for name in GPT2_FILES]
         for path, file in zip(files, GPT2_FILES.values(), strict=True):
@@ -208,7 +208,7 @@ def prepare(arguments: argparse.Namespace) -> str:
     sources = find_sources(inputs) if inputs else None  # a wrong path is the first thing to say
     tokenizer = tokenizer_for(arguments)
     if sources is None:
-        from megatron.data.download import download
+        from megatron.data.corpora.download import download
 
         inputs = []
         for file in corpus.files:

@@ -29,7 +29,7 @@ def main() -> int:
         config = load_config(args.configs, args.overrides, world_size=world_size)
     except ConfigError as error:
         if "RANK" in os.environ:  # one process of several, perhaps the only one that sees this
-            from megatron.parallel import failure
+            from megatron.engine.job import failure
 
             if failure.is_member():
                 failure.end_process(str(error), code=2)
@@ -38,7 +38,7 @@ def main() -> int:
     if args.check:
         print(config.describe())
         return 0
-    from megatron.engine.errors import user_errors
+    from megatron.engine.job.exit import user_errors
     from megatron.engine.run import train
 
     with user_errors() as outcome:

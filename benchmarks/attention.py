@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,14 +45,14 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     if args.device == "cpu":
-        from attention_cpu import run
+        from benchmarks.attention_cpu import run
     else:
         if args.device == "interpreter":
             os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
         if args.tiles:
-            from attention_tiles import run
+            from benchmarks.attention_tiles import run
         else:
-            from attention_gpu import run
+            from benchmarks.attention_gpu import run
     run(args)
 
 

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from attention_variants import published
 from torch import Tensor
 
+from benchmarks.attention_variants import published
 from megatron.attention import attend
 from megatron.positional import load
 

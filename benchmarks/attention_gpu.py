@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 import triton
-from attention_clock import Clock, broken, reason, tidy
-from attention_report import GOALS, write
-from attention_variants import Variant, make_inputs, published_constants, variants
 
+from benchmarks.attention_clock import Clock, broken, reason, tidy
+from benchmarks.attention_report import GOALS, write
+from benchmarks.attention_variants import Variant, make_inputs, published_constants, variants
 from megatron.attention import attend, flex
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,4 +1,4 @@
-"""``attention.py --tiles``: better tile sizes for this GPU, as rows for megatron/kernels/blocks.py.
+"""`attention.py --tiles`: better tile sizes for this GPU, as rows for kernels/tile_sizes.py.
 
 From the committed tile of a pass, one of M, N, warps and stages at a time goes up or down; the best
 neighbour that is at least 1% faster is the next tile, until there is none. That takes a dozen or
@@ -27,14 +27,14 @@ from unittest import mock
 
 import torch
 import triton
-from attention_clock import Clock, broken, reason, tidy
-from attention_gpu import DTYPES, device_of
-from attention_variants import make_inputs
 from torch import Tensor
 
+from benchmarks.attention_clock import Clock, broken, reason, tidy
+from benchmarks.attention_gpu import DTYPES, device_of
+from benchmarks.attention_variants import make_inputs
 from megatron.attention.fused import functions_of, tabulate
 from megatron.kernels import launch
-from megatron.kernels.blocks import Blocks, Tile, family, padded
+from megatron.kernels.tile_sizes import Blocks, Tile, family, padded
 from megatron.positional import load
 
 PASSES = ("forward", "query", "key")

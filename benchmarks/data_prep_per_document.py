@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from pathlib import Path
 
 import lm_dataformat
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron.data.shard_format import HEADER, MAGIC  # noqa: E402
-from megatron.data.tokenizer import build_tokenizer  # noqa: E402
+from megatron.data.shards.format import HEADER, MAGIC
+from megatron.data.tokenizers.base import build_tokenizer
 
 
 def _start(vocab_file: str, merge_file: str) -> None:

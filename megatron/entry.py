@@ -9,6 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+# OpenMP's threads spin while they wait. On a machine that does anything else besides, a training
+# step then takes up to ten times as long; sleeping costs nothing measurable. Read by the OpenMP
+# library when torch is first imported, so every command imports this module first.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 NOBODY_READS = 141
 """Exit code where the reader of the output has gone: a shell's word for SIGPIPE (128 + 13)."""
 

@@ -18,6 +18,7 @@ import pytest
 
 # Before torch is imported, and inherited by every process a test starts. Two ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_ERROR_REPORTING"] = "false"
 

@@ -1,10 +1,11 @@
-"""The floors: who may import whom, read from the source with ``ast``.
+"""The floors: who may import whom, read from the source with `ast`.
 
     F4 engine   F3 model   F2 attention   F1 data parallel kernels positional   F0 config
 
 A package imports only from floors strictly below its own (so packages of one floor never import
-each other), wherever in the file the import stands. ``broken_rule`` has the rest. The last tests
-show, on made-up trees, that the checker sees each kind of violation.
+each other), wherever in the file the import stands. Large packages have shelves, ordered in the
+same way. No two modules import each other, not even for type checking. `broken_rule` has the other
+rules. The last tests show, on made-up trees, that the checker sees each kind of violation.
 """
 
 from __future__ import annotations
@@ -25,6 +26,25 @@ FLOORS = {
     "model": 3,
     "engine": 4,
 }  # fmt: skip
+SHELVES = {
+    "data": {
+        "errors": 0, "locks": 0,
+        "tokenizers": 1,
+        "shards": 2,
+        "samples": 3, "prepare": 3,
+        "corpora": 4,
+    },
+    "engine": {
+        "errors": 0,
+        "safe_load": 1,
+        "build": 2,
+        "job": 3, "training": 3, "neox": 3,
+        "checkpoint": 4, "text": 4,
+        "evaluation": 5,
+        "run": 6,
+    },
+}  # fmt: skip
+"""Floors inside a package, of its sub-packages and modules."""
 MAX_LINES = 300
 TORCH_ALONE = ("positional", "attention", "model", "parallel")
 HEAVY = ("deepspeed", "pydantic", "triton", "yaml", "wandb", "tokenizers", "matplotlib", "tqdm")
@@ -73,8 +93,52 @@ def own_package(path: Path, root: Path) -> str | None:
     return parts[1] if len(parts) > 2 else ""
 
 
+def broken_shelf(module: str, found: Import) -> str | None:
+    """Why `module` of a package with shelves must not have this import, or None."""
+    _, package, own, *_ = [*module.split("."), "", ""]
+    shelves = SHELVES.get(package, {})
+    if not own or not shelves or not found.is_from(f"megatron.{package}"):
+        return None
+    target = found.module.removeprefix(f"megatron.{package}").lstrip(".").partition(".")[0]
+    for name in (own, target):
+        if name not in shelves:
+            return f"{package}/{name} has no shelf; known: {', '.join(shelves)}"
+    if target != own and shelves[target] >= shelves[own]:
+        return f"{package}/{own} reaches up or across to {package}/{target}"
+    return None
+
+
+def cycles(root: Path) -> list[str]:
+    """Groups of modules of megatron/ that import each other, in a circle of any length."""
+    modules = {".".join(p.relative_to(root).with_suffix("").parts): p for p in sources(root)}
+    modules = {n.removesuffix(".__init__"): p for n, p in modules.items() if n[:9] == "megatron."}
+
+    def target(name: str) -> str | None:
+        """The module that `import name` or `from ... import name` reads."""
+        return (
+            name
+            if name in modules
+            else parent
+            if (parent := name[: name.rfind(".")]) in modules
+            else None
+        )
+
+    graph = {
+        name: {target(each.module) for each in imports(path, root)} - {None, name}
+        for name, path in modules.items()
+    }
+    left = dict(graph)
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    while free := [name for name in left if not any(name in needs for needs in left.values())]:
+        for name in free:  # they only lead to a circle
+            del left[name]
+    return [f"import each other: {', '.join(sorted(left))}"] if left else []
+
+
 def broken_rule(own: str | None, found: Import) -> str | None:
-    """Why code of package ``own`` must not have this import, or None."""
+    """Why code of package `own` must not have this import, or None."""
     if found.is_from("deepspeed") and own != "engine":
         return "only megatron/engine may import deepspeed"
     if own is None:
@@ -113,9 +177,10 @@ def sources(root: Path) -> list[Path]:
 
 def violations(root: Path) -> list[str]:
     """One line for each broken rule in the tree: ``path:line: import: why``."""
-    found = []
+    found = cycles(root)
     for path in sources(root):
         name = path.relative_to(root).as_posix()
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         own = own_package(path, root)
         length = len(path.read_text(encoding="utf-8").splitlines())
         if length > MAX_LINES:
@@ -126,7 +191,7 @@ def violations(root: Path) -> list[str]:
             found += [
                 f"{name}:{each.line}: {each.module}: {why}"
                 for each in imports(path, root)
-                if (why := broken_rule(own, each))
+                if (why := broken_rule(own, each) or broken_shelf(module, each))
             ]
     return found
 
@@ -180,13 +245,19 @@ BROKEN = [
     ("megatron/model/a.py", "from megatron.config import Config", "takes values"),
     ("megatron/a.py", "from megatron.config import Config", "imports none"),
     ("megatron/helpers/a.py", "", "has no floor"),
+    ("megatron/data/shards/a.py", "import megatron.data.samples.b", "data/shards reaches up"),
+    ("megatron/data/samples/a.py", "from megatron.data.prepare import b", "reaches up or across"),
+    ("megatron/data/errors.py", "import megatron.data.shards", "data/errors reaches up"),
+    ("megatron/data/other/a.py", "import megatron.data.errors", "data/other has no shelf"),
+    ("megatron/engine/text.py", "def f():\n    import megatron.engine.run", "reaches up or across"),
+    ("megatron/engine/run.py", "from megatron.engine import other", "engine/other has no shelf"),
     ("tests/a.py", "x = 1\n" * 301, "301 lines"),
 ]
 ALLOWED = [
     ("megatron/engine/a.py", "import deepspeed\nfrom megatron.model import gpt\nimport pydantic"),
     ("megatron/kernels/a.py", "import triton.language as tl\nimport torch"),
     ("megatron/positional/a.py", "def f():\n    import triton"),
-    ("megatron/data/a.py", "from megatron.config import Config\nfrom . import mmap"),
+    ("megatron/data/shards/a.py", "from megatron.config import Config\nfrom . import mmap"),
     ("megatron/model/a.py", "if TYPE_CHECKING:\n    from megatron.config import Config"),
     ("megatron/engine/a.py", "def f():\n    import matplotlib, wandb"),
     ("train.py", "import pydantic\nfrom megatron.engine.run import run"),
@@ -207,6 +278,18 @@ def test_the_checker_sees_a_violation(tmp_path, name, text, why):
     make_tree(tmp_path, name, text)
     found = violations(tmp_path)
     assert len(found) == 1 and found[0].startswith(f"{name}:") and why in found[0]
+
+
+def test_the_checker_sees_a_circle(tmp_path):
+    lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.model.c import C"
+    make_tree(tmp_path, "megatron/model/a.py", "from megatron.model import b")
+    make_tree(tmp_path, "megatron/model/b.py", lazy)
+    make_tree(tmp_path, "megatron/model/c.py", "def f():\n    import megatron.model.a")
+    make_tree(tmp_path, "megatron/model/d.py", "import megatron.model.a")
+    make_tree(tmp_path, "megatron/model/e.py", "")
+    assert violations(tmp_path) == [
+        "import each other: megatron.model.a, megatron.model.b, megatron.model.c"
+    ]
 
 
 @pytest.mark.parametrize("name, text", ALLOWED)

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron.entry import NOBODY_READS
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 ENTRIES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 CONFIG = ROOT / "configs" / "quickstart.yml"
 SHARDS = ROOT / "tests" / "fixtures" / "data" / "corpus_text_document"

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: threads would only wait
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron import entry
 from tools.parity.result import Result
 
@@ -121,9 +119,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             yield from cases_in(folder, str(relative), set(files), args)
 
 
-def cases_in(
-    folder: Path, name: str, files: set[str], args: argparse.Namespace
-) -> Iterator[Case]:
+def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace) -> Iterator[Case]:
     """The cases that the files of one folder make."""
     # Imported where a case needs them: data cases need no torch, data and models no DeepSpeed.
     if {"manifest.json", "config.yml"} <= files:
@@ -187,7 +183,7 @@ def training_case(
 @cache
 def groups_of(tp: int) -> Groups:
     """The groups of this job, all of whose processes hold one model together."""
-    from megatron.engine import distributed
+    from megatron.engine.job import join as distributed
 
     return distributed.start().divided(model_size=tp)
 

@@ -29,8 +29,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
 try:
@@ -44,11 +42,11 @@ from triton.compiler import compile as compile_kernel
 from megatron import entry
 from megatron.attention.fused import functions_of
 from megatron.kernels.backward import key_pass, query_pass
-from megatron.kernels.blocks import SHARED_MEMORY, TABLE, Tile, look_up, padded
-from megatron.kernels.formula import DeviceFunctions
+from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.forward import forward_pass
 from megatron.kernels.launch import OPTIONS, constants
-from megatron.kernels.table import table_pass
+from megatron.kernels.tabulated import table_pass
+from megatron.kernels.tile_sizes import SHARED_MEMORY, TABLE, Tile, look_up, padded
 from megatron.positional import PositionalEmbedding, PositionalError, load
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")

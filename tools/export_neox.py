@@ -15,12 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron import entry
 from megatron.config import ConfigError
-from megatron.engine.neox_export import export_checkpoint
-from megatron.engine.safe_load import CheckpointError
+from megatron.engine.checkpoint.exchange import export_checkpoint
+from megatron.engine.errors import CheckpointError
 
 
 def main() -> int:

@@ -15,14 +15,12 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron import entry
 from megatron.config.reader import read_file
-from megatron.engine import checkpoint
-from megatron.engine.neox_checkpoint import is_published
-from megatron.engine.neox_export import import_checkpoint
-from megatron.engine.safe_load import CheckpointError
+from megatron.engine.checkpoint import saved as checkpoint
+from megatron.engine.checkpoint.exchange import import_checkpoint
+from megatron.engine.errors import CheckpointError
+from megatron.engine.neox.read import is_published
 
 
 def main() -> int:

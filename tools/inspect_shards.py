@@ -15,13 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
-
-from megatron import entry  # noqa: E402
-from megatron.data.errors import DataError, ShardError  # noqa: E402
-from megatron.data.manifest import check_tokenizer, read_manifest  # noqa: E402
-from megatron.data.mmap import MMapIndexedDataset  # noqa: E402
-from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
+from megatron import entry
+from megatron.data.errors import DataError, ShardError
+from megatron.data.shards.manifest import check_tokenizer, read_manifest
+from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
 
 _BLOCK = 1 << 24  # tokens checked at a time
 _BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # need no files

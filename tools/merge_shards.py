@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
-
-from megatron import entry  # noqa: E402
-from megatron.data.errors import DataError  # noqa: E402
-from megatron.data.joined import find_prefixes, merge  # noqa: E402
+from megatron import entry
+from megatron.data.errors import DataError
+from megatron.data.shards.joined import find_prefixes, merge
 
 
 def main(argv: list[str] | None = None) -> int:

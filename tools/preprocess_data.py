@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the checkout
-
-from megatron import entry  # noqa: E402
-from megatron.data.encode import EncodeOptions  # noqa: E402
-from megatron.data.errors import DataError  # noqa: E402
-from megatron.data.fast import BACKENDS  # noqa: E402
-from megatron.data.prepare import PrepareOptions, write_shards  # noqa: E402
-from megatron.data.sources import find_sources  # noqa: E402
-from megatron.data.tokenizer import build_tokenizer  # noqa: E402
+from megatron import entry
+from megatron.data.errors import DataError
+from megatron.data.prepare.encode import EncodeOptions
+from megatron.data.prepare.run import PrepareOptions, write_shards
+from megatron.data.prepare.sources import find_sources
+from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 TOKENIZERS = [
     "HFTokenizer",

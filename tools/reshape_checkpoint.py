@@ -10,16 +10,15 @@ This is for doing it beforehand, on a machine without the job, or for reading op
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from megatron import entry  # noqa: E402
-from megatron.engine import checkpoint, manifest, universal  # noqa: E402
-from megatron.engine.checkpoint import CheckpointError  # noqa: E402
-from megatron.engine.errors import user_errors  # noqa: E402
-from megatron.parallel import build_groups  # noqa: E402
+from megatron import entry
+from megatron.engine.checkpoint import manifest
+from megatron.engine.checkpoint import relayout as universal
+from megatron.engine.checkpoint import saved as checkpoint
+from megatron.engine.checkpoint.saved import CheckpointError
+from megatron.engine.job.exit import user_errors
+from megatron.parallel import build_groups
 
 
 def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:

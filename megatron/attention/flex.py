@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backend import Backend, Use, weighted
-from megatron.attention.formula import Formula, Unreadable, read, torch_function
+from megatron.attention.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
 
 

@@ -1,9 +1,9 @@
 """Fused attention: Triton kernels that evaluate the kernel of distance in registers.
 
 No quadratic buffer, exact gradients of theta, the same bits at every repetition. The embedding's
-torch formula becomes device functions (``formula``, ``megatron.kernels.formula``); where it has no
+torch formula becomes device functions (``formula``, ``megatron.kernels.codegen``); where it has no
 expression, it is tabulated over distances once per call, and the gradient of the table goes back
-through the formula by autograd (``megatron.kernels.table``).
+through the formula by autograd (``megatron.kernels.tabulated``).
 
 Memory beside the results: two numbers per query and head, a number per theta and program, and for
 tables the table.
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backend import Backend, Use, first_order
-from megatron.attention.formula import Unreadable, read
+from megatron.attention.trace import Unreadable, read
 from megatron.positional import PositionalEmbedding
 
 if TYPE_CHECKING:
-    from megatron.kernels.formula import DeviceFunctions
+    from megatron.kernels.codegen import DeviceFunctions
     from megatron.kernels.launch import Setting
 
 MAX_HEAD_SIZE = 256
@@ -41,7 +41,8 @@ OLDEST = (8, 0)
 @lru_cache(maxsize=64)
 def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     """(device functions, how they were made: "formula" or why it is a table)."""
-    from megatron.kernels import formula, table
+    from megatron.kernels import codegen as formula
+    from megatron.kernels import tabulated as table
 
     try:
         found = read(pos)

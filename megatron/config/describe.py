@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megatron.config.fields import key_of
-from megatron.config.no_effect import KEPT_NO_EFFECT
+from megatron.config.neox.no_effect import KEPT_NO_EFFECT
 from megatron.config.reader import scalar
 
 if TYPE_CHECKING:

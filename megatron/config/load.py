@@ -14,13 +14,13 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from megatron.config import checks
-from megatron.config.dialect import translate
 from megatron.config.errors import ConfigError, Problem
 from megatron.config.fields import show
-from megatron.config.keys import KEY_OF
+from megatron.config.neox.dialect import translate
+from megatron.config.neox.keys import KEY_OF
+from megatron.config.neox.spellings import Translation
 from megatron.config.reader import Given, Settings, merge, read_file, read_override
 from megatron.config.schema import SECTIONS, Config
-from megatron.config.spellings import Translation
 
 # attribute -> what to write for it
 _REQUIRED = {

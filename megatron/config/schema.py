@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from megatron.config import describe as _describe
-from megatron.config.aliases import resolve
 from megatron.config.choices import (
     Activation,
     AttentionBackend,
@@ -50,6 +49,7 @@ from megatron.config.fields import (
     off,
     whole,
 )
+from megatron.config.neox.aliases import resolve
 from megatron.config.paths import PathList, Paths, Weights
 
 

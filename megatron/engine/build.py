@@ -13,10 +13,10 @@ import torch
 
 from megatron.attention import AttentionFn, choose
 from megatron.config import Config
-from megatron.data.corpora import resolve_data_path
+from megatron.data.corpora.builtin import resolve_data_path
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.engine.schedule import Schedule
+from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
+from megatron.engine.training.schedule import Schedule
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import ALONE, TensorGroup
 from megatron.positional import PositionalEmbedding

@@ -1,70 +1,19 @@
-"""Errors that a user can mend end in one clear message and exit code 1, not in a traceback."""
+"""The engine's errors. Each message says what is wrong, where, and what to write instead."""
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
-from megatron.attention import AttentionError
-from megatron.config import ConfigError
-from megatron.data.errors import DataError
-from megatron.engine.distributed import StartError
-from megatron.engine.diverged import DivergedError
-from megatron.engine.log import RunLogError
-from megatron.engine.safe_load import CheckpointError
-from megatron.entry import NOBODY_READS, output_has_no_reader
-from megatron.parallel import failure
-from megatron.positional import PositionalError
-
-MENDABLE = (
-    AttentionError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DivergedError,
-    OSError,  # a full disk, a folder without permission: the text names the path
-    PositionalError,
-    RunLogError,
-    StartError,
-)
+class StartError(Exception):
+    """The job cannot be joined as the config asks, or its ranks do not agree."""
 
 
-@dataclass
-class Outcome:
-    """Exit code of the work done under `user_errors`."""
-
-    code: int = 0
+class CheckpointError(Exception):
+    """A checkpoint cannot be read or written, or does not fit this run."""
 
 
-@contextmanager
-def user_errors() -> Iterator[Outcome]:
-    """Print the message of an error that the user can mend; anything else is a bug and passes.
-
-    In a job of several processes any error ends all of them; see `parallel.failure`.
-    """
-    outcome = Outcome()
-    try:
-        yield outcome
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, BrokenPipeError) and output_has_no_reader():
-            if failure.is_member():
-                failure.end_process("error: nobody reads the output any more", code=NOBODY_READS)
-            raise  # to `entry.run`
-        if failure.is_member():
-            lost = failure.lost_contact(error)
-            failure.end_process(failure.LOST_TEXT if lost else _told(error), lost=lost)
-        if not isinstance(error, MENDABLE):
-            raise
-        print(_told(error), file=sys.stderr)
-        outcome.code = 1
+class DivergedError(Exception):
+    """The loss or a weight is no longer a finite number, or fp16 has no room for the gradients."""
 
 
-def _told(error: BaseException) -> str:
-    if isinstance(error, MENDABLE):
-        return f"error: {error}"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "".join(traceback.format_exception(error)).rstrip()
+class RunLogError(RuntimeError):
+    """Weights & Biases could not be started."""

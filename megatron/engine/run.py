@@ -10,20 +10,21 @@ from typing import Any
 import torch
 
 from megatron.config import Config
-from megatron.data import ShardError
-from megatron.engine import checkpoint, distributed
-from megatron.engine.alike import require_alike, settings_of
+from megatron.data.errors import ShardError
 from megatron.engine.build import identity_of
-from megatron.engine.checkpoint import Progress
-from megatron.engine.extrapolate import extrapolate
-from megatron.engine.job_data import JobData
-from megatron.engine.job_engine import job_engine, sub_group_size
-from megatron.engine.layout_weights import describe
-from megatron.engine.log import RunLog
-from megatron.engine.loop import LoopSettings, losses_of, train_loop, validation_loss
-from megatron.engine.optim import all_heads, full_theta
-from megatron.engine.own_part import build_own_part, count_parameters
-from megatron.engine.start import choose_start
+from megatron.engine.checkpoint import saved as checkpoint
+from megatron.engine.checkpoint.full_weights import describe
+from megatron.engine.checkpoint.resume import choose_start
+from megatron.engine.checkpoint.saved import Progress
+from megatron.engine.evaluation.by_length import extrapolate
+from megatron.engine.job import join as distributed
+from megatron.engine.job.agreement import require_alike, settings_of
+from megatron.engine.text import JobData
+from megatron.engine.training.job_engine import job_engine, sub_group_size
+from megatron.engine.training.log import RunLog
+from megatron.engine.training.loop import LoopSettings, losses_of, train_loop, validation_loss
+from megatron.engine.training.optimizer import all_heads, full_theta
+from megatron.engine.training.own_part import build_own_part, count_parameters
 from megatron.parallel import Groups
 
 UNSAVED = Path("runs/unsaved")

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.engine.errors import CheckpointError
+
 try:
     from numpy._core import multiarray
 except ImportError:  # numpy 1
@@ -33,10 +35,6 @@ _NUMPY = [
         for core in ("core", "_core")
     ),
 ]
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read or does not fit this run; the text says what to do."""
 
 
 def safe_load(path: Path) -> Any:

@@ -15,11 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron.kernels import table
+from megatron.kernels import tabulated as table
 from megatron.kernels.backward import key_pass, query_pass
-from megatron.kernels.blocks import Blocks, Tile, choose, padded
-from megatron.kernels.formula import DeviceFunctions
+from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.forward import forward_pass
+from megatron.kernels.tile_sizes import Blocks, Tile, choose, padded
 
 LAUNCHES: Counter[str] = Counter()
 """How often each pass has been launched in this process."""

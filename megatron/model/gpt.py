@@ -99,9 +99,7 @@ class FixedTheta(nn.Module):
         return pos.within_bounds(pos.rounded(self.value).to(dtype))
 
 
-def initial_theta(
-    pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup
-) -> torch.Tensor:
+def initial_theta(pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup) -> torch.Tensor:
     """Theta's first values for this rank's heads, fp32; drawn for all heads."""
     theta_HN = pos.initial_theta(heads, named_generator(seed, "embedding.theta"))
     return BY_HEADS.part(theta_HN, tp.rank, tp.size)

@@ -70,9 +70,7 @@ def draw(
 
 
 @torch.no_grad()
-def initialise(
-    parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int
-) -> None:
+def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
     """Give each named parameter its first value, a function of seed and name alone."""
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]

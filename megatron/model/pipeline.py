@@ -23,13 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import AttentionFn
 from megatron.model.block import Block
-from megatron.model.gpt import (
-    EmbeddingLayer,
-    FixedTheta,
-    GPTShape,
-    initial_theta,
-    output_layer,
-)
+from megatron.model.gpt import EmbeddingLayer, FixedTheta, GPTShape, initial_theta, output_layer
 from megatron.model.norm import norm_layer
 from megatron.parallel import ALONE, TensorGroup, VocabEmbedding
 from megatron.positional import PositionalEmbedding
@@ -76,9 +70,7 @@ class PipeBlock(Block):
         recompute: recompute its activations in the backward pass.
     """
 
-    def __init__(
-        self, *, fixed_HN: torch.Tensor | None, last: bool, recompute: bool, **block: Any
-    ):
+    def __init__(self, *, fixed_HN: torch.Tensor | None, last: bool, recompute: bool, **block: Any):
         super().__init__(**block)
         self.pos = block["pos"]
         self.fixed_theta = None if fixed_HN is None else FixedTheta(fixed_HN)

@@ -1,21 +1,7 @@
 """Process groups, cut layers, named random streams, the loss: collectives live here alone."""
 
-from megatron.parallel.collectives import (
-    add_partial,
-    collect_from,
-    copy_to,
-    exchange,
-    gather_from,
-)
-from megatron.parallel.cuts import (
-    Cut,
-    cut_of,
-    cuts_of,
-    mark_cut,
-    own_part,
-    whole_of,
-    whole_shape,
-)
+from megatron.parallel.collectives import add_partial, collect_from, copy_to, exchange, gather_from
+from megatron.parallel.cuts import Cut, cut_of, cuts_of, mark_cut, own_part, whole_of, whole_shape
 from megatron.parallel.groups import ALONE, Groups, TensorGroup, build_groups
 from megatron.parallel.layers import ColumnLinear, HiddenDropout, RowLinear, VocabEmbedding
 from megatron.parallel.loss import token_losses

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, load_config
-from megatron.config.keys import FIELD_OF, KNOWN_KEYS
+from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
+from tests.helpers.paths import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"
-CASES = json.loads((FIXTURES / "derived_args.json").read_text())
+CONFIG_FIXTURES = FIXTURES / "config"
+CASES = json.loads((CONFIG_FIXTURES / "derived_args.json").read_text())
 
 # Names of the published code's attributes that are not keys, and values it names otherwise.
 RENAMED = {"optimizer_type": "type", "zero_stage": "zero_stage", "lr": "lr"}
@@ -38,7 +39,7 @@ def load_case(case: dict, tmp_path: Path, world_size: int) -> Config:
         overlay |= {"seq-length-val": want["seq_length_val"]}
     path = tmp_path / "exp.yml"
     path.write_text(json.dumps(overlay, indent=4))
-    files = [FIXTURES / "kerple_local_setup.yml", FIXTURES / "kerple_train.yml", path]
+    files = [CONFIG_FIXTURES / "kerple_local_setup.yml", CONFIG_FIXTURES / "kerple_train.yml", path]
     return load_config(files, world_size=world_size)
 
 
@@ -64,14 +65,14 @@ def test_derived_values_agree(name: str, tmp_path: Path) -> None:
 def test_published_training_needs_only_an_embedding(tmp_path: Path) -> None:
     overlay = tmp_path / "exp.yml"
     overlay.write_text('{"pos-emb": "kerple_power__ap", "data-path": "data/arxiv"}')
-    config = load_config([FIXTURES / "kerple_train.yml", overlay])
+    config = load_config([CONFIG_FIXTURES / "kerple_train.yml", overlay])
     assert config.model.pos_emb == "kerple_power_mul"
     assert any(note.startswith("synchronize_each_layer: accepted") for note in config.notes)
     assert any("`save` names no folder" in note for note in config.notes)
 
 
 def test_the_other_dialect() -> None:
-    config = load_config([FIXTURES / "neox_head.yml"], world_size=2)
+    config = load_config([CONFIG_FIXTURES / "neox_head.yml"], world_size=2)
     assert (config.checkpoint.save_interval, config.checkpoint.extra_save_iters) == (
         100,
         (0, 1, 2, 4),
@@ -128,7 +129,7 @@ def test_whole_sequence_attention_in_every_form(load, text: str) -> None:
 
 
 def test_every_key_of_published_files_is_known() -> None:
-    keys = (FIXTURES / "neox_keys.txt").read_text().split()
+    keys = (CONFIG_FIXTURES / "neox_keys.txt").read_text().split()
     assert len(keys) == 132
     tops = {key.split(".")[0] for key in KNOWN_KEYS}
     assert [key for key in keys if key not in tops] == []

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron.config import Config, load_config
-from megatron.config.keys import FIELD_OF, KEY_OF, KNOWN_KEYS
-from megatron.config.no_effect import KEPT_NO_EFFECT, NO_EFFECT
-from megatron.config.refused import REFUSED
+from megatron.config.neox.keys import FIELD_OF, KEY_OF, KNOWN_KEYS
+from megatron.config.neox.no_effect import KEPT_NO_EFFECT, NO_EFFECT
+from megatron.config.neox.refused import REFUSED
 from megatron.config.schema import SECTIONS
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.paths import ROOT
 
 
 def test_nothing_can_be_assigned(load: Callable) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config import load_config
-from megatron.config.aliases import PUBLISHED, positional_names, resolve
+from megatron.config.neox.aliases import PUBLISHED, positional_names, resolve
 from megatron.config.reader import read_file
+from tests.helpers.paths import FIXTURES, ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-FIXTURES = ROOT / "tests" / "fixtures" / "config"
+CONFIG_FIXTURES = FIXTURES / "config"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml"))
 WHOLE = {"quickstart.yml"}  # needs no other file
 PAPER = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml")
@@ -54,7 +54,7 @@ def test_the_paper_files_are_the_published_hyperparameters(tmp_path: Path) -> No
     ours = compose(*PAPER)
     overlay = tmp_path / "pos.yml"
     overlay.write_text("pos-emb: kerple_log")
-    theirs = load_config([FIXTURES / "kerple_train.yml", overlay])
+    theirs = load_config([CONFIG_FIXTURES / "kerple_train.yml", overlay])
     for section in ("model", "batch", "optimizer", "lr", "training", "checkpoint"):
         assert getattr(ours, section) == getattr(theirs, section), section
     assert ours.data.split == theirs.data.split

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import archives  # noqa: E402
-import commands  # noqa: E402
-
-from megatron.data.mmap import MMapIndexedDataset, MMapIndexedDatasetWriter  # noqa: E402
+from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from tests.helpers import archives, commands
 
 
 @pytest.fixture(scope="session")

@@ -27,11 +27,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-
-from jobs import cell, run_job, write_config, write_shards  # noqa: E402
-from launch import run_ranks  # noqa: E402
+from tests.helpers.jobs import cell, run_job, write_config, write_shards
+from tests.helpers.launch import run_ranks
 
 Note = Callable[[Path, "Cell"], None]
 STEPS = 10

@@ -9,16 +9,18 @@ import sys
 
 import pytest
 import torch
-from jobs import cell, rewind, rows, run_job, write_config, write_shards
-from launch import run_ranks
 
 from megatron.attention import choose
-from megatron.engine import layout_weights, manifest, universal
-from megatron.engine.checkpoint import read_record
-from megatron.engine.safe_load import CheckpointError
+from megatron.engine.checkpoint import full_weights as layout_weights
+from megatron.engine.checkpoint import manifest
+from megatron.engine.checkpoint import relayout as universal
+from megatron.engine.checkpoint.saved import read_record
+from megatron.engine.errors import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import build_groups
 from megatron.positional import load
+from tests.helpers.jobs import cell, rewind, rows, run_job, write_config, write_shards
+from tests.helpers.launch import run_ranks
 from tools.reshape_checkpoint import reshape
 
 BASE = {
@@ -39,14 +41,14 @@ LAYOUTS = {
     "tp2-zero3": {"model_parallel_size": 2, **cell(3, "fp32")},
     "pp2": {"pipe_parallel_size": 2},
     "tp2-pp2": {"model_parallel_size": 2, "pipe_parallel_size": 2},
-    "tp2sp-cp2": {
-        "model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True
-    },
+    "tp2sp-cp2": {"model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
     "bf16": cell(1, "bf16"),
     "tp2-bf16": {"model_parallel_size": 2, **cell(1, "bf16")},
     "tp2-untied": {"model_parallel_size": 2, "no_weight_tying": True},
     "tp2-untied-row": {
-        "model_parallel_size": 2, "no_weight_tying": True, "output_layer_parallelism": "row"
+        "model_parallel_size": 2,
+        "no_weight_tying": True,
+        "output_layer_parallelism": "row",
     },
 }
 TRUTHS = {"bf16": "bf16", "tp2-untied": "tp2-untied"}  # else "one"

@@ -8,13 +8,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from loose import SOON, run
 
-from megatron.engine import distributed
-from megatron.engine.errors import user_errors
-from megatron.engine.log import RunLogError
-from megatron.engine.safe_load import CheckpointError
-from megatron.parallel import failure
+from megatron.engine.errors import CheckpointError, RunLogError
+from megatron.engine.job import failure
+from megatron.engine.job import join as distributed
+from megatron.engine.job.exit import user_errors
+from tests.helpers.loose import SOON, run
 
 HOST = socket.gethostname()
 

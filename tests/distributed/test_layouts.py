@@ -9,10 +9,20 @@ import math
 
 import pytest
 import torch
-from jobs import PRECISIONS, STAGES, cell, digest, rewind, rows, run_job, write_config, write_shards
-from launch import run_ranks
 
-from megatron.engine.checkpoint import newest, read_weights
+from megatron.engine.checkpoint.saved import newest, read_weights
+from tests.helpers.jobs import (
+    PRECISIONS,
+    STAGES,
+    cell,
+    digest,
+    rewind,
+    rows,
+    run_job,
+    write_config,
+    write_shards,
+)
+from tests.helpers.launch import run_ranks
 
 CELLS = [(stage, precision) for stage in STAGES for precision in PRECISIONS]
 SOURCES = {"broken": "whole", "dropout-broken": "dropout"}
@@ -142,7 +152,7 @@ def test_weights_can_be_read_without_an_engine(runs, stage, precision, capfd):
 
 
 def test_progress_is_recorded(runs):
-    from megatron.engine.checkpoint import Progress, read_record
+    from megatron.engine.checkpoint.saved import Progress, read_record
 
     record = read_record(runs / f"{name(2, 1, 'fp32')}-whole", "global_step6")
     assert record["progress"] == dataclasses.asdict(Progress(6, 48, 48))

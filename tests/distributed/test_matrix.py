@@ -6,7 +6,8 @@ The whole matrix is a script, tests/distributed/matrix.py; its log is kept besid
 import itertools
 
 import pytest
-from matrix import (
+
+from tests.distributed.matrix import (
     AXES,
     TOLERANCE,
     Cell,
@@ -18,8 +19,7 @@ from matrix import (
     pairs,
     train_all,
 )
-
-from jobs import write_shards  # isort: skip
+from tests.helpers.jobs import write_shards
 
 CELLS = covering(all_cells(ranks=4, largest=2))
 # Three settings together that DeepSpeed alone would clip by a part of the norm.

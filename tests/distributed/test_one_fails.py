@@ -6,15 +6,14 @@ import resource
 import runpy
 import socket
 import sys
-from pathlib import Path
 
 import pytest
-from jobs import write_config, write_shards
-from loose import SOON, only_line_about_it, run
 
-from megatron.engine import alike
+from megatron.engine.job import agreement as alike
+from tests.helpers.jobs import write_config, write_shards
+from tests.helpers.loose import SOON, only_line_about_it, run
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 HOST = socket.gethostname()
 
 

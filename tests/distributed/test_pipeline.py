@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from jobs import cell, digest, rewind, rows, write_config, write_shards
-from launch import run_ranks
 
 from megatron.config import load_config
-from megatron.engine.checkpoint import newest, read_record, read_weights
+from megatron.engine.checkpoint.saved import newest, read_record, read_weights
 from megatron.engine.run import Job
+from tests.helpers.jobs import cell, digest, rewind, rows, write_config, write_shards
+from tests.helpers.launch import run_ranks
 
 BASE = {
     "train_batch_size": 8,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import cell, digest, rewind, rows, write_shards
-from launch import run_ranks
-from test_pipeline import DROPOUT, train
-from test_tensor_parallel import VARIANTS, build
 
 from megatron.parallel import cut_of, whole_of
+from tests.distributed.test_pipeline import DROPOUT, train
+from tests.distributed.test_tensor_parallel import VARIANTS, build
+from tests.helpers.jobs import cell, digest, rewind, rows, write_shards
+from tests.helpers.launch import run_ranks
 
 LAYOUTS = {  # ranks, how they are divided
     "sequence parallel": (2, {"model_size": 2, "cuts_sequence": True}),

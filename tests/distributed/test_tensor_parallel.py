@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
-from jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
-from launch import run_ranks
 
 from megatron.attention import choose
-from megatron.engine.checkpoint import newest, read_record, read_weights
+from megatron.engine.checkpoint.saved import newest, read_record, read_weights
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import ALONE, Cut, cut_of, cuts_of, gather_from, own_part, token_losses
 from megatron.positional import load
+from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
+from tests.helpers.launch import run_ranks
 
 BASE = {"pos": "kerple_log", "tied": True, "row": False, "gpt_j": False, "activation": "gelu"}
 VARIANTS = {

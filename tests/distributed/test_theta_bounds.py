@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from jobs import PRECISIONS, STAGES
-from launch import run_ranks
 from torch import nn
 
 from megatron.attention import choose
-from megatron.engine import optim
-from megatron.engine.schedule import AnnealingLR, Schedule
+from megatron.engine.training import optimizer as optim
+from megatron.engine.training.schedule import AnnealingLR, Schedule
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.positional import load
+from tests.helpers.jobs import PRECISIONS, STAGES
+from tests.helpers.launch import run_ranks
 
 PUSHES = {"low": 100.0, "high": -100.0}
 

@@ -1,15 +1,14 @@
 """Every shipped YAML describes a model that can be built; width and names are the file's own."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron.config import load_config
 from megatron.config.schema import Config
 from megatron.engine.build import build_model, padded_vocab_size, shape_of
+from tests.helpers.paths import ROOT
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml"))
 BASE = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml", "cluster/cpu.yml")
 

@@ -1,12 +1,11 @@
 """Every key that the configuration keeps is read by some code, or says that it has no effect."""
 
 import re
-from pathlib import Path
 
-from megatron.config.no_effect import KEPT_NO_EFFECT
+from megatron.config.neox.no_effect import KEPT_NO_EFFECT
 from megatron.config.schema import Config
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 READ_BY_CONFIG = {
     "world_size": "an input of the batch arithmetic",
     "data_parallel_size": "a result of the batch arithmetic, printed by --check",

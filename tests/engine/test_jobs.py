@@ -7,19 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
-
-from jobs import digest, rewind, rows, write_config, write_shards  # noqa: E402
-
-from megatron.data.mmap import MMapIndexedDatasetWriter  # noqa: E402
-from megatron.engine.schedule import Schedule  # noqa: E402
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.engine.training.schedule import Schedule
+from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")

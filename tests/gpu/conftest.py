@@ -8,14 +8,9 @@ Inputs and comparisons are those of ``tests/kernels``, which run on the GPU wher
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-for _folder in ("kernels", "attention", "engine", "distributed"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
 
 
 @pytest.fixture(autouse=True)

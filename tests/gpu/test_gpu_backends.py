@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import TOLERANCE, assert_close, make
-from test_attention_new_kernel import exact as exact_new_kernel
-from test_attention_new_kernel import pos  # noqa: F401
 
 from megatron.attention import AttentionError, attend, choose, flex
 from megatron.attention.choice import BACKENDS
 from megatron.attention.fused import functions_of
 from megatron.attention.sdpa import refusal as sdpa_refusal
 from megatron.positional import load, names
+from tests.attention.test_attention_new_kernel import exact as exact_new_kernel
+from tests.attention.test_attention_new_kernel import pos  # noqa: F401
+from tests.kernels.cases import TOLERANCE, assert_close, make
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ NEEDED = "needs requirements.txt (deepspeed, pydantic, tokenizers, ...): it trai
 for _package in ("deepspeed", "pydantic", "yaml"):
     pytest.importorskip(_package, reason=NEEDED)
 
-from jobs import digest, rewind, rows, write_config, write_shards  # noqa: E402
-from test_fused_training import keys  # noqa: E402
-from test_fused_training import train as train_in  # noqa: E402
+from tests.engine.training.test_fused_training import keys  # noqa: E402
+from tests.engine.training.test_fused_training import train as train_in  # noqa: E402
+from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards  # noqa: E402
 
 INTERPRET = "0"
 PRECISIONS = ("bfloat16", "fp16", "fp32")

@@ -10,21 +10,9 @@ import random
 
 import pytest
 import torch
-from cases import LENGTH, check, make
-from test_kernels_edges import (  # noqa: F401
-    test_any_strides_and_alignment,
-    test_in_a_compiled_model,
-    test_large_scores_do_not_overflow,
-    test_later_keys_may_hold_anything,
-    test_nothing_to_do,
-    test_some_inputs_without_gradient,
-    test_the_diagonal_alone,
-    test_the_layout_a_model_gives,
-    test_theta_at_its_bounds,
-    test_ways_of_calling,
-)
 
 from megatron.positional import names
+from tests.kernels.cases import LENGTH, check, make
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import TOLERANCE, Case, assert_close
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.attention import attend
 from megatron.positional import load
+from tests.kernels.cases import TOLERANCE, Case, assert_close
 
 pytestmark = pytest.mark.gpu
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE
 
 from megatron.attention import choose
 from megatron.kernels.launch import LAUNCHES
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.positional import load
+from tests.kernels.cases import DEVICE
 
 pytestmark = pytest.mark.gpu
 

@@ -5,18 +5,11 @@ The imported tests are those of the interpreter's suite: they run where they are
 
 from __future__ import annotations
 
-import cases
 import pytest
 import torch
-from cases import make
-from test_kernels_repeatable import (  # noqa: F401
-    test_another_seed_another_mask,
-    test_dropout_against_an_explicit_mask,
-    test_dropout_under_activation_checkpointing,
-    test_launches,
-    test_repeated_bit_for_bit,
-    test_the_mask_does_not_depend_on_the_tiling,
-)
+
+from tests.kernels import cases
+from tests.kernels.cases import make
 
 pytestmark = pytest.mark.gpu
 

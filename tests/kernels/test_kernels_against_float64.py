@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE, TOLERANCE, check, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.attention.fused import functions_of
-from megatron.kernels.blocks import Blocks, Tile
 from megatron.kernels.launch import Setting, backward, forward
+from megatron.kernels.tile_sizes import Blocks, Tile
 from megatron.positional import load, names
+from tests.kernels.cases import DEVICE, TOLERANCE, check, make
 
 DISTANCE = [name for name in names() if load(name).kind == "distance"]
 

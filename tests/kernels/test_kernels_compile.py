@@ -6,14 +6,11 @@ import os
 import subprocess
 import sys
 from dataclasses import astuple, fields, replace
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import compile_kernels as tool  # noqa: E402
+from tests.helpers.paths import ROOT
+from tools import compile_kernels as tool
 
 WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE, LENGTH, SIZE, TOLERANCE, assert_close, check, make
 
 from megatron.attention import AttentionError, attend, choose
 from megatron.positional import load, names
+from tests.kernels.cases import DEVICE, LENGTH, SIZE, TOLERANCE, assert_close, check, make
 
 DISTANCE = [name for name in names() if load(name).kind == "distance"]
 LEARNABLE = [name for name in DISTANCE if load(name).learnable]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE, TOLERANCE, assert_close, make
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import attend
 from megatron.attention.fused import functions_of
-from megatron.kernels.blocks import Blocks, Tile
 from megatron.kernels.launch import LAUNCHES, Setting, forward
+from megatron.kernels.tile_sizes import Blocks, Tile
 from megatron.positional import load, names
+from tests.kernels.cases import DEVICE, TOLERANCE, assert_close, make
 
 
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power_add_mul", "rpe", "none"])

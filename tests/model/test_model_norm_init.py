@@ -52,9 +52,7 @@ def test_an_unknown_norm_is_named():
 )
 def test_standard_deviations(method, std):
     shape = torch.Size((256, 400))
-    value = draw(
-        method, shape, named_generator(3, method), std=0.02, num_layers=8, hidden_size=64
-    )
+    value = draw(method, shape, named_generator(3, method), std=0.02, num_layers=8, hidden_size=64)
     assert value.dtype == torch.float32
     assert abs(value.std().item() / std - 1) < 0.01
     assert abs(value.mean().item()) < std / 50

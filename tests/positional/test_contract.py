@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from formulas64 import ENTRIES
 
 from megatron.attention import attend
 from megatron.positional import PositionalEmbedding, load, names
+from tests.positional.formulas64 import ENTRIES
 
 DISTANCE = [name for name, entry in ENTRIES.items() if entry.kind == "distance"]
 KERNELS = [(name, part) for name in DISTANCE for part in ("bias", "weight")]

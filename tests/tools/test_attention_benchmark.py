@@ -6,22 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import attention_cpu  # noqa: E402
-import attention_gpu  # noqa: E402
-from attention import parser  # noqa: E402
-from attention_gpu import interleaved, plan, spread  # noqa: E402
-from attention_report import compared, markdown  # noqa: E402
-from attention_tiles import Search, neighbours, row_text  # noqa: E402
-
-from megatron.kernels.blocks import TABLE, Blocks, Tile  # noqa: E402
+from benchmarks import attention_cpu, attention_gpu
+from benchmarks.attention import parser
+from benchmarks.attention_gpu import interleaved, plan, spread
+from benchmarks.attention_report import compared, markdown
+from benchmarks.attention_tiles import Search, neighbours, row_text
+from megatron.kernels.tile_sizes import TABLE, Blocks, Tile
+from tests.helpers.paths import ROOT
 
 TINY = ("--device", "interpreter", "--dtype", "fp32", "--heads", "1", "--head-sizes", "16",
         "--lengths", "16", "--tokens", "16", "--repeats", "1")  # fmt: skip

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.positional.kerple_log import KerpleLog
+from tests.helpers.paths import ROOT
 from tools.check_parity import groups_of, main
 from tools.parity.models import case_config, require_parts
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import inspect_shards  # noqa: E402
-
 import prepare_data  # noqa: E402
-from megatron.data.mmap import MMapIndexedDatasetWriter  # noqa: E402
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from tools import inspect_shards
 
 
 @pytest.fixture

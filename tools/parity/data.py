@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data import split_documents
-from megatron.data.dataset import TokenDataset
-from megatron.data.loader import TrainLoader, published_start, sample_counts
-from megatron.data.mmap import MMapIndexedDataset
-from megatron.data.prepare import PrepareOptions, write_shards
-from megatron.data.sources import find_sources
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.prepare.run import PrepareOptions, write_shards
+from megatron.data.prepare.sources import find_sources
+from megatron.data.samples.dataset import TokenDataset
+from megatron.data.samples.index import split_documents
+from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
+from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
 from megatron.engine.build import padded_vocab_size
 from tools.parity.result import Result
 
@@ -39,9 +39,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
         result = Result(f"{name} {corpus.name}")
         with tempfile.TemporaryDirectory() as temporary:
             prefix = Path(temporary) / f"{corpus.stem}_text_document"
-            write_shards(
-                find_sources([corpus]), [prefix], tokenizer, PrepareOptions(quiet=True)
-            )
+            write_shards(find_sources([corpus]), [prefix], tokenizer, PrepareOptions(quiet=True))
             for end in (".bin", ".idx"):
                 published = (folder / (prefix.name + end)).read_bytes()
                 ours = prefix.with_name(prefix.name + end).read_bytes()

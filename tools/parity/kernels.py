@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config.aliases import resolve
-from megatron.engine import neox_layout as layout
+from megatron.config.neox.aliases import resolve
+from megatron.engine.neox import layout
 from megatron.positional import PositionalEmbedding, load
 from tools.parity.result import Result
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megatron.attention import AttentionError
 from megatron.config import Config, load_config
-from megatron.engine import neox_checkpoint
-from megatron.engine import neox_layout as layout
 from megatron.engine.build import build_model
-from megatron.engine.weights import load_weights
+from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.neox import layout
+from megatron.engine.neox import read as neox_checkpoint
 from megatron.model import GPT
 from megatron.model.gpt import BY_HEADS
 from megatron.parallel import ALONE, TensorGroup, whole_of
@@ -211,9 +211,7 @@ class ModelCase:
 
 def gradients(model: GPT) -> dict[str, Tensor]:
     """Published parameter name, with its pipeline position -> gradient, in the published shape."""
-    return published_tensors(
-        model, {name: param.grad for name, param in model.named_parameters()}
-    )
+    return published_tensors(model, {name: param.grad for name, param in model.named_parameters()})
 
 
 def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError, load_config
-from megatron.config.aliases import resolve
-from megatron.config.keys import FIELD_OF, KNOWN_KEYS
-from megatron.config.no_effect import NO_EFFECT
-from megatron.config.refused import REFUSED
-from megatron.data.loader import sample_counts
+from megatron.config.neox.aliases import resolve
+from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
+from megatron.config.neox.no_effect import NO_EFFECT
+from megatron.config.neox.refused import REFUSED
+from megatron.data.samples.loader import sample_counts
 from megatron.engine.build import schedule_of
 from tools.parity.result import Result
 

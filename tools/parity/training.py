@@ -22,12 +22,12 @@ import torch
 
 from megatron.attention import AttentionError
 from megatron.config import Config
-from megatron.engine import checkpoint
 from megatron.engine.build import build_model
-from megatron.engine.job_engine import job_engine
-from megatron.engine.loop import train_step
-from megatron.engine.optim import full_theta, parameter_groups, project_theta
-from megatron.engine.weights import load_weights
+from megatron.engine.checkpoint import saved as checkpoint
+from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.training.job_engine import job_engine
+from megatron.engine.training.loop import train_step
+from megatron.engine.training.optimizer import full_theta, parameter_groups, project_theta
 from megatron.parallel import Groups
 from tools.parity.models import (
     case_config,

@@ -1,0 +1,271 @@
+"""An embedding's torch formula read as an expression: written once, compiled everywhere.
+
+``read`` runs ``bias`` and ``weight`` on a few numbers under torch's tracer, takes the operations
+that they made, and says them again in sympy, with one symbol for the distance and one for each
+column of theta. From the expression follow the Triton device functions with their derivatives
+(``megatron.kernels.codegen``) and FlexAttention's score_mod (``flex``).
+
+Only formulas of one distance and one head at a time have such an expression; a lookup in a table,
+as T5's, has none. What was read is evaluated at other numbers and compared with the embedding
+before it is believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.positional import PositionalEmbedding
+
+if TYPE_CHECKING:
+    import sympy
+
+HEADS, DISTANCES = 3, (0.0, 1.0, 2.0, 7.0, 100.0)
+DTYPES = (torch.float64, torch.float32)
+PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
+
+
+class Unreadable(ValueError):
+    """The formula is no expression in d and theta; the message says where reading stopped."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """b (None: 0) and w (None: 1) as expressions of ``distance`` and ``theta``."""
+
+    bias: sympy.Expr | None
+    weight: sympy.Expr | None
+    distance: sympy.Symbol
+    theta: tuple[sympy.Symbol, ...]
+
+
+@lru_cache(maxsize=64)
+def read(pos: PositionalEmbedding) -> Formula:
+    """The embedding's formula; b = 0 and w = 1 for those that are no kernels of distance.
+
+    Raises:
+        Unreadable: it has no expression; it can still be tabulated.
+    """
+    import sympy
+
+    distance = sympy.Symbol("d", nonnegative=True)
+    if pos.kind != "distance":
+        return Formula(None, None, distance, ())
+    theta = tuple(
+        sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)
+    )
+    parts = [
+        Reader(distance, theta).expression(part, len(theta)) for part in (pos.bias, pos.weight)
+    ]
+    formula = Formula(*parts, distance, theta)
+    with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for first
+        confirm(pos, formula)
+    return formula
+
+
+def assumed(low: float) -> dict[str, bool]:
+    """What sympy may take for granted of a column of theta."""
+    if low < 0:
+        return {"real": True}
+    return {"positive": True} if low > 0 else {"nonnegative": True}
+
+
+def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
+    """Compare with the embedding where it was not traced: values, theta's gradient, and digits."""
+    generator = torch.Generator().manual_seed(1)
+    theta_HN = torch.rand(5, len(formula.theta), generator=generator, dtype=torch.float64) + 0.2
+    bounds = [(column.low, column.high) for column in pos.parameters]
+    theta_HN = theta_HN.clamp(*torch.tensor(bounds, dtype=torch.float64).view(-1, 2).unbind(1))
+    d = torch.tensor(PROBES, dtype=torch.float64)
+    for expression, function in ((formula.bias, pos.bias), (formula.weight, pos.weight)):
+        if expression is None:
+            continue
+        try:
+            mine = torch_function(expression, (formula.distance, *formula.theta))
+            exact, own = (sample(function, theta_HN, d, dtype) for dtype in DTYPES)
+            got, single = (sample(by_columns(mine), theta_HN, d, dtype) for dtype in DTYPES)
+        except (AttributeError, TypeError, RuntimeError) as error:  # Abs, or a complex number
+            raise Unreadable(f"{expression} cannot be evaluated: {error}") from error
+        if not all(torch.allclose(x, y, 1e-9, 1e-12) for x, y in zip(got, exact, strict=True)):
+            raise Unreadable(f"what was read, {expression}, is not what it computes")
+        lost, unavoidable = ((x[0] - exact[0]).abs() for x in (single, own))
+        if not (lost <= 8 * unavoidable + 1e-5 * exact[0].abs().clamp(min=1.0)).all():
+            raise Unreadable(f"{expression} loses digits in fp32")
+
+
+def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of d and theta's columns as one of theta and d."""
+    return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
+
+
+def sample(
+    function: Callable[..., Tensor], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A formula's values in ``dtype``, and theta's gradient for unequal weights, both in fp64."""
+    theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
+    # Further off an exponential may overflow, in torch's gradient too.
+    value, near = (
+        torch.as_tensor(function(theta_HN, some), dtype=dtype).expand(len(theta_HN), len(some))
+        for some in (d, d[:4])
+    )
+    gradient = torch.zeros_like(theta_HN)
+    if near.requires_grad:
+        weights = torch.linspace(1.0, 2.0, near.numel(), dtype=dtype).view_as(near)
+        gradient = torch.autograd.grad((near * weights).sum(), theta_HN)[0]
+    return value.detach().double(), gradient.double()
+
+
+@lru_cache(maxsize=128)
+def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
+    """The expression as a function of tensors of any (broadcastable) shape.
+
+    A plain function, without sympy: it is what ``torch.compile`` gets to read. Always the same
+    one, or that would compile anew at every call.
+    """
+    names = [symbol.name for symbol in arguments]
+    return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", {"torch": torch})
+
+
+def torch_text(expression: sympy.Expr) -> str:
+    """The expression in Python and torch."""
+    if expression.is_number:
+        return f"({float(expression)!r})"
+    if expression.is_Symbol:
+        return expression.name
+    args = [torch_text(arg) for arg in expression.args]
+    if expression.is_Add:
+        return f"({' + '.join(args)})"
+    if expression.is_Mul:
+        return f"({' * '.join(args)})"
+    if expression.is_Pow and expression.base.is_number:
+        return f"torch.exp({math.log(expression.base)!r} * {args[1]})"
+    if expression.is_Pow:
+        return f"({args[0]} ** {args[1]})"
+    return f"torch.{type(expression).__name__}({args[0]})"
+
+
+class Columns(tuple):
+    """Some neighbouring columns of theta, as a tensor [H, len]; one is as good as its number."""
+
+
+class Reader:
+    """Interprets the graph of operations that torch's tracer records for one function.
+
+    A value is a sympy expression (the same for all heads and distances), ``Columns`` of theta, a
+    list of expressions, or a plain Python value.
+    """
+
+    def __init__(self, distance: sympy.Symbol, theta: tuple[sympy.Symbol, ...]):
+        self.distance, self.theta = distance, theta
+
+    def expression(self, function: Callable[..., Tensor | None], columns: int) -> Any:
+        """The function's value, or None where it gives none."""
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        theta_HN = torch.linspace(0.3, 0.9, HEADS * columns, dtype=torch.float64)
+        theta_HN = theta_HN.view(HEADS, columns)
+        d = torch.tensor(DISTANCES, dtype=torch.float64)
+        with torch.no_grad():
+            example = function(theta_HN, d)
+            if example is None:
+                return None
+            if example.shape != (HEADS, len(DISTANCES)):
+                raise Unreadable(f"a formula's value is [heads, distances], not {example.shape}")
+            try:
+                graph = make_fx(lambda theta, distance: function(theta, distance))(theta_HN, d)
+            except Exception as error:  # whatever a formula does that cannot be traced
+                raise Unreadable(f"it cannot be traced: {error}") from error
+        values: dict[Any, Any] = {}
+        inputs = iter((Columns(self.theta), self.distance))
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                values[node] = self.number(getattr(graph, node.target))
+            elif node.op == "call_function":
+                args = torch.fx.node.map_arg(node.args, values.__getitem__)
+                kwargs = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+                values[node] = self.operation(node.target, list(args), dict(kwargs))
+            elif node.op == "output":
+                (result,) = node.args if isinstance(node.args, tuple) else (node.args,)
+                return self.scalar(values[result])
+        raise Unreadable("the trace has no result")
+
+    def number(self, constant: Tensor) -> Any:
+        if constant.numel() != 1:
+            raise Unreadable(f"it holds a tensor of {constant.numel()} numbers")
+        return exact(constant.item())
+
+    def scalar(self, value: Any) -> Any:
+        """A value used as an operand."""
+        import sympy
+
+        if isinstance(value, int | float):
+            return exact(value)
+        if isinstance(value, Columns) and len(value) == 1:
+            return value[0]
+        if isinstance(value, sympy.Expr):
+            return value
+        raise Unreadable("it uses theta as a whole, not column by column")
+
+    def operation(self, target: Any, args: list, kwargs: dict) -> Any:
+        name = getattr(target, "__name__", str(target)).split(".")[0]
+        if name in SAME:
+            return args[0]
+        if name == "getitem" and isinstance(args[0], list):
+            return args[0][args[1]]
+        if isinstance(args[0], Columns):
+            columns, *where = args
+            if name == "unbind" and where == [1]:
+                return list(columns)
+            if name == "select" and where[0] == 1:
+                return columns[where[1]]
+            if name == "slice" and where[:1] == [1]:
+                return Columns(columns[slice(*where[1:])])
+            if name == "slice" and (not where or where[1] == 0 and where[2] > 1 << 31):
+                return columns  # all heads
+        table = elementary()
+        if name not in table:
+            raise Unreadable(f"the operation {name} has no place in an expression of d and theta")
+        if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
+            args[1] = self.scalar(args[1]) * exact(kwargs["alpha"])
+        elif kwargs and set(kwargs) != {"alpha"}:
+            raise Unreadable(f"the operation {name} has options {sorted(kwargs)}")
+        return table[name](*(self.scalar(arg) for arg in args))
+
+
+SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "clone", "detach",
+        "alias", "contiguous", "to", "lift_fresh_copy"}  # fmt: skip
+
+
+def exact(value: float) -> Any:
+    """A sympy number: whole numbers and halves as such, so that powers are recognised."""
+    import sympy
+
+    doubled = 2.0 * float(value)
+    if doubled.is_integer() and abs(doubled) < 1 << 20:
+        return sympy.Rational(int(doubled), 2)
+    return sympy.Float(value)
+
+
+@lru_cache(maxsize=1)
+def elementary() -> dict[str, Callable[..., Any]]:
+    """What torch calls it -> what sympy makes of it."""
+    import sympy as sp
+
+    return {
+        "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "rsub": lambda x, y: y - x,
+        "mul": lambda x, y: x * y, "div": lambda x, y: x / y, "neg": lambda x: -x,
+        "pow": lambda x, y: x**y, "reciprocal": lambda x: 1 / x, "square": lambda x: x**2,
+        "sqrt": sp.sqrt, "rsqrt": lambda x: 1 / sp.sqrt(x), "exp": sp.exp,
+        "exp2": lambda x: sp.Integer(2) ** x, "expm1": lambda x: sp.exp(x) - 1, "log": sp.log,
+        "log1p": lambda x: sp.log(1 + x), "log2": lambda x: sp.log(x) / sp.log(2),
+        "sin": sp.sin, "cos": sp.cos, "zeros_like": lambda x: sp.S.Zero,
+        "ones_like": lambda x: sp.S.One,
+    }  # fmt: skip

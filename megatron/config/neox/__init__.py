@@ -1,0 +1,1 @@
+"""GPT-NeoX's configuration dialect as tables: spellings, refused keys, keys without effect."""

@@ -1,0 +1,193 @@
+"""GPT-NeoX keys that are refused, because they would change what a run computes or stores.
+
+Each has a reason, what to write instead, and the values that ask for what happens anyway and are
+accepted in silence. Keys are dotted where NeoX nests; a name stands for all that is nested in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.fields import show
+from megatron.config.neox.no_effect import NO_EFFECT, REPORTS
+
+Flat = Mapping[str, Any]
+_LEAVE = "leave it out"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a key is refused, what to write instead, and which values are harmless all the same."""
+
+    reason: str
+    instead: str
+    harmless: Callable[[Any, Flat], bool]
+
+    def text(self, value: Any) -> str:
+        """The problem in words."""
+        instead = self.instead if self.instead == _LEAVE else f"write {self.instead} instead"
+        return f"{show(value)} is refused: {self.reason}; {instead}"
+
+
+def _equals(*values: Any) -> Callable[[Any, Flat], bool]:
+    return lambda value, _: any(type(value) is type(v) and value == v for v in values)
+
+
+def _never(_value: Any, _flat: Flat) -> bool:
+    return False
+
+
+def _times_width(factor: int, value: Any, flat: Flat) -> bool:
+    width = flat.get("hidden_size")
+    return isinstance(width, int) and isinstance(value, int) and value == factor * width
+
+
+def _divides_mlp(value: Any, flat: Flat) -> bool:
+    width = flat.get("hidden_size")
+    return (
+        isinstance(value, int) and isinstance(width, int) and value > 0 and 4 * width % value == 0
+    )
+
+
+def _same_as(key: str) -> Callable[[Any, Flat], bool]:
+    return lambda value, flat: value == flat.get(key)
+
+
+def _disabled(value: Any, flat: Flat) -> bool:
+    """A DeepSpeed mapping that is empty or whose `enabled` is false."""
+    return value == {} or (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
+def _only_reports(value: Any, flat: Flat) -> bool:
+    return isinstance(value, Mapping) and all(NO_EFFECT.get(key) == REPORTS for key in value)
+
+
+REFUSED: dict[str, Refusal] = {}
+
+
+def _refuse(keys: str, reason: str, instead: str, harmless: Callable[[Any, Flat], bool]) -> None:
+    REFUSED.update(dict.fromkeys(keys.split(), Refusal(reason, instead, harmless)))
+
+
+_FALSE, _TRUE = _equals(False), _equals(True)
+
+_refuse(
+    " ".join(
+        f"{sign}{part}{kind}_data_paths"
+        for sign in ("", "pos_", "neg_")
+        for part in ("train", "valid", "test")
+        for kind in ("", "_label", "_reward")
+        if sign + kind not in ("", "pos__reward", "neg__reward")
+    ),
+    "only next-token prediction on one corpus is built",
+    "train_data_paths",
+    _equals([]),
+)
+_refuse(
+    "train_impl", "only next-token prediction is built", "train_impl: normal", _equals("normal")
+)
+_refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2", _equals("gpt2"))
+_refuse("pack_impl", "documents are always packed", "pack_impl: packed", _equals("packed"))
+_refuse("z_loss", "the loss is plain cross-entropy", "z_loss: 0.0", _equals(0, 0.0))
+_refuse("eod_mask_loss", "every target counts in the loss", "false", _FALSE)
+_refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
+
+_refuse(
+    "intermediate_size",
+    "the MLP is 4 x hidden_size wide",
+    _LEAVE,
+    lambda v, f: _times_width(4, v, f),
+)
+_refuse("mlp_multiple_of", "the MLP is exactly 4 x hidden_size wide", _LEAVE, _divides_mlp)
+_refuse("expansion_factor", "the MLP is 4 x hidden_size wide", _LEAVE, _equals(4, 4.0))
+_refuse(
+    "use_bias_in_norms use_bias_in_attn_linear use_bias_in_mlp",
+    "biases are always there",
+    "true",
+    _TRUE,
+)
+_refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)
+_refuse("gpt_j_tied use_qk_layernorm", "not built", "false", _FALSE)
+_refuse("sliding_window_width", "attention reaches over the whole sequence", _LEAVE, _never)
+_refuse("attention_type", "grouped-query attention is not built yet", _LEAVE, _never)
+_refuse(
+    "num_unique_layers", "layers share only the positional kernel", _LEAVE, _same_as("num_layers")
+)
+_refuse("fp16_lm_cross_entropy", "the loss is computed in fp32", "false", _FALSE)
+_refuse("padded_vocab_size", "follows from the tokenizer", "make_vocab_size_divisible_by", _never)
+_refuse(
+    "te_columnparallel te_rowparallel te_layernorm_mlp te_mha te_fp8_mha",
+    "Transformer Engine is not used",
+    "false",
+    _FALSE,
+)
+_refuse("moe_num_experts", "mixtures of experts are not built", "moe_num_experts: 1", _equals(1))
+_refuse("use_mup coord_check save_base_shapes", "muP is not built", "false", _FALSE)
+_refuse("serve_model_weights", "weights are not served", "false", _FALSE)
+
+_refuse("use_bnb_optimizer", "8-bit optimizer states are not built", "false", _FALSE)
+_refuse(
+    "optimizer.params.weight_decay", "GPT-NeoX reads it at the top", "weight_decay: 0.1", _never
+)
+_refuse("optimizer.params.amsgrad", "not built", "false", _FALSE)
+_refuse(
+    "optimizer.params.bias_correction optimizer.params.adam_w_mode",
+    "adam has bias correction and decoupled decay, as the published optimizer",
+    "true",
+    _TRUE,
+)
+_refuse(
+    "scheduler",
+    "the learning rate follows lr_decay_style",
+    "lr_decay_style and warmup",
+    _equals({}),
+)
+_refuse("warmup_iters", "warm-up is a fraction", "warmup: warmup_iters / lr_decay_iters", _never)
+_refuse("decay_lr_to", "not a GPT-NeoX key", "min_lr: decay_lr_to x lr", _never)
+_refuse("prescale_gradients sparse_gradients", "not built", "false", _FALSE)
+_refuse("gradient_predivide_factor", "not built", "1.0", _equals(1, 1.0))
+_refuse(
+    "loss_scale loss_scale_window hysteresis",
+    "DeepSpeed reads it inside fp16",
+    "fp16: {enabled: true, KEY: ...}",
+    _never,
+)
+_refuse("min_scale", "DeepSpeed reads it inside fp16", "fp16: {min_loss_scale: ...}", _never)
+_refuse(
+    "amp autotuning elasticity curriculum_learning data_efficiency compression_training checkpoint",
+    "this part of DeepSpeed is not used",
+    _LEAVE,
+    _disabled,
+)
+_refuse("autotuning_run", "autotuning is not used", _LEAVE, _never)
+_refuse(
+    "deepspeed_extra_args",
+    "nothing is passed to DeepSpeed unread",
+    "the GPT-NeoX key of each part",
+    _only_reports,
+)
+_refuse("checkpoint_scale", "checkpoints come at a fixed interval", "linear", _equals("linear"))
+_refuse("s3_path", "checkpoints are not copied to S3", "save: DIRECTORY", _never)
+_refuse("iteration", "the folder's `latest` names the checkpoint", "load: DIRECTORY", _never)
+_refuse("no_load_optim no_load_rng", "partial loading is not built", "finetune: true", _FALSE)
+_refuse("no_save_optim no_save_rng", "a checkpoint is always whole", "false", _FALSE)
+_refuse("train_epochs", "training is counted in iterations", "train_iters: N", _never)
+_refuse("do_train do_valid do_test", "follows from train_iters and split", _LEAVE, _never)
+for _key, _written in {
+    "lr": "optimizer: {params: {lr: ...}}",
+    "optimizer_type": "optimizer: {type: ...}",
+    "zero_stage": "zero_optimization: {stage: ...}",
+    "zero_reduce_scatter": "zero_optimization: {reduce_scatter: ...}",
+    "zero_contiguous_gradients": "zero_optimization: {contiguous_gradients: ...}",
+    "zero_reduce_bucket_size": "zero_optimization: {reduce_bucket_size: ...}",
+    "zero_allgather_bucket_size": "zero_optimization: {allgather_bucket_size: ...}",
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "gas": "gradient_accumulation_steps",
+    "clip_grad": "gradient_clipping",
+    "dynamic_loss_scale": "fp16: {loss_scale: 0}",
+    "world_size": "the number of processes to torchrun",
+    "is_pipe_parallel": "pipe_parallel_size",
+}.items():
+    _refuse(_key, "GPT-NeoX derives it and overwrites what is given", _written, _never)

@@ -1,0 +1,1 @@
+"""Corpora known by name: where they come from, how they become shards."""

@@ -1,0 +1,126 @@
+"""Corpora that need no download; so far `python-stdlib`, the interpreter's own library sources.
+
+Documents are the library's `.py` files, about 10 MB, without tests (their absence keeps the text
+alike), tables of data (`pydoc_data/topics.py`, `encodings/`), installed packages and files that
+differ from machine to machine. `split` cuts by documents in file order, so they are ordered by a
+hash of their path: each split then holds a fair mixture, and the order is the same everywhere. The
+data set's name carries the Python version and the tokenizer's fingerprint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import platform
+import sysconfig
+from pathlib import Path
+
+from megatron.data.errors import CorpusError, ShardError
+from megatron.data.locks import one_at_a_time
+from megatron.data.prepare.run import PrepareOptions, write_shards
+from megatron.data.prepare.sources import Source
+from megatron.data.shards.manifest import read_manifest
+from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.tokenizers.base import Tokenizer
+
+PREFIX = "builtin:"  # what a data_path that names a corpus starts with
+NAMES = ("python-stdlib",)
+
+_SKIPPED_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idle_test",
+        "lib-dynload",
+        "site-packages",
+        "test",
+        "tests",
+    }
+)
+
+
+def resolve_data_path(
+    data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
+) -> str | tuple[str, ...]:
+    """The shards' place: a corpus ("builtin:NAME") is prepared, any other path stays as it is."""
+    if isinstance(data_path, str) and data_path.startswith(PREFIX):
+        return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
+    return data_path
+
+
+def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
+    """Tokenise corpus `name` into `data_dir` unless that is done; return the shards' prefix.
+
+    Any number of processes may call this at once: one does the work, with a progress bar, the
+    others wait. Raises CorpusError for an unknown name.
+    """
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {PREFIX}{near[0]}? " if near else ""
+        raise CorpusError(
+            f"data_path: unknown corpus {PREFIX}{name}; {hint}known: "
+            + ", ".join(PREFIX + known for known in NAMES)
+        )
+    if Path(data_dir).is_file():
+        raise CorpusError(f"data_dir: {data_dir} is a file; name a folder for the tokens")
+    key = f"{platform.python_version()}-{tokenizer.name}-{tokenizer.fingerprint()[:8]}"
+    prefix = Path(data_dir) / name / f"{name}-{key}_text_document"
+    if not _is_ready(prefix, tokenizer):
+        with one_at_a_time(prefix.parent / ".lock"):
+            if not _is_ready(prefix, tokenizer):
+                _build_python_stdlib(prefix, tokenizer)
+    return str(prefix)
+
+
+def stdlib_files() -> list[Path]:
+    """The corpus's files, relative to the library's folder, in the order of its documents."""
+    root = stdlib_root()
+    chosen = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        for file in files:
+            relative = (Path(folder) / file).relative_to(root)
+            # _sysconfigdata describes the machine; sitecustomize belongs to the distribution.
+            machine = file.startswith("_sysconfigdata") or file == "sitecustomize.py"
+            if (
+                file.endswith(".py")
+                and not machine
+                and relative.as_posix() != "pydoc_data/topics.py"
+            ):
+                chosen.append(relative)
+    return sorted(chosen, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+
+
+def stdlib_root() -> Path:
+    """Where the interpreter keeps its library (in a virtual environment the base one's)."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
+    root, files = stdlib_root(), stdlib_files()
+    if not files:
+        raise CorpusError(
+            f"{root}: holds no .py files (is the library zipped?); prepare a corpus of "
+            "your own with prepare_data.py --input"
+        )
+    paths = [str(root / file) for file in files]
+    write_shards(
+        [Source(str(root), "text", sum(map(os.path.getsize, paths)), paths)],
+        [prefix],
+        tokenizer,
+        PrepareOptions(on_error="skip"),  # Python files may declare another encoding; few do
+        about={"corpus": "python-stdlib", "python": platform.python_version()},
+        label="tokenising python-stdlib",
+    )
+
+
+def _is_ready(prefix: Path, tokenizer: Tokenizer) -> bool:
+    """Whether a whole data set of this tokenizer is in place."""
+    try:
+        manifest = read_manifest(prefix)
+        MMapIndexedDataset(prefix)
+    except ShardError:
+        return False
+    return manifest is not None and manifest["tokenizer_fingerprint"] == tokenizer.fingerprint()

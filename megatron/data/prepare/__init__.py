@@ -1,0 +1,1 @@
+"""Data preparation: text files in, token shards out."""

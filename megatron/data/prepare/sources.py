@@ -1,0 +1,140 @@
+"""What a run reads: files, folders and data-set hubs, in a fixed order, each with its kind.
+
+| kind | suffixes (each also with .gz, .zst, .xz or .bz2 behind it) | documents |
+|---|---|---|
+| jsonl | .jsonl .json .ndjson | one JSON object (or string) a line |
+| tar | .tar .tgz | each member: records of .jsonl*, else one document |
+| dat | .dat | lm_dataformat's length-prefixed documents |
+| text | .txt .text .md .rst .tex .py and other text | one |
+| zip | .zip | each member, as for tar |
+| parquet | .parquet | one a row |
+| hub | `hub:ID[:SPLIT]`, or a folder written by `datasets` | one a row |
+
+In a folder every file counts, in the order of the paths, hidden ones and `__pycache__` apart; a
+file of no known kind is then one document, as in a folder of source files. Consecutive text files
+form one source.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.data.errors import CorpusError
+from megatron.data.prepare.compression import COMPRESSIONS
+
+HUB = "hub:"
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".tar": "tar",
+    ".tgz": "tar",
+    ".dat": "dat",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".rst": "text",
+    ".tex": "text",
+    ".py": "text",
+    ".html": "text",
+    ".xml": "text",
+    ".zip": "zip",
+    ".parquet": "parquet",
+}
+_WHOLE = ("zip", "parquet")  # read at random places, so never compressed as a whole
+_ARROW = ("dataset_info.json", "dataset_dict.json")  # what `datasets` leaves in a folder
+_IGNORED = ("__pycache__", "current_chunk_incomplete")  # the second: lm_dataformat's leftover
+
+
+@dataclass
+class Source:
+    """One input. `size`: bytes (0 where unknown); `paths`: the files of a text source, in order."""
+
+    path: str
+    kind: str
+    size: int = 0
+    paths: list[str] = field(default_factory=list)
+
+    def identity(self) -> list:
+        """What tells that an input is the one of the run before: names, sizes, times."""
+        found, paths = hashlib.sha256(), self.paths or [self.path]
+        if os.path.isdir(self.path) and not self.paths:  # a folder that `datasets` wrote
+            paths = sorted(str(path) for path in Path(self.path).rglob("*"))
+        for path in paths:
+            stat = os.stat(path) if os.path.exists(path) else None
+            line = f"{path} {stat and (stat.st_size, stat.st_mtime_ns)}\n"
+            found.update(line.encode("utf-8", "replace"))
+        return [self.path, self.kind, found.hexdigest()]
+
+
+def kind_of(name: str) -> str | None:
+    """The kind that the suffix of `name` tells, or None."""
+    path = Path(name.lower())
+    compressed = path.suffix in COMPRESSIONS
+    kind = _KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)
+    return None if compressed and kind in _WHOLE else kind
+
+
+def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
+    """The sources of paths, globs, folders and hub ids; CorpusError names every one at fault."""
+    sources, faults = [], []
+    for given in map(os.fspath, inputs):
+        if given.startswith(HUB):
+            sources.append(Source(given, "hub"))
+            continue
+        matches = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
+        if not matches:
+            pattern = any(character in given for character in "*?[")
+            faults.append(f"{given}: {'matches no file' if pattern else 'no such file'}")
+        for path in matches:
+            if os.path.isdir(path):
+                _add_folder(path, sources, faults)
+            elif kind := kind_of(path):
+                _add(sources, path, kind, faults)
+            else:
+                suffix = Path(path).suffix or "(no suffix)"
+                faults.append(
+                    f"{path}: unknown kind {suffix!r}; give .jsonl, .txt or .parquet files, .tar, "
+                    ".zip or .dat.zst archives, or a folder of text files"
+                )
+    if faults:
+        raise CorpusError("\n".join(faults))
+    return sources
+
+
+def _add(sources: list[Source], path: str, kind: str, faults: list[str], folder: bool = False):
+    size = os.path.getsize(path)
+    if size == 0 and not folder:
+        faults.append(f"{path}: is empty")
+    elif kind == "text" and sources and sources[-1].kind == "text":
+        sources[-1].paths.append(path)
+        sources[-1].size += size
+    else:
+        sources.append(Source(path, kind, size, [path] if kind == "text" else []))
+
+
+def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
+    if any(os.path.exists(os.path.join(folder, name)) for name in _ARROW):
+        sources.append(Source(folder, "hub"))
+        return
+    found: list[str] = []
+    closed: list[str] = []  # else their files would be missing without a word
+
+    def note(error: OSError) -> None:
+        closed.append(f"{error.filename}: {error.strerror}")
+
+    for parent, folders, files in os.walk(folder, onerror=note):
+        folders[:] = [n for n in folders if not n.startswith(".") and n not in _IGNORED]
+        names = [n for n in files if not n.startswith(".") and n not in _IGNORED]
+        found += [os.path.join(parent, name) for name in names]
+    found = [path for path in sorted(found) if os.path.isfile(path)]
+    faults += closed
+    if not found and not closed:
+        faults.append(f"{folder}: a folder without files")
+    for path in found:
+        _add(sources, path, kind_of(path) or "text", faults, folder=True)

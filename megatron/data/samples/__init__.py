@@ -1,0 +1,1 @@
+"""Training samples: their order, the datasets that cut them out, the loader."""

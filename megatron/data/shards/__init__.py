@@ -1,0 +1,1 @@
+"""Token shards (`.bin` and `.idx`): format, reader, writer, several joined as one."""

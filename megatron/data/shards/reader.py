@@ -1,0 +1,148 @@
+"""Reading token shards, PREFIX.bin and PREFIX.idx (`shard_format.py`), without loading them."""
+
+from __future__ import annotations
+
+import mmap as _mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.errors import ShardError
+from megatron.data.shards.format import DTYPES, HEADER, MAGIC, OLD_MAGIC, shard_path
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+
+__all__ = ["MMapIndexedDataset", "MMapIndexedDatasetWriter"]
+
+_CHECK_ROWS = 1 << 20  # documents whose pointers are checked at a time
+
+
+class MMapIndexedDataset:
+    """Read access to PREFIX.bin and PREFIX.idx without loading them.
+
+    `sizes` int32 [n], `pointers` int64 [n] (bytes), `doc_idx` int64 [m], `dtype`, `tokens` [all
+    tokens]: the whole .bin as one flat array, mapped. Nothing may be written to any of them.
+    Opening checks that the two files are complete and belong together; ShardError says what is
+    wrong and what to do.
+    """
+
+    def __init__(self, prefix: str | os.PathLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self._idx, self._bin = shard_path(prefix, ".idx"), shard_path(prefix, ".bin")
+        self._require_files()
+        with open(self._idx, "rb") as file:
+            header = file.read(HEADER.size)
+            num_documents, num_groups = self._parse_header(header)
+            found = os.fstat(file.fileno()).st_size
+            expected = HEADER.size + num_documents * 12 + num_groups * 8
+            if found != expected:
+                raise ShardError(
+                    f"{self._idx}: {'truncated' if found < expected else 'foreign or damaged'}: "
+                    f"{num_documents} documents need {expected} bytes, the file has {found}; copy "
+                    "it again or rebuild it with prepare_data.py"
+                )
+            index = _mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ)
+        at = HEADER.size
+        self.sizes = np.frombuffer(index, "<i4", num_documents, at)
+        at += self.sizes.nbytes
+        self.pointers = np.frombuffer(index, "<i8", num_documents, at)
+        at += self.pointers.nbytes
+        self.doc_idx = np.frombuffer(index, "<i8", num_groups, at)
+        self.tokens = self._map_tokens()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.prefix,)  # a worker process maps the files itself
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of document i from `offset` on, `length` or all of them; a view, not a copy."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
+        size = int(self.sizes[i])
+        length = size - offset if length is None else length
+        if min(offset, length) < 0 or offset + length > size:
+            raise IndexError(
+                f"{self.prefix}: tokens {offset} to {offset + length} of document {i}, "
+                f"which has {size}"
+            )
+        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+    def _require_files(self) -> None:
+        missing = [path for path in (self._idx, self._bin) if not path.is_file()]
+        if not missing:
+            return
+        if self.prefix.endswith((".bin", ".idx")):
+            advice = f"give the path without its ending: {self.prefix[:-4]}"
+        elif len(missing) == 1:
+            advice = "copy the other one too, or rebuild both with prepare_data.py"
+        elif near := sorted(Path(self.prefix).parent.glob(f"{Path(self.prefix).name}*.idx")):
+            advice = "did you mean " + " or ".join(str(path)[:-4] for path in near[:3]) + "?"
+        else:
+            advice = "data_path is the common path of both files; make them with prepare_data.py"
+        raise ShardError(f"{' and '.join(map(str, missing))}: no such file; {advice}")
+
+    def _parse_header(self, header: bytes) -> tuple[int, int]:
+        """Return (documents, entries of doc_idx) and set `dtype`."""
+        if header.startswith(OLD_MAGIC):
+            raise ShardError(
+                f"{self._idx}: is in the old 'lazy'/'cached' format; write the data again with "
+                "--dataset-impl mmap, or with prepare_data.py"
+            )
+        if header[: len(MAGIC)] != MAGIC[: len(header)]:
+            raise ShardError(
+                f"{self._idx}: is not an index of the mmap format (it starts with {header[:9]!r}, "
+                f"not {MAGIC!r}); check the path"
+            )
+        if len(header) < HEADER.size:
+            raise ShardError(
+                f"{self._idx}: truncated: {len(header)} bytes, less than its header; copy it "
+                "again or rebuild it with prepare_data.py"
+            )
+        _, version, code, num_documents, num_groups = HEADER.unpack(header)
+        if version != 1:
+            raise ShardError(f"{self._idx}: format version {version}; only version 1 is known")
+        if code not in DTYPES:
+            raise ShardError(f"{self._idx}: unknown dtype code {code}; known: {sorted(DTYPES)}")
+        self.dtype = DTYPES[code].newbyteorder("<")
+        return num_documents, num_groups
+
+    def _map_tokens(self) -> np.ndarray:
+        """Check .idx against the size of .bin and map the tokens."""
+        with open(self._bin, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            expected = self._check_pointers()
+            if found != expected:
+                state = "truncated" if found < expected else "not the file that the .idx describes"
+                raise ShardError(
+                    f"{self._bin}: {state}: {self._idx.name} describes {expected} bytes "
+                    f"({len(self)} documents of {self.dtype.name}), the file has {found}; copy "
+                    "both files again or rebuild them with prepare_data.py"
+                )
+            if found == 0:
+                return np.empty(0, self.dtype)  # an empty file cannot be mapped
+            return np.frombuffer(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ), self.dtype)
+
+    def _check_pointers(self) -> int:
+        """Check that the documents lie end to end; return the bytes that .bin must have."""
+        address = 0
+        for start in range(0, len(self), _CHECK_ROWS):
+            sizes = self.sizes[start : start + _CHECK_ROWS]
+            ends = address + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            starts = ends - sizes * np.int64(self.dtype.itemsize)
+            if sizes.min() < 0 or not np.array_equal(
+                starts, self.pointers[start : start + _CHECK_ROWS]
+            ):
+                raise ShardError(
+                    f"{self._idx}: damaged: the documents' addresses do not follow from their "
+                    f"sizes (first seen in documents {start} to {start + len(sizes) - 1}); copy it "
+                    "again or rebuild it"
+                )
+            address = int(ends[-1])
+        if len(self.doc_idx) and not 0 <= self.doc_idx.min() <= self.doc_idx.max() <= len(self):
+            raise ShardError(
+                f"{self._idx}: damaged: doc_idx points outside; copy it again, or rebuild it"
+            )
+        return address

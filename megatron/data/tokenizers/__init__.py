@@ -1,0 +1,1 @@
+"""Tokenizers: the interface, GPT-2's byte-level BPE, SentencePiece."""

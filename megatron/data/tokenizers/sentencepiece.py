@@ -1,0 +1,69 @@
+"""SentencePiece models, through the `sentencepiece` library, which is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.errors import TokenizerError
+from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, utf8
+
+
+class SPMTokenizer(Tokenizer):
+    """A .model file. Documents end in its piece `<|endoftext|>`, as in GPT-NeoX; a model without
+    that piece is refused (GPT-NeoX takes the unknown token then, without a word)."""
+
+    name = "SPMTokenizer"
+
+    def __init__(self, vocab_file: str | Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError:
+            raise TokenizerError("SPMTokenizer needs `pip install sentencepiece`") from None
+        self._model = Path(vocab_file).read_bytes()
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except (RuntimeError, ValueError) as error:
+            raise TokenizerError(f"{vocab_file}: is not a SentencePiece model: {error}") from None
+        self.vocab_size = self._pieces.get_piece_size()
+        self.eod = self._pieces.piece_to_id(END_OF_DOCUMENT)
+        if self._pieces.id_to_piece(self.eod) != END_OF_DOCUMENT:
+            raise TokenizerError(
+                f"{vocab_file}: has no piece {END_OF_DOCUMENT}, which ends a document; train it "
+                f"with user_defined_symbols={END_OF_DOCUMENT}"
+            )
+
+    def __getstate__(self) -> dict:
+        return {"_model": self._model, "vocab_size": self.vocab_size, "eod": self.eod}
+
+    def __setstate__(self, state: dict) -> None:
+        import sentencepiece
+
+        self.__dict__.update(state)
+        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        return np.array(self._pieces.encode(text), dtype=self.dtype)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids, dtype=np.int64)
+        known = (ids >= 0) & (ids < self.vocab_size)
+        runs = np.split(ids, np.flatnonzero(~known))
+        runs = [run[1:] if n else run for n, run in enumerate(runs)]
+        return "\ufffd".join(self._pieces.decode(run.tolist()) for run in runs)
+
+    def _byte_table(self) -> np.ndarray:
+        table = np.zeros(self.vocab_size, np.int64)
+        for i in range(self.vocab_size):
+            if self._pieces.is_byte(i):
+                table[i] = 1
+            elif not (self._pieces.is_control(i) or self._pieces.is_unused(i)):
+                table[i] = len(self._pieces.id_to_piece(i).replace("\u2581", " ").encode())
+        table[self.eod] = 0
+        return table
+
+    def _content(self) -> bytes:
+        return self._model

@@ -1,0 +1,1 @@
+"""Checkpoints: saving, choosing, resuming, changing the layout, exchanging with GPT-NeoX."""

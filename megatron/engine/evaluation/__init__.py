@@ -1,0 +1,1 @@
+"""Evaluation: losses, perplexity by length, the published evaluation, reports."""

@@ -1,0 +1,106 @@
+"""What all ranks of a job must have alike: the configuration, the text, the folders.
+
+Machines of a job have copies of the first two, which may differ without anything stopping:
+each rank would train another model, or on other samples.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.config import Config
+from megatron.engine.errors import CheckpointError, StartError
+from megatron.parallel import Groups
+
+Seen = TypeVar("Seen")
+LOCAL = ("data", "logging")
+"""Sections of the config with paths that machines may each have their own of."""
+PATIENCE = 75
+"""Seconds in which a network file system shows one machine what another has written: NFS keeps what
+it knows of a folder for 60 unless it is told otherwise (acdirmax)."""
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What the config says, but for what a machine may have for itself."""
+    return {
+        name: value
+        for section, values in config.sections()
+        if section not in LOCAL
+        for name, value in values.model_dump().items()
+    }
+
+
+def require_alike(groups: Groups, subject: str, values: Mapping[str, Any]) -> None:
+    """Compare `values` over the ranks; every rank must call it.
+
+    Raises:
+        StartError: names the first rank that has others than rank 0, and which.
+    """
+    first, *others = groups.gather_from_job((socket.gethostname(), dict(values)))
+    for rank, (host, theirs) in enumerate(others, start=1):
+        differing = [
+            f"{key}: {theirs.get(key)!r} there, {first[1].get(key)!r} here"
+            for key in first[1] | theirs
+            if theirs.get(key) != first[1].get(key)
+        ]
+        if differing:
+            raise StartError(
+                f"rank {rank} on {host} has another {subject} than rank 0 on {first[0]} "
+                f"({'; '.join(differing)}); give all machines the same"
+            )
+
+
+def require_one_folder(groups: Groups, folder: Path) -> None:
+    """Every rank must see in `folder` what rank 0 writes there; every rank must call it.
+
+    Raises:
+        CheckpointError: names a rank that does not.
+    """
+    if groups.world_size == 1:
+        return
+    mark, text = folder / ".seen-by-all", uuid.uuid4().hex
+    if groups.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text(text)
+
+    def look() -> str | None:
+        try:
+            return mark.read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    try:
+        seen_by_all(look, folder, groups, expected=groups.gather_from_job(text)[0])
+    finally:
+        if groups.is_main:
+            mark.unlink(missing_ok=True)
+
+
+def seen_by_all(
+    look: Callable[[], Seen], folder: Path, groups: Groups, *, expected: Seen | None = None
+) -> Seen:
+    """What `look` finds in `folder`, the same (and `expected`, if given) on every rank.
+
+    Raises:
+        CheckpointError: it stays another on some rank.
+    """
+    until = time.monotonic() + PATIENCE
+    while True:
+        views = groups.gather_from_job((socket.gethostname(), look(), time.monotonic() > until))
+        main, first, over = views[0]
+        wanted = first if expected is None else expected
+        other = [n for n, (_, view, _) in enumerate(views) if view != wanted]
+        if not other:
+            return wanted
+        if over:
+            raise CheckpointError(
+                f"{folder} is not the same folder everywhere: rank {other[0]} on "
+                f"{views[other[0]][0]} does not see in it what rank 0 on {main} sees; name a "
+                "folder that all machines share"
+            )
+        time.sleep(1)

@@ -1,0 +1,259 @@
+"""Reading published checkpoints: GPT-NeoX's pipeline layout (see `neox_layout`), merged.
+
+    SRC/latest                                          name of the newest
+    SRC/global_stepN/layer_XX-model_YY-model_states.pt  weights
+    SRC/global_stepN/mp_rank_YY_model_states.pt         counters, schedule, optimizer, random state
+    SRC/global_stepN/configs/*.yml                      the configuration it was trained with
+
+Weights and the counters are taken; the optimizer's state is not (it is one flat tensor in an order
+of that program's own). Files are opened by `safe_load`, so they cannot run code.
+
+Legend: L layers, N tensor-parallel parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.engine.errors import CheckpointError
+from megatron.engine.neox import layout
+from megatron.engine.neox.counters import (
+    client_state,
+    count,
+    load_mapping,
+    mapping,
+    schedule_of,
+    step_of,
+)
+
+MOST_FILES = 100_000
+"""Layers times parts; more is a damaged count, and a list of so many missing files helps nobody."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how weights are spread over the published files.
+
+    Attributes:
+        num_layers, tied: L, and whether the output is the embedding.
+        parts: N.
+        theta: names of the kernel's tensors, in the order of our columns; empty without a kernel.
+        geglu: the MLP's first layer has two halves.
+        summed_biases: row-parallel biases are summed over the parts (`gpt_j_residual`).
+        row_output: the output projection is cut by columns (`output_layer_parallelism: row`).
+    """
+
+    num_layers: int
+    tied: bool = False
+    parts: int = 1
+    theta: tuple[str, ...] = ()
+    geglu: bool = False
+    summed_biases: bool = False
+    row_output: bool = False
+
+    def rule(self, name: str) -> str:
+        """How the parts of the published tensor `name` make a whole."""
+        return layout.rule(
+            name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
+        )
+
+
+@dataclass
+class Published:
+    """A published checkpoint, its parts merged, under this project's names.
+
+    Attributes:
+        weights: name -> tensor, as stored (dtype included).
+        buffers: published name -> what the files hold although the configuration implies it.
+        parts: "position.published name" -> the parts of what merging alters: replicas that differ
+            in the last digits, summed biases that are not equal.
+        step, schedule, args: the counters it was saved with; schedule is None if not recorded.
+        problems: what is missing, unknown or does not fit together; then the rest is not complete.
+        notes: what a reader should know.
+    """
+
+    shape: Shape
+    step: int
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    schedule: dict[str, Any] | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def about(self) -> dict[str, Any]:
+        """JSON values that an import keeps: what an export needs to give the same files back."""
+        shape = asdict(self.shape)
+        return {"shape": shape, "schedule": self.schedule, "args": self.args}
+
+
+def is_published(checkpoint: Path) -> bool:
+    """Whether the folder `global_stepN` is in the published layout, and not of our making."""
+    ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
+    if ours:  # by the second sign even where the first was lost
+        return False
+    return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
+
+
+def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
+    """Read and merge the folder `global_stepN`; look at `problems` before using the weights.
+
+    Raises:
+        CheckpointError: a file cannot be opened, or asks for code to be run.
+    """
+    found = {}
+    for path in checkpoint.iterdir():
+        if match := layout.FILE.fullmatch(path.name):
+            found[int(match[1]), int(match[2])] = path
+    client = client_state(checkpoint)
+    args = {k: v for k, v in mapping(client, "args").items() if isinstance(v, (int, str))}
+    last = max((index for index, _ in found), default=0)
+    states = {place: load_mapping(path) for place, path in sorted(found.items())}
+    tied = not any("final_linear.weight" in state for state in states.values())
+    num_layers = count(args, "num_layers") or max(0, last - (3 if tied else 4))
+    parts = max([part + 1 for _, part in found] + [count(client, "mp_world_size") or 1])
+    if num_layers * parts > MOST_FILES:
+        raise CheckpointError(
+            f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel parts are more than any "
+            "model has; its file names, or the counts in mp_rank_00_model_states.pt, are damaged"
+        )
+    shape = _infer(states, num_layers, tied, parts, summed_biases)
+    out = Published(shape, step_of(client, checkpoint), schedule=schedule_of(client), args=args)
+    by_index = _parts_by_position(states, out)
+    kernels = {}
+    for index, group in by_index.items():
+        merged = _merge_position(index, group, out)
+        kernel = {name: merged.pop(name) for name in list(merged) if name.startswith(layout.RPE)}
+        kernels[index] = kernel
+        for name, tensor in merged.items():
+            ours = layout.our_name(index, name, num_layers)
+            if name in layout.BUFFERS:
+                out.buffers[name] = tensor
+            elif ours is None:
+                out.problems.append(f"{layout.file_name(index, 0)}: {name} is not known")
+            else:
+                out.weights[ours] = tensor
+    _check_width(out)
+    _take_kernel({i: kernel for i, kernel in kernels.items() if 2 <= i < num_layers + 2}, out)
+    return out
+
+
+def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool) -> Shape:
+    """The rest of the shape, from the sizes of the first part's tensors."""
+
+    def matrices(*tensors: Any) -> bool:
+        return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
+
+    first = {index: state for (index, part), state in sorted(states.items()) if part == 0}
+    block = first.get(2, {})
+    inner, back = block.get("mlp.dense_h_to_4h.weight"), block.get("mlp.dense_4h_to_h.weight")
+    output = first.get(num_layers + 4, {}).get("final_linear.weight")
+    words = first.get(0, {}).get("word_embeddings.weight")
+    return Shape(
+        num_layers=num_layers,
+        tied=tied,
+        parts=parts,
+        geglu=matrices(inner, back) and inner.shape[0] == 2 * back.shape[1],
+        summed_biases=summed_biases,
+        row_output=matrices(output, words) and output.shape[1] != words.shape[1],
+    )
+
+
+def _parts_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
+    """Position -> its parts in order; what is missing or superfluous goes into the problems."""
+    shape = out.shape
+    expected = {
+        (index, part)
+        for index in layout.positions(shape.num_layers, shape.tied)
+        for part in range(shape.parts)
+    }
+    for place in sorted(expected - states.keys()):
+        out.problems.append(f"{layout.file_name(*place)}: missing")
+    for place in sorted(states.keys() - expected):
+        problem = f"{layout.file_name(*place)}: has no place among {shape.num_layers} layers"
+        out.problems.append(problem)
+    whole = {index for index, _ in expected} - {index for index, _ in expected - states.keys()}
+    return {i: [states[i, part] for part in range(shape.parts)] for i in sorted(whole)}
+
+
+def _merge_position(
+    index: int, group: list[dict[str, Tensor]], out: Published
+) -> dict[str, Tensor]:
+    """One position's tensors, each from its parts."""
+    merged = {}
+    for name in sorted(set().union(*group)):
+        where = f"{layout.file_name(index, 0)}: {name}"
+        parts = [state.get(name) for state in group]
+        if not all(_is_plain(part) for part in parts):
+            problem = f"not a dense tensor of floats in every one of the {len(parts)} parts"
+            out.problems.append(f"{where}: {problem}")
+            continue
+        how = out.shape.rule(name)
+        try:
+            merged[name] = layout.merge(parts, how)
+        except (ValueError, RuntimeError) as error:
+            out.problems.append(f"{where}: {error}")
+            continue
+        if any(not torch.equal(part, parts[0]) for part in parts) and how in layout.MERGED_ANEW:
+            out.parts[f"{index}.{name}"] = parts
+            if how == "replicated":
+                note = "its parts differ in the last digits; the first is taken"
+                out.notes.append(f"{where}: {note}")
+    return merged
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _check_width(out: Published) -> None:
+    """A part that is missing with its whole column of files shows in a matrix that is square."""
+    square = out.weights.get("layers.0.attention.dense.weight")
+    if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
+        out.problems.append(
+            f"attention.dense.weight: {tuple(square.shape)} from {out.shape.parts} tensor-parallel "
+            "part(s), but it is square when whole; all files of some part are missing"
+        )
+
+
+def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
+    """The one kernel of all blocks: theta, or slopes that are not trained."""
+    if not any(kernels.values()):
+        return
+    first = min(kernels)
+    known = {layout.RPE + name for name in (*layout.THETA, layout.TABLE)}
+    for index, kernel in kernels.items():
+        for name in sorted(kernel.keys() ^ kernels[first].keys() | kernel.keys() - known):
+            problem = f"{layout.file_name(index, 0)}: {name} is not in every block, or not known"
+            out.problems.append(problem)
+    if out.problems:
+        return
+    apart = [
+        index - 2
+        for index, kernel in kernels.items()
+        if any(not torch.equal(kernel[name], tensor) for name, tensor in kernels[first].items())
+    ]
+    if apart:
+        out.problems.append(
+            f"the kernel of blocks {apart} is not that of block {first - 2}: pipeline stages "
+            "trained a copy each, which is another model than one kernel for all blocks"
+        )
+        return
+    if set(kernels[first]) == {layout.FIXED}:
+        out.buffers |= kernels[first]
+        return
+    try:
+        theta_HN, names = layout.theta_from_columns(kernels[first])
+    except RuntimeError as error:
+        out.problems.append(f"{layout.file_name(first, 0)}: {layout.RPE}*: {error}")
+        return
+    out.weights["embedding.theta"] = theta_HN
+    out.shape = Shape(**{**asdict(out.shape), "theta": tuple(names)})

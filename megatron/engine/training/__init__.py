@@ -1,0 +1,1 @@
+"""Training: optimizer, schedule, DeepSpeed engine, the loop, its log."""

@@ -1,0 +1,140 @@
+"""The model's layers in DeepSpeed's pipeline, behind the interface of the plain model and engine.
+
+Stages are cut between blocks. Batches come from the loop on every stage, so that all count the same
+samples; only the first reads tokens from them and only the last targets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from megatron.attention import AttentionFn
+from megatron.model.gpt import GPTShape, logits_group
+from megatron.model.init import initialise
+from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
+from megatron.parallel import Groups, token_losses
+from megatron.positional import PositionalEmbedding
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Pipeline(PipelineModule):
+    """This rank's stage of the model, with the parameter names of `megatron.model.GPT`.
+
+    Attributes:
+        layer_names: of all layers of the model; the names of DeepSpeed's files count them.
+    """
+
+    def __init__(
+        self,
+        shape: GPTShape,
+        pos: PositionalEmbedding,
+        attend: AttentionFn,
+        seed: int,
+        groups: Groups,
+    ):
+        layers = pipeline_layers(shape, pos, attend, seed, groups.model)
+        topology = PipeModelDataParallelTopology(
+            num_pp=groups.pipe_size, num_mp=groups.model.size, num_dp=groups.data_size
+        )
+        logits_tp = logits_group(shape, groups.model)
+
+        def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+            """Mean loss to train on; each target's loss where no gradient is asked for."""
+            losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
+            return losses_BT.mean() if torch.is_grad_enabled() else losses_BT
+
+        self.layer_names = [layer.name for layer in layers]  # parameters are named by them
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its partition
+            super().__init__(
+                [_spec(layer) for layer in layers],
+                topology=topology,
+                loss_fn=loss,
+                partition_method=f"type:{PipeBlock.__name__}",
+            )
+        self.shape, self.pos, self.attend = shape, pos, attend
+        initialise(self.named_parameters(), shape, seed)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the plain model names them: `layers.3.mlp...`, not `5.mlp...`."""
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            head, _, rest = name.partition(".")
+            if head == "tied_modules":
+                head, _, rest = rest.partition(".")
+                yield f"{_from_key(head)}.{rest}", param
+            else:
+                yield f"{self.layer_names[int(head)]}.{rest}", param
+
+    @torch.no_grad()  # the broadcast of a parameter would be noted for autograd
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
+    @property
+    def theta(self) -> nn.Parameter | None:
+        """The learned kernel parameters, on the stage that has them (the first); else None."""
+        named = dict(self.named_parameters())
+        return named.get("embedding.theta")
+
+
+def _spec(layer: Layer) -> LayerSpec:
+    if not layer.tied:
+        return LayerSpec(layer.build, **layer.args)
+    return TiedLayerSpec(
+        _key(layer.name), layer.build, forward_fn=layer.call, tied_weight_attr="weight",
+        **layer.args,
+    )  # fmt: skip
+
+
+def _key(name: str) -> str:
+    """Torch allows no dot in a module's name."""
+    return name.replace(".", "/")
+
+
+def _from_key(key: str) -> str:
+    return key.replace("/", ".")
+
+
+def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tensor:
+    """One update from the step's micro-batches; this pipeline's mean loss, on all its stages."""
+    engine.train_batch(iter(batches))
+    return engine.dp_group_loss
+
+
+class PipelineLosses:
+    """(inputs [B, T], targets [B, T]) -> loss of each target [B, T], on every stage.
+
+    Shapes may change from call to call, which DeepSpeed's buffers must be told.
+    """
+
+    def __init__(self, engine: PipelineEngine, groups: Groups):
+        self.engine, self.groups = engine, groups
+        self.multiple = groups.model.size if groups.model.sequence else 1
+        self.last = dist.get_global_rank(groups.pipe, groups.pipe_size - 1)
+
+    @torch.no_grad()
+    def __call__(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        engine = self.engine
+        engine.reset_activation_shape()
+        engine.total_loss = None  # it adds up the losses of a batch, now of another shape
+        padding = (0, -inputs_BT.shape[1] % self.multiple)  # causal attention never sees it
+        batch = iter([(F.pad(inputs_BT, padding), F.pad(targets_BT, padding))])
+        found = engine.eval_batch(batch, reduce_output=None, bcast_loss=False, num_micro_batches=1)
+        engine.reset_activation_shape()
+        if engine.is_last_stage():
+            losses_BT = found[0][:, : inputs_BT.shape[1]].float().contiguous()
+        else:
+            losses_BT = torch.empty(inputs_BT.shape, device=self.groups.device)
+        dist.broadcast(losses_BT, src=self.last, group=self.groups.pipe)
+        return losses_BT

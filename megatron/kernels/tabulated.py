@@ -1,0 +1,156 @@
+"""Kernels of distance given by their values: a table per head instead of a formula.
+
+Any torch function of the distance can be tabulated: T5's buckets, or a formula that ``formula``
+cannot express. "Theta" is then a row of numbers per head, b(d) / scale for d = 0 ... S-1, or w(d),
+or first the one and then the other. Theta's gradient is the gradient of the table, carried on by
+autograd to whatever the table was made from:
+
+    sum of scale ds_ij over i - j = d  (of b / scale)     sum of scale ds_ij s_ij  (of w)
+
+``table_pass`` computes it, without atomics and in fixed order. A program walks the square tiles
+[R, R] whose upper left corner is at one distance D, a multiple of R. Row r and column c are at
+distance D + r - c: rotating row r so that column c comes to e = (r - c) mod R puts distance D + e
+(where e <= r) or D + e - R into column e, whose two parts are then plain sums.
+
+Legend: see ``forward``; G = tiles of distances.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron.kernels.codegen import DeviceFunctions
+from megatron.kernels.device import ex2, kept, load_rows
+from megatron.kernels.forward import LOG2E
+
+
+@triton.jit
+def prepare(theta, width, scale):
+    return (theta, theta + width // 2)
+
+
+@triton.jit
+def evaluate_bias(s, di, dj, d, c):
+    return (s + tl.load(c[0] + d), 1.0)
+
+
+@triton.jit
+def evaluate_weight(s, di, dj, d, c):
+    w = tl.load(c[0] + d)
+    return (s * w, w)
+
+
+@triton.jit
+def evaluate_both(s, di, dj, d, c):
+    w = tl.load(c[1] + d)
+    return (s * w + tl.load(c[0] + d), w)
+
+
+@triton.jit
+def zeros(M: tl.constexpr):
+    return (0.0,)
+
+
+@triton.jit
+def add(acc, ds, e):
+    return acc
+
+
+def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
+    """The functions for a table that holds b, w or both."""
+    evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
+    return DeviceFunctions(
+        prepare=prepare,
+        evaluate=evaluate[bias, weight],
+        zeros=zeros,
+        add=add,
+        finish=add,  # never called: its sums are made by ``table_pass``
+        num_theta=0,
+        weighted=weight,
+        tabulated=True,
+        biased=bias,
+    )
+
+
+@triton.jit
+def by_distance(x, R: tl.constexpr):
+    """(sums [R] at distances D + e, sums [R] at distances D + e - R) of a tile."""
+    r = tl.arange(0, R)[:, None]
+    e = tl.arange(0, R)[None, :]
+    turned = tl.gather(x, (r - e + R) % R, axis=1)
+    near = e <= r
+    return tl.sum(tl.where(near, turned, 0.0), axis=0), tl.sum(tl.where(near, 0.0, turned), axis=0)
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+def table_pass(
+    q_ptr, k_ptr, v_ptr, do_ptr, part_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    heads, group, queries, keys, offset, width, scale, threshold, rescale,
+    f_prepare: tl.constexpr, f_evaluate: tl.constexpr, BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Program: (sequence and head, tile of distances). ``part`` is [B, H, tables, G, 2, R]."""
+    tiles = tl.cdiv(offset + queries, R)
+    item = tl.program_id(0) // tiles
+    far = (tl.program_id(0) % tiles) * R  # D
+    b = (item // heads).to(tl.int64)
+    h = item % heads
+    h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
+    q_base, do_base = q_ptr + b * q_b + h_q * q_h, do_ptr + b * g_b + h_q * g_h
+    k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
+    constants = f_prepare(theta_ptr + h_q * width, width, scale)
+    c = scale * LOG2E
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+    column = tl.arange(0, R)
+    b_near = tl.zeros([R], dtype=tl.float32)
+    b_far = tl.zeros([R], dtype=tl.float32)
+    w_near = tl.zeros([R], dtype=tl.float32)
+    w_far = tl.zeros([R], dtype=tl.float32)
+    # Tiles begin at positions that are multiples of R, so those of keys do too.
+    for position in tl.range(tl.maximum(offset // R * R, far), offset + queries, R):
+        m0 = position - offset
+        n0 = position - far
+        i = m0 + tl.arange(0, R)
+        there = (i >= 0) & (i < queries)
+        row = tl.minimum(i, queries - 1)
+        safe = tl.maximum(i, 0)
+        pointers = safe.to(tl.int64)[:, None]
+        e_column = tl.arange(0, P)[None, :]
+        inside = there[:, None] & (e_column < E)
+        q = tl.load(q_base + pointers * q_t + e_column, mask=inside, other=0.0)
+        do = tl.load(do_base + pointers * g_t + e_column, mask=inside, other=0.0)
+        k = load_rows(k_base, n0, keys, k_t, True, R, E, P)
+        v = load_rows(v_base, n0, keys, v_t, True, R, E, P)
+        per_row = item.to(tl.int64) * queries + safe
+        lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
+        delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        distance = (offset + row - n0)[:, None] - column[None, :]
+        seen = (distance >= 0) & there[:, None]
+        distance = tl.maximum(distance, 0)
+        y = f_evaluate(s, 0.0, 0.0, distance, constants)[0]
+        p = tl.where(seen, ex2(y * c - lse[:, None]), 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        if DROPOUT:
+            dp = tl.where(kept(seed, item, m0, n0, threshold, R, R), dp * rescale, 0.0)
+        ds = p * (dp - delta[:, None])
+        if BIASED:
+            near, away = by_distance(ds * scale, R)
+            b_near += near
+            b_far += away
+        if WEIGHTED:
+            near, away = by_distance(ds * s * scale, R)
+            w_near += near
+            w_far += away
+    tables: tl.constexpr = BIASED + WEIGHTED
+    part = part_ptr + (item.to(tl.int64) * tables * tiles + far // R) * (2 * R) + column
+    if BIASED:
+        tl.store(part, b_near)
+        tl.store(part + R, b_far)
+    if WEIGHTED:
+        part += (tables - 1) * tiles * (2 * R)
+        tl.store(part, w_near)
+        tl.store(part + R, w_far)

@@ -1,0 +1,151 @@
+"""Inputs at the edge of what is one: empty archives, arrays, foreign folders, partial runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import prepare_data
+from megatron.data.errors import ShardError
+from megatron.data.prepare.journal import Journal
+from megatron.data.prepare.sources import find_sources
+from megatron.data.shards.joined import find_prefixes
+from megatron.data.shards.reader import MMapIndexedDataset
+from tools import inspect_shards, merge_shards, preprocess_data
+
+GOOD = '{"text": "fine", "meta": {"pile_set_name": "ArXiv"}}\n'
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(inputs, *flags, code) prepares them as data set x; returns what was said."""
+
+    def prepare(inputs: list[Path], *flags: object, code: int = 0, name: str = "x") -> str:
+        arguments = ["--input", *inputs, "--name", name, "-d", tmp_path / "out", "--workers", 1]
+        assert prepare_data.main(list(map(str, [*arguments, *flags]))) == code
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return prepare
+
+
+def empty_archives(folder: Path) -> dict[str, Path]:
+    made = {name: folder / f"empty{name}" for name in (".jsonl.gz", ".tar", ".zip", ".parquet")}
+    made[".jsonl.gz"].write_bytes(gzip.compress(b""))
+    tarfile.open(made[".tar"], "w").close()
+    zipfile.ZipFile(made[".zip"], "w").close()
+    import pyarrow
+    import pyarrow.parquet
+
+    no_rows = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(no_rows, made[".parquet"])
+    return made
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".tar", ".zip", ".parquet"])
+def test_an_archive_without_records_is_an_error(tmp_path, run, kind):
+    """Among good inputs too: it was meant to hold something."""
+    empty, good = empty_archives(tmp_path)[kind], tmp_path / "good.jsonl"
+    good.write_text(GOOD)
+    assert f"error: {empty}: has no records" in run([good, empty], code=1)
+    text = run([good, empty, good], "--on-error", "skip")
+    assert "skipped 1 faulty records" in text and f"{empty}: has no records" in text
+    assert len(MMapIndexedDataset(tmp_path / "out" / "x_text_document")) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps([{"text": "a"}]), ":1: is a JSON array; write one JSON object a line, e.g."),
+        (json.dumps([{"text": "a"}], indent=1), ":1: is not JSON: Expecting value at column 2; wr"),
+        (GOOD + '{"text": 5}\n', ":2: 'text' is of type int, not a string"),
+    ],
+)
+def test_json_that_is_no_record(tmp_path, run, content, message):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    assert f"error: {path}{message}" in run([path], code=1)
+
+
+def test_why_nothing_was_written(tmp_path, run):
+    path = tmp_path / "a.jsonl"
+    path.write_text(GOOD * 3)
+    text = run([path], "--pile-set", "arxiv", code=1)
+    assert "no document with text in it (3 left out by --pile-set); nothing is written" in text
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_partitions_without_documents(tmp_path, run, capsys):
+    """One chunk in two partitions: one is empty, and said to be; two empty ones are no data set."""
+    out, path = tmp_path / "out", tmp_path / "a.jsonl"
+    path.write_text(GOOD)
+    text = [run([path], "--partition", f"{part}/2") for part in (1, 2)]
+    assert "partition 1/2 of" in text[0] and "no document" in text[0]
+    assert "no document" not in text[1]
+    prefixes = find_prefixes(out / "x-*_text_document")
+    assert inspect_shards.main([prefixes[0]]) == 0
+    assert not Path(f"{prefixes[0]}.lengths.png").exists()
+    assert merge_shards.main([*prefixes, str(out / "merged")]) == 0
+    assert len(MMapIndexedDataset(out / "merged")) == 1
+
+    path.write_text('{"text": ""}\n')
+    for part in (1, 2):
+        run([path], "--partition", f"{part}/2", name="blank")
+    capsys.readouterr()
+    assert merge_shards.main([str(out / "blank-*_text_document"), str(out / "none")]) == 1
+    assert "no document in them; nothing is written" in capsys.readouterr().err
+    assert not list(out.glob("none*"))
+
+
+def test_a_glob_wants_all_partitions(tmp_path, run):
+    path = tmp_path / "a.jsonl"
+    path.write_text(GOOD)
+    run([path], "--partition", "2/3")
+    run([path], "--partition", "3/3", "--workers", 1)
+    with pytest.raises(ShardError, match="partition 1 of 3 is missing; prepare it, or name"):
+        find_prefixes(tmp_path / "out" / "x-*_text_document")
+    one_by_one = [tmp_path / "out" / f"x-0000{part}-of-00003_text_document" for part in (2, 3)]
+    assert find_prefixes(one_by_one) == list(map(str, one_by_one))
+    run([path], "--partition", "1/3")
+    assert len(find_prefixes(tmp_path / "out" / "x-*_text_document")) == 3
+
+
+def test_folders_of_the_datasets_library(tmp_path, run):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(600)]})
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
+    run([tmp_path / "rows"])
+    assert len(MMapIndexedDataset(tmp_path / "out" / "x_text_document")) == 600
+    text = run([tmp_path / "splits"], code=1, name="y")
+    assert "holds several splits; give one of ['train']'s folder" in text
+    text = run([f"hub:{tmp_path / 'rows'}"], code=1, name="y")
+    assert f"error: hub:{tmp_path / 'rows'}: cannot be opened: " in text
+    [source] = find_sources([tmp_path / "rows"])
+    before = source.identity()
+    [arrow] = (tmp_path / "rows").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:-2000])
+    assert source.identity() != before  # an interrupted run would begin anew
+    assert f"error: {tmp_path / 'rows'}" in run([tmp_path / "rows"], code=1, name="y")
+
+
+def test_a_journal_that_is_removed_leaves_nothing(tmp_path):
+    journal = Journal(tmp_path / "x", {}, 0)
+    journal.write({"n": 1})
+    Path(f"{journal.path}.part").write_text("the disk was full he")
+    journal.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_named_twice(tmp_path, capsys):
+    flags = ["--input", "a.jsonl", "--output-prefix", str(tmp_path / "x")]
+    with pytest.raises(SystemExit):
+        preprocess_data.main(
+            [*flags, "--tokenizer-type", "CharLevelTokenizer", "--jsonl-keys", "text", "text"]
+        )
+    assert "--jsonl-keys text text: a key stands there twice" in capsys.readouterr().err

@@ -1,0 +1,200 @@
+"""Real processes that are killed in the middle, or want the same files at the same time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.corpora.builtin import prepare_builtin
+from megatron.data.errors import ShardError
+from megatron.data.samples import index_cache
+from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.tokenizers.base import build_tokenizer
+
+# Writes data sets of one document more each time, over and over, and says when it began.
+WRITER = """
+import sys
+import numpy as np
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+print("ready", flush=True)
+for n in range(1, 10**6):
+    with MMapIndexedDatasetWriter(sys.argv[1], np.int32) as writer:
+        writer.manifest = str(n).encode()
+        for i in range(n % 50 + 1):
+            writer.add_document(np.full(300, n, np.int32))
+"""
+# Writes a large data set without end.
+SLOW_WRITER = """
+import sys
+import numpy as np
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+with MMapIndexedDatasetWriter(sys.argv[1], np.int32) as writer:
+    print("ready", flush=True)
+    while True:
+        writer.add_document(np.arange(100_000, dtype=np.int32))
+"""
+# Waits for the file argv[2], so that all start at once, then prepares the corpus.
+PREPARER = """
+import pathlib, sys, time
+from megatron.data.corpora.builtin import prepare_builtin
+from megatron.data.tokenizers.base import build_tokenizer
+print("ready", flush=True)
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+print(prepare_builtin("python-stdlib", sys.argv[1], build_tokenizer("ByteLevelTokenizer")))
+"""
+INDEXER = """
+import hashlib, pathlib, sys, time
+import numpy as np
+from megatron.data.samples.dataset import TokenDataset
+from megatron.data.shards.reader import MMapIndexedDataset
+shards = MMapIndexedDataset(sys.argv[3])
+print("ready", flush=True)
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+data = TokenDataset(shards, (0, 205), 40_000, 64, 0, "train", sys.argv[1])
+print(hashlib.sha256(data.batch(np.arange(2000))).hexdigest())
+"""
+
+
+@pytest.fixture
+def start(repo_root):
+    """start(code, *arguments) runs it in a process of its own, up to its "ready"."""
+    running = []
+
+    def begin(code: str, *arguments: object) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            cwd=repo_root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def kill(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_a_killed_writer_leaves_no_index(start, tmp_path):
+    prefix, part = tmp_path / "x", tmp_path / "x.bin.part"
+    process = start(SLOW_WRITER, prefix)
+    while part.stat().st_size < 5_000_000:
+        time.sleep(0.01)
+    with pytest.raises(ShardError, match="another process is writing this data set"):
+        MMapIndexedDatasetWriter(prefix, np.int32)
+    kill(process)
+    parts = ["x.bin.part", "x.idx.part"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == parts
+    with pytest.raises(ShardError, match="no such file"):
+        MMapIndexedDataset(prefix)
+    # The next writer takes over, and nothing of the dead one is left.
+    with MMapIndexedDatasetWriter(prefix, np.int32) as writer:
+        writer.add_document(np.arange(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert MMapIndexedDataset(prefix).tokens.tolist() == [0, 1, 2]
+
+
+def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
+    """Over and over, at different moments: whatever .idx there is belongs to the .bin beside it."""
+    prefix, whole = tmp_path / "x", 0
+    rng = np.random.RandomState(0)
+    for _ in range(8):
+        process = start(WRITER, prefix)
+        time.sleep(0.02 + 0.2 * rng.rand())
+        kill(process)
+        if not Path(f"{prefix}.idx").exists():
+            continue
+        shards = MMapIndexedDataset(prefix)  # raises if the two do not fit together
+        n = int(shards.tokens[0])
+        assert len(shards) == n % 50 + 1 and (shards.tokens == n).all()
+        assert Path(f"{prefix}.json").read_text() == str(n)
+        whole += 1
+    assert whole > 0
+
+
+def test_an_earlier_data_set_survives_until_the_new_one_is_whole(start, make_shards, tmp_path):
+    made = make_shards([[1, 2, 3]])
+    kill(start(SLOW_WRITER, made.prefix))
+    assert MMapIndexedDataset(made.prefix).tokens.tolist() == [1, 2, 3]
+
+
+def test_ranks_that_prepare_the_corpus_at_once(start, tmp_path):
+    go = tmp_path / "go"
+    processes = [start(PREPARER, tmp_path / "data", go) for _ in range(3)]
+    go.touch()
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], results
+    assert len({out for out, _ in results}) == 1
+    # One made it and showed its progress; the others waited.
+    assert sum("tokenising" in err for _, err in results) == 1
+    alone = prepare_builtin("python-stdlib", tmp_path, build_tokenizer("ByteLevelTokenizer"))
+    for suffix in (".bin", ".idx", ".json"):
+        together = Path(results[0][0].strip() + suffix)
+        assert together.read_bytes() == Path(alone + suffix).read_bytes()
+
+
+def test_ranks_that_build_an_index_at_once(start, published_shards, tmp_path):
+    go, cache = tmp_path / "go", tmp_path / "cache"
+    processes = [start(INDEXER, cache, go, published_shards.prefix) for _ in range(3)]
+    go.touch()
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], results
+    assert len({out for out, _ in results}) == 1
+    assert sorted(path.name[:5] for path in cache.iterdir()) == [".lock", "train"]
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system without locks."""
+
+    def refuse(*_):
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+
+def test_without_locks_two_writers_do_not_meet(no_locks, tmp_path):
+    with MMapIndexedDatasetWriter(tmp_path / "x", np.int32) as slow:
+        slow.add_document(np.array([1, 2]))
+        with MMapIndexedDatasetWriter(tmp_path / "x", np.int32) as quick:
+            quick.add_document(np.array([1, 2]))
+        assert MMapIndexedDataset(tmp_path / "x").tokens.tolist() == [1, 2]
+        slow.add_document(np.array([3]))
+    assert MMapIndexedDataset(tmp_path / "x").tokens.tolist() == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_without_locks_two_builders_of_an_index(no_locks, published_shards, tmp_path, monkeypatch):
+    """The second finds the folder of the first in place, and uses it."""
+    arguments = (tmp_path, "train", published_shards.sizes, (0, 100), 50, 64, 0)
+    build = index_cache.build_sample_index
+
+    def another_is_faster(*build_arguments):
+        monkeypatch.setattr(index_cache, "build_sample_index", build)
+        index_cache.cached_sample_index(*arguments)
+        return build(*build_arguments)
+
+    monkeypatch.setattr(index_cache, "build_sample_index", another_is_faster)
+    index = index_cache.cached_sample_index(*arguments)
+    np.testing.assert_array_equal(
+        index.sample_idx, build(published_shards.sizes, (0, 100), 50, 64, 0).sample_idx
+    )
+    assert sorted(path.name[:5] for path in tmp_path.iterdir()) == [".lock", "train"]

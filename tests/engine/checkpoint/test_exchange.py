@@ -1,0 +1,115 @@
+"""Our own checkpoints in the published layout: read back, they are the same model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron.config import load_config
+from megatron.engine.build import DTYPES, build_model
+from megatron.engine.checkpoint import saved as checkpoint
+from megatron.engine.checkpoint.exchange import export_checkpoint
+from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.errors import CheckpointError
+from megatron.engine.neox import read as neox_checkpoint
+from megatron.positional import names
+
+VOCAB = 48
+KEYS = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "train_iters": 5,
+    "train_micro_batch_size_per_gpu": 2,
+    "make_vocab_size_divisible_by": 16,
+    "tokenizer_type": "CharLevelTokenizer",
+    "rotary_pct": 0.5,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+}
+
+
+def own_checkpoint(folder, **changes):
+    """(config, model) of a run folder with a checkpoint at step 5, as training leaves it."""
+    folder.mkdir()
+    path = folder / "config.yml"
+    path.write_text(json.dumps(KEYS | changes))
+    config = load_config([path])
+    model = build_model(config, VOCAB, device_type="cpu").to(DTYPES[config.training.precision])
+    with torch.no_grad():
+        for param in model.parameters():  # zero biases would hide a lost one
+            param.add_(torch.rand_like(param) * 0.1)
+    tag = checkpoint.tag_of(5)
+    (folder / tag).mkdir()
+    torch.save({"module": model.state_dict()}, folder / tag / "mp_rank_00_model_states.pt")
+    record = {
+        "progress": {"step": 5, "consumed_samples": 10, "train_samples": 10},
+        "layout": {"zero_stage": 1, "data_parallel_size": 1},
+        "config": config.to_flat_dict(),
+    }
+    (folder / tag / "kerple.json").write_text(json.dumps(record))
+    (folder / "latest").write_text(tag)
+    return config, model
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("pos_emb", [name for name in names() if name != "kerple_log3"])
+def test_what_is_exported_is_the_same_model(tmp_path, pos_emb, parts):
+    changes = {"pos_emb": pos_emb, "no_weight_tying": pos_emb != "alibi"}
+    changes |= {"activation": "geglu"} if pos_emb == "rotary" else {}
+    changes |= {"precision": "bfloat16"} if pos_emb == "kerple_log" else {}
+    config, model = own_checkpoint(tmp_path / "run", hidden_size=48, **changes)
+    written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
+    assert neox_checkpoint.is_published(written) and written.name == "global_step5"
+    found = neox_checkpoint.read(written)
+    assert found.shape.parts == parts and found.step == 5 and not found.problems
+    assert found.args["padded_vocab_size"] == VOCAB
+    dtype = DTYPES[config.training.precision]
+    other = build_model(config, VOCAB, device_type="cpu").to(dtype)
+    load_weights(other, tmp_path / "out", written.name)
+    assert {tensor.dtype for tensor in found.weights.values()} == {dtype}
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "index", "buffer", "size"),
+    [
+        ("alibi", 3, "attention.alibi_embed.slopes", (2,)),
+        ("kerple_power_original", 2, "attention.rpe.bias_a", (2, 1, 1)),
+        ("rotary", 2, "attention.rotary_emb.inv_freq", (2,)),
+        ("sinusoidal", 0, "position_embeddings.inv_freq", (16,)),
+    ],
+)
+def test_buffers_are_written_where_the_published_code_looks_for_them(
+    tmp_path, pos_emb, index, buffer, size
+):
+    own_checkpoint(tmp_path / "run", pos_emb=pos_emb)
+    written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=2)
+    state = torch.load(written / f"layer_{index:02d}-model_01-model_states.pt")
+    assert state[buffer].shape == size
+
+
+def test_an_embedding_that_the_published_code_lacks_is_refused(tmp_path):
+    own_checkpoint(tmp_path / "run", pos_emb="kerple_log3")
+    with pytest.raises(CheckpointError, match="has no pos_emb kerple_log3 .it knows no bias_r."):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("parts", "divisor"), [(1, 16), (2, 24), (3, 16)])
+def test_the_vocabulary_is_padded_there_as_it_is_here(tmp_path, parts, divisor):
+    """That program computes the padding anew and refuses a checkpoint that differs."""
+    own_checkpoint(tmp_path / "run", num_attention_heads=6, hidden_size=36)
+    written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
+    args = neox_checkpoint.read(written).args
+    assert (args["make_vocab_size_divisible_by"], args["model_parallel_size"]) == (divisor, parts)
+    multiple = divisor * parts
+    assert all(-(-size // multiple) * multiple == VOCAB for size in (VOCAB - 15, VOCAB))
+
+
+def test_there_must_be_something_to_export(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        export_checkpoint(tmp_path, tmp_path / "out")

@@ -1,0 +1,82 @@
+"""Perplexity by length: the arithmetic, against direct computation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.engine.evaluation.losses import by_length, limited_context, mean_losses, summarise
+from megatron.parallel import build_groups
+
+GROUPS = build_groups(torch.device("cpu"))
+
+
+def loss_of(inputs, targets):
+    """A "model" whose loss at position t depends on the target and on how much it has seen."""
+    seen = torch.arange(1, inputs.shape[1] + 1).expand_as(inputs)
+    return targets.float() / 10 + 1.0 / seen
+
+
+def sequences(n, length):
+    return np.random.default_rng(0).integers(0, 9, (n, length + 1))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 7, 16, 10**6])
+def test_every_sequence_is_scored_once_whatever_the_batch(batch_tokens):
+    rows = sequences(7, 4)
+    losses = mean_losses(loss_of, rows, GROUPS, batch_tokens=batch_tokens)
+    expected = rows[:, 1:].mean(1) / 10 + np.mean([1, 1 / 2, 1 / 3, 1 / 4])
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_last_only_scores_the_last_target():
+    rows = sequences(5, 4)
+    losses = mean_losses(loss_of, rows, GROUPS, batch_tokens=8, last_only=True)
+    np.testing.assert_allclose(losses, rows[:, -1] / 10 + 1 / 4, rtol=1e-6)
+
+
+def test_summary():
+    losses = np.array([1.0, 2.0, 3.0, 4.0])
+    scored = np.zeros((4, 10), dtype=np.int64)
+    result = summarise(10, losses, scored, lambda ids: np.full(len(ids), 2))
+    assert result.loss == 2.5 and result.perplexity == pytest.approx(math.exp(2.5))
+    assert result.stderr == pytest.approx(np.std(losses, ddof=1) / 2)
+    assert result.bits_per_byte == pytest.approx(2.5 / math.log(2) / 2)
+    assert (result.length, result.sequences) == (10, 4)
+
+
+def test_by_length_keeps_the_order_and_says_each_line():
+    said = []
+    results = by_length(
+        loss_of,
+        lambda length: sequences(32 // length, length),
+        [4, 8],
+        GROUPS,
+        token_bytes=np.ones_like,
+        batch_tokens=16,
+        say=said.append,
+    )
+    assert [r.length for r in results] == [4, 8] and len(said) == 2
+    assert "length 4: perplexity" in said[0]
+
+
+def test_the_limited_context_sees_exactly_that_many_tokens():
+    rows = np.arange(40).reshape(2, 20)
+    seen = []
+
+    def spy(inputs, targets):
+        seen.append((inputs.clone(), targets.clone()))
+        return torch.zeros(inputs.shape)
+
+    result = limited_context(
+        spy, rows, 3, GROUPS, targets=1000, token_bytes=np.ones_like, batch_tokens=30
+    )
+    inputs = torch.cat([i for i, _ in seen])
+    assert inputs.shape == (2 * 17, 3) and result.length == 3 and result.sequences == 34
+    assert torch.equal(inputs[0], torch.tensor([0, 1, 2]))
+    assert torch.equal(torch.cat([t for _, t in seen])[0], torch.tensor([1, 2, 3]))
+    fewer = limited_context(
+        spy, rows, 3, GROUPS, targets=10, token_bytes=np.ones_like, batch_tokens=30
+    )
+    assert 10 <= fewer.sequences <= 17

@@ -1,0 +1,288 @@
+"""Published checkpoints in and out: what is read, what is refused, and that nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.attention import choose
+from megatron.engine.checkpoint import saved as checkpoint
+from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
+from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.errors import CheckpointError
+from megatron.engine.neox import layout
+from megatron.engine.neox import read as neox_checkpoint
+from megatron.engine.safe_load import safe_load
+from megatron.model import GPT, BlockShape, GPTShape
+from megatron.positional import load
+from tests.helpers.paths import ROOT
+from tools import export_neox, import_kerple
+
+MODELS = ROOT / "tests" / "fixtures" / "parity" / "models"
+CASES = sorted(path.name for path in MODELS.iterdir())
+KERPLE = {"num_layers": 3, "vocab_size": 512, "max_positions": 64}
+
+
+def source_of(name: str) -> Path:
+    folder = MODELS / name / "checkpoint"
+    return folder / checkpoint.newest(folder)
+
+
+def copy_of(name: str, tmp_path: Path) -> tuple[Path, str]:
+    shutil.copytree(MODELS / name / "checkpoint", tmp_path / name)
+    return tmp_path / name, checkpoint.newest(tmp_path / name)
+
+
+def model(pos_emb="kerple_log", **changes) -> GPT:
+    pos = load(pos_emb)
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
+    block = BlockShape(hidden_size=64, num_heads=4)
+    return GPT(GPTShape(**KERPLE | changes, block=block), pos, attend, 1)
+
+
+def edit(path: Path, change) -> None:
+    state = torch.load(path)
+    change(state)
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_import_then_export_gives_the_same_files(name, tmp_path):
+    """Names of files and tensors, shapes, dtypes and values; tensor-parallel parts included."""
+    source = source_of(name)
+    found = import_checkpoint(source, tmp_path / "ours", summed_biases="gptj" in name)
+    back = export_checkpoint(tmp_path / "ours", tmp_path / "back")
+    assert back.name == source.name == checkpoint.newest(tmp_path / "back")
+    files = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    mine = {path.relative_to(back) for path in back.rglob("*") if path.is_file()}
+    # the fixtures' second parts come without their mp_rank file
+    assert mine - {Path("mp_rank_01_model_states.pt")} == files
+    compared = 0
+    for path in (path for path in files if path.name.startswith("layer_")):
+        theirs, ours = torch.load(source / path), torch.load(back / path)
+        assert theirs.keys() == ours.keys()
+        for key, tensor in theirs.items():
+            assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
+            compared += 1
+    assert compared > 20
+    client = safe_load(back / "mp_rank_00_model_states.pt")
+    assert client["iteration"] == found.step and client["mp_world_size"] == found.shape.parts
+
+
+def test_the_shape_is_read_off_the_files():
+    shape = neox_checkpoint.read(source_of("tp2_row_gptj_geglu")).shape
+    assert (shape.parts, shape.geglu, shape.row_output, shape.tied) == (2, True, True, False)
+    assert shape.theta == ("bias_p", "bias_a")
+    shape = neox_checkpoint.read(source_of("rpe_tied_rmsnorm")).shape
+    assert (shape.parts, shape.tied, shape.theta) == (1, True, ("weight",))
+    ten = neox_checkpoint.read(source_of("learned_ten_layers"))
+    assert ten.shape.num_layers == 10 and ten.step == 12 and not ten.problems
+    assert "layers.9.mlp.dense_4h_to_h.bias" in ten.weights
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("geglu", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+def test_parts_make_the_whole_again(parts, geglu, summed):
+    generator = torch.Generator().manual_seed(parts)
+    for name, size in {
+        "word_embeddings.weight": (16, 8),
+        "attention.query_key_value.bias": (24,),
+        "attention.dense.weight": (8, 8),
+        "attention.dense.bias": (8,),
+        "mlp.dense_h_to_4h.weight": (32, 8),
+        "mlp.dense_4h_to_h.weight": (8, 16),
+        "attention.rpe.bias_a": (4, 1, 1),
+        "attention.rpe.weight": (32, 4),
+        "input_layernorm.weight": (8,),
+        "final_linear.weight": (16, 8),
+    }.items():
+        whole = torch.randn(size, generator=generator)
+        how = layout.rule(name, geglu=geglu, summed=summed, row_output=True)
+        pieces = layout.cut(whole, how, parts)
+        assert len(pieces) == parts and torch.equal(layout.merge(pieces, how), whole), name
+
+
+def test_geglu_parts_hold_a_piece_of_both_halves():
+    whole = torch.arange(8.0)  # values 0-3, gates 4-7
+    first, second = layout.cut(whole, "halves", 2)
+    assert first.tolist() == [0, 1, 4, 5] and second.tolist() == [2, 3, 6, 7]
+
+
+class Hostile:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("kind", ["zip", "old", "pickle"])
+@pytest.mark.parametrize("file", [layout.file_name(2, 0), "mp_rank_00_model_states.pt"])
+def test_a_hostile_file_is_refused_and_nothing_runs(tmp_path, kind, file):
+    folder, tag = copy_of("kerple_log", tmp_path)
+    proof = tmp_path / "it ran".replace(" ", "_")
+    content = {"attention.dense.bias": Hostile(proof), "iteration": Hostile(proof)}
+    path = folder / tag / file
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
+    with pytest.raises(CheckpointError, match="refused, and nothing in it was run") as error:
+        load_weights(model(), folder, tag)
+    assert kind == "pickle" or "posix.system" in str(error.value)
+    with pytest.raises(CheckpointError):
+        import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=False)
+    assert not proof.exists() and not (tmp_path / "ours" / "latest").exists()
+    if kind == "pickle":  # the file does what it is accused of
+        pickle.loads(path.read_bytes())
+    else:
+        torch.load(path, weights_only=False)
+    assert proof.exists()
+
+
+def test_a_set_and_a_random_state_of_numpy_are_let_through():
+    client = safe_load(source_of("kerple_log") / "mp_rank_00_model_states.pt")
+    assert client["csr_tensor_module_names"] == set() and client["np_rng_state"][0] == "MT19937"
+
+
+def test_everything_that_does_not_fit_is_listed_at_once(tmp_path):
+    folder, tag = copy_of("kerple_log", tmp_path)
+    files = folder / tag
+
+    def spoil(state):
+        state["attention.dense.weight"] = torch.zeros(64, 32)
+        state["attention.extra.weight"] = state.pop("mlp.dense_h_to_4h.bias")
+
+    edit(files / "layer_03-model_00-model_states.pt", spoil)
+    with pytest.raises(CheckpointError) as error:
+        load_weights(model(vocab_size=640), folder, tag)
+    for text in (
+        "layers.1.attention.dense.weight: (64, 32) in the checkpoint, (64, 64) here",
+        "layers.1.mlp.dense_h_to_4h.bias: missing in the checkpoint",
+        "layers.1.attention.extra.weight: not in this model",
+        "output.weight: (512, 64) in the checkpoint, (640, 64) here",
+        "make_vocab_size_divisible_by: 512",
+        "configs",
+    ):
+        assert text in str(error.value)
+    (files / "layer_06-model_00-model_states.pt").unlink()
+    for place in ((9, 0), (4, 1)):
+        shutil.copy(files / layout.file_name(2, 0), files / layout.file_name(*place))
+    with pytest.raises(CheckpointError) as error:
+        import_checkpoint(files, tmp_path / "ours", summed_biases=False)
+    for text in (
+        "layer_06-model_00-model_states.pt: missing",
+        "layer_02-model_01-model_states.pt: missing",
+        "layer_09-model_00-model_states.pt: has no place among 3 layers",
+    ):
+        assert text in str(error.value)
+
+
+def test_kernels_that_pipeline_stages_trained_apart_are_refused(tmp_path):
+    folder, tag = copy_of("kerple_log", tmp_path)
+    path = folder / tag / "layer_04-model_00-model_states.pt"
+    edit(path, lambda state: state["attention.rpe.bias_p"].mul_(1.5))
+    with pytest.raises(CheckpointError, match=r"kernel of blocks \[2\] is not that of block 0"):
+        load_weights(model(), folder, tag)
+
+
+def test_replicas_that_differ_are_refused(tmp_path):
+    folder, tag = copy_of("tp2_column_original", tmp_path)
+    path = folder / tag / "layer_02-model_01-model_states.pt"
+    edit(path, lambda state: state["input_layernorm.weight"].add_(0.1))
+    problems = neox_checkpoint.read(folder / tag).problems
+    assert len(problems) == 1 and "input_layernorm.weight" in problems[0]
+    edit(path, lambda state: state["input_layernorm.weight"].sub_(0.1))
+    found = neox_checkpoint.read(folder / tag)
+    assert not found.problems and any("differ in the last digits" in note for note in found.notes)
+
+
+def test_theta_beyond_its_bounds_is_projected_once_and_said():
+    folder = MODELS / "power_beyond_bounds" / "checkpoint"
+    tag = checkpoint.newest(folder)
+    pos = load("kerple_power_add_mul")
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
+    shape = GPTShape(
+        num_layers=2, vocab_size=64, max_positions=16, block=BlockShape(hidden_size=24, num_heads=4)
+    )
+    gpt = GPT(shape, pos, attend, 1).double()
+    stored = neox_checkpoint.read(folder / tag).weights["embedding.theta"]
+    outside = int((pos.within_bounds(stored.double()) != stored).sum())
+    assert outside >= 4
+    [note] = load_weights(gpt, folder, tag)
+    assert note == f"{outside} of 16 kernel parameters lay beyond their bounds: projected"
+    assert gpt.theta.min().item() == 0.01 and gpt.theta[:, 0].max().item() == 2.0  # in float64
+
+
+def test_what_the_embedding_implies_must_agree(tmp_path):
+    folder = MODELS / "tp2_column_original" / "checkpoint"
+    tag = checkpoint.newest(folder)
+    pos = load("none")
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
+    shape = GPTShape(
+        num_layers=2, vocab_size=64, max_positions=16, block=BlockShape(hidden_size=24, num_heads=4)
+    )
+    with pytest.raises(CheckpointError, match="bias_a: other values than pos_emb none has here"):
+        load_weights(GPT(shape, pos, attend, 1), folder, tag)
+    import_checkpoint(folder / tag, tmp_path, summed_biases=False)
+    with pytest.raises(CheckpointError, match="bias_a: other values than pos_emb none has here"):
+        load_weights(GPT(shape, pos, attend, 1), tmp_path, tag)
+
+
+def test_an_imported_checkpoint_gives_the_weights_of_the_published_one(tmp_path):
+    folder = MODELS / "kerple_log" / "checkpoint"
+    tag = checkpoint.newest(folder)
+    import_checkpoint(folder / tag, tmp_path, summed_biases=False)
+    one, other = model(), model()
+    load_weights(one, folder, tag)
+    load_weights(other, tmp_path, checkpoint.newest(tmp_path))
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    record = checkpoint.read_record(tmp_path, tag)
+    assert record["progress"]["step"] == 50000
+    assert record["imported"]["schedule"]["decay_style"] == "cosine"
+
+
+def test_one_checkpoint_is_not_taken_for_the_folder_that_holds_it():
+    with pytest.raises(CheckpointError, match="is one checkpoint; name the folder that holds it"):
+        checkpoint.newest(source_of("kerple_log"))
+
+
+def test_the_published_folders_are_never_pruned(tmp_path):
+    folder, tag = copy_of("kerple_log", tmp_path)
+    (folder / "global_step60000").mkdir()
+    (folder / "global_step60000" / "kerple.json").write_text("{}")
+    checkpoint._prune(folder, 1, "global_step60000")
+    assert (folder / tag).is_dir()
+
+
+def test_the_tools(tmp_path, monkeypatch, capsys):
+    def call(main, *args):
+        monkeypatch.setattr(sys, "argv", ["tool", *map(str, args)])
+        code = main()
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    source, a = source_of("tp2_row_gptj_geglu").parent, tmp_path / "a"
+    code, text = call(import_kerple.main, source, a)
+    assert code == 0 and "step 14, 2 layers" in text and "2 tensor-parallel parts" in text
+    shape = json.loads((a / "global_step14/kerple.json").read_text())["imported"]["shape"]
+    assert shape["summed_biases"]  # gpt_j_residual, read in the stored configuration
+    code, text = call(import_kerple.main, source / "global_step14", tmp_path / "b", "--config")
+    assert code == 0 and "taken as trained without gpt_j_residual" in text
+    code, text = call(export_neox.main, a, tmp_path / "c", "--tp", "1")
+    assert code == 0 and "6 files" in text
+    code, text = call(export_neox.main, a, tmp_path / "c")
+    assert code == 1 and "exists already" in text
+    code, text = call(export_neox.main, a, tmp_path / "d", "--tp", "16")
+    assert code == 1 and "export to fewer parts" in text
+    code, text = call(import_kerple.main, a, tmp_path / "e")
+    assert code == 1 and "holds no published checkpoint" in text

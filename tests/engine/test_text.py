@@ -1,0 +1,107 @@
+"""A job's data: one prefix, several, or corpora for each split; the indices kept on the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron.config import load_config
+from megatron.data.errors import ShardError
+from megatron.data.samples.blend import BlendedDataset
+from megatron.data.samples.index_cache import cache_folder
+from megatron.data.shards.joined import merge
+from megatron.engine.text import JobData
+from tests.helpers.jobs import write_config, write_shards
+
+ALONE = SimpleNamespace(data_rank=0, data_size=1)
+
+
+@pytest.fixture
+def prefixes(tmp_path) -> list[str]:
+    made = []
+    for i, documents in enumerate((30, 60, 15)):
+        folder = tmp_path / f"part{i}"
+        folder.mkdir()
+        made.append(write_shards(folder, documents))
+    return made
+
+
+def job_data(folder: Path, **changes) -> JobData:
+    keys = {"train_micro_batch_size_per_gpu": 2, "data_path": None}
+    config = write_config(folder / "config.yml", "", **(keys | changes))
+    return JobData(load_config([config]), ALONE)
+
+
+def batches(loader, count: int = 5) -> np.ndarray:
+    return np.stack([next(loader) for _ in range(count)])
+
+
+def test_a_list_or_a_glob_is_the_merged_data_set(prefixes, tmp_path):
+    merge(prefixes, tmp_path / "whole")
+    ways = (str(tmp_path / "whole"), prefixes, str(tmp_path / "part*/text_document"))
+    found = [job_data(tmp_path, data_path=way) for way in ways]
+    assert found[0].identity == found[1].identity == found[2].identity
+    loaders = [data.training(index_samples=12, consumed=0) for data in found]
+    first, *others = map(batches, loaders)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+def corpora(prefixes) -> dict:
+    return {
+        "train_data_paths": prefixes[:2],
+        "valid_data_paths": prefixes[2:],
+        "test_data_paths": prefixes[2:],
+    }
+
+
+def test_corpora_for_each_split(prefixes, tmp_path):
+    data = job_data(tmp_path, **corpora(prefixes), train_data_weights=[3, 1])
+    loader = data.training(index_samples=12, consumed=0)
+    assert isinstance(loader.dataset, BlendedDataset) and len(loader.dataset.datasets) == 2
+    np.testing.assert_allclose(loader.dataset.weights, [0.75, 0.25])
+    assert loader.dataset._choice.tolist()[:8].count(0) == 6
+    assert data.splits == [(0, 90), (90, 105), (105, 120)] and len(data.shards) == 120
+    held_out = data.held_out("valid", evaluations_before=0)
+    assert [d.shards.prefix for d in held_out.dataset.datasets] == prefixes[2:]
+    assert data.identity["corpora"]["train"] == [[30, 3.0], [60, 1.0]]
+    by_documents = job_data(
+        tmp_path, **corpora(prefixes), weight_by_num_documents=True, weighted_sampler_alpha=0.3
+    )
+    weights = [weight for *_, weight in by_documents.corpora["train"]]
+    shares = np.array([30, 60]) / 90
+    wanted = shares**0.3 / (shares**0.3).sum() * (1 - shares)
+    np.testing.assert_allclose(weights, wanted / wanted.sum())
+
+
+def test_another_tokenizer_is_refused(prefixes, tmp_path):
+    Path(f"{prefixes[1]}.json").write_text('{"tokenizer_fingerprint": "0"}')
+    with pytest.raises(ShardError, match="was made with None .* not with this run's"):
+        job_data(tmp_path, **corpora(prefixes))
+    with pytest.raises(ShardError, match="not with this run's"):
+        job_data(tmp_path, data_path=prefixes)
+
+
+def test_indices_are_kept_beside_the_data_or_in_a_folder_of_the_machine(
+    prefixes, tmp_path, monkeypatch
+):
+    data = job_data(tmp_path, data_path=prefixes[0])
+    expected = batches(data.training(index_samples=12, consumed=0))
+    folder = tmp_path / "part0/index_cache"
+    assert [path.name.split("_")[0] for path in folder.glob("*/")] == ["train"]
+    # Data on a disk that cannot be written: a file in the way stands for it, root may write all.
+    for path in [*folder.rglob("*"), *folder.glob(".*")]:
+        path.unlink(missing_ok=True) if path.is_file() else None
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir()
+    folder.rmdir()
+    folder.write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "machine"))
+    (tmp_path / "machine").mkdir()
+    assert cache_folder(prefixes[0]).parent == tmp_path / "machine"
+    data = job_data(tmp_path, data_path=prefixes[0])
+    np.testing.assert_array_equal(batches(data.training(index_samples=12, consumed=0)), expected)
+    assert len(list((tmp_path / "machine").glob("*/train_*"))) == 1

@@ -1,0 +1,175 @@
+"""The loss scale of fp16, from the config's keys to what the engine's scaler does; no GPU needed.
+
+The engine refuses fp16 on a CPU: whole fp16 jobs are in tests/gpu/test_gpu_engine.py.
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig
+from deepspeed.runtime.precision_config import get_float16_config
+
+from megatron.config import load_config
+from megatron.engine.errors import DivergedError
+from megatron.engine.job import join as distributed
+from megatron.engine.training import loop
+from megatron.engine.training.job_engine import FP16_OPTIONS
+from megatron.engine.training.optimizer import engine_config
+
+BASE = """
+num_layers: 1
+hidden_size: 8
+num_attention_heads: 1
+seq_length: 8
+train_iters: 1
+train_micro_batch_size_per_gpu: 1
+optimizer: {type: Adam, params: {lr: 0.1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def job():
+    """The scaler asks for its rank when a step overflows."""
+    distributed.start()
+    yield
+    distributed.stop()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+
+
+@pytest.fixture
+def scaler(job, tmp_path):
+    """What the engine would build from the config's `fp16` section."""
+
+    def build(fp16):
+        path = tmp_path / "config.yml"
+        path.write_text(f"{BASE}\nfp16: {fp16}\n")
+        training = load_config([path]).training
+        written = engine_config(
+            micro_batch=1,
+            accumulation=1,
+            world_size=1,
+            precision=training.precision,
+            gradient_clipping=1.0,
+            zero_stage=1,
+            zero_options={},
+            fp16_options={key: getattr(training, key) for key in FP16_OPTIONS},
+        )
+        read = get_float16_config(written)
+        assert read.enabled
+        dynamic = read.loss_scale == 0
+        args = read.dynamic_loss_scale_args()
+        return CreateLossScaler(torch.half, read.loss_scale, dynamic, args)
+
+    return build
+
+
+def scales(scaler, overflows):
+    found = []
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        found.append(scaler.loss_scale)
+    return found
+
+
+def test_it_halves_after_overflows_and_doubles_after_a_quiet_window(scaler):
+    dynamic = scaler(
+        "{enabled: true, initial_scale_power: 4, loss_scale_window: 2, hysteresis: 1, "
+        "min_loss_scale: 2}"
+    )
+    assert dynamic.loss_scale == 16
+    assert scales(dynamic, [True, True, True]) == [8, 4, 2]
+    assert scales(dynamic, [False, False, False, False]) == [2, 2, 4, 4]
+    assert scales(dynamic, [True]) == [2]
+    with pytest.raises(Exception, match="already at minimum"):
+        scales(dynamic, [True])
+
+
+def test_hysteresis_lets_single_overflows_pass(scaler):
+    patient = scaler("{enabled: true, initial_scale_power: 4, hysteresis: 3}")
+    assert scales(patient, [True, True, True, True]) == [16, 16, 8, 4]
+
+
+def test_a_fixed_scale_stays(scaler):
+    fixed = scaler("{enabled: true, loss_scale: 128}")
+    assert scales(fixed, [True, False, True]) == [128, 128, 128]
+
+
+class ZeroOptimizer:
+    """What of DeepSpeed's ZeRO optimizers has to do with the loss scale."""
+
+    param_groups = ({"lr": 0.1},)
+
+    def __init__(self, scaler):
+        self.scaler = scaler
+
+    @property
+    def loss_scale(self):
+        return self.scaler.loss_scale
+
+    def step(self, overflow):
+        self.scaler.update_scale(overflow)
+
+
+class PlainOptimizer(FP16_Optimizer):
+    """DeepSpeed's own of stage 0, without weights."""
+
+    param_groups = ZeroOptimizer.param_groups
+
+    def __init__(self, scaler):
+        self.verbose = self.custom_loss_scaler = self.overflow = False
+        dynamic = {"init_scale": scaler.cur_scale, "min_scale": scaler.min_scale}
+        dynamic |= {"scale_window": scaler.scale_window}
+        self.loss_scale_config = LossScaleConfig(torch.half, True, 0, dynamic)
+
+    def step(self, overflow):
+        self.overflow = overflow
+        self._update_scale(overflow)
+
+
+@pytest.mark.parametrize("kind", [ZeroOptimizer, PlainOptimizer])
+def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, kind):
+    """Steps 1 and 2 lower the scale to the least, step 3 fits, step 4 is beyond help."""
+    least = scaler("{enabled: true, initial_scale_power: 3, hysteresis: 1, min_loss_scale: 2}")
+    engine = SimpleNamespace(optimizer=kind(least), train=lambda: None)
+    overflows = [True, True, False, True, False]
+    done = []
+
+    def step(engine, batches, accumulation, groups):
+        done.append(overflows[len(done)])
+        engine.optimizer.step(done[-1])
+        return torch.zeros(()), 1.0
+
+    monkeypatch.setattr(loop, "train_step", step)
+    settings = loop.LoopSettings(
+        train_iters=5, accumulation=1, seq_length=8, train_batch_size=1, log_interval=9,
+        eval_interval=9, eval_iters=0, save_interval=None, skips_overflow=True,
+    )  # fmt: skip
+    with pytest.raises(DivergedError) as error:
+        loop.train_loop(
+            engine, iter(()), settings, None, None, first_step=0, theta=None, theta_names=(),
+            theta_bounds=None, validate=None, save=None,
+        )  # fmt: skip
+    text = str(error.value)
+    assert len(done) == 4
+    assert "overflow at step 4 even at the least loss scale, 2, " in text
+    for way in ("learning rate", "lower min_loss_scale", "bf16: {enabled: true}", "untouched"):
+        assert way in text
+    assert error.value.__cause__ is None
+
+
+def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
+    def step(engine, batches, accumulation, groups):
+        raise ValueError("another matter")
+
+    engine = SimpleNamespace(optimizer=ZeroOptimizer(None), train=lambda: None)
+    monkeypatch.setattr(loop, "train_step", step)
+    settings = SimpleNamespace(train_iters=1, accumulation=1)
+    with pytest.raises(ValueError, match="^another matter$"):
+        loop.train_loop(
+            engine, iter(()), settings, None, None, first_step=0, theta=None, theta_names=(),
+            theta_bounds=None, validate=None, save=None,
+        )  # fmt: skip

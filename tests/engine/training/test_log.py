@@ -1,0 +1,191 @@
+"""RunLog: what lands in metrics.jsonl, on the console and in wandb, which really runs (offline)."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from megatron.engine.errors import RunLogError
+from megatron.engine.training.log import RunLog
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_are_on_disk_before_the_log_is_closed(tmp_path, capsys):
+    log = RunLog(tmp_path / "run", is_main=True)
+    log.line("hello")
+    log.metrics(10, {"loss": torch.tensor(1.5), "tokens": 4096}, text="step 10")
+    assert rows(tmp_path / "run") == [{"step": 10, "loss": 1.5, "tokens": 4096}]
+    assert capsys.readouterr().out == "hello\nstep 10\n"
+    log.close()
+    log.close()
+
+
+def test_other_ranks_do_nothing(tmp_path, capsys):
+    with RunLog(tmp_path / "run", is_main=False, use_wandb=True) as log:
+        log.line("hello")
+        log.metrics(1, {"loss": 1.0}, text="step 1")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_no_folder_means_console_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with RunLog(None, is_main=True) as log:
+        log.metrics(1, {"loss": 1.0}, text="step 1")
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == "step 1\n"
+
+
+def test_not_finite_numbers_leave_valid_json(tmp_path):
+    with RunLog(tmp_path, is_main=True) as log:
+        log.metrics(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
+    assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}]
+
+
+def write_metrics(folder: Path, steps: list[int], torn: str = "") -> None:
+    with RunLog(folder, is_main=True) as log:
+        for step in steps:
+            log.metrics(step, {"loss": 1.0 / step})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+
+
+def test_resume_continues_the_file_without_doubles_or_torn_lines(tmp_path):
+    write_metrics(tmp_path, [10, 20, 30, 40], torn='{"step": 50, "lo')
+    with RunLog(tmp_path, is_main=True, append=True, last_step=20) as log:
+        log.metrics(30, {"loss": 3.0})
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20, 30]
+    assert rows(tmp_path)[-1]["loss"] == 3.0
+
+
+def test_resume_without_a_step_keeps_every_whole_row(tmp_path):
+    write_metrics(tmp_path, [10, 20], torn='{"step": 30')
+    with RunLog(tmp_path, is_main=True, append=True) as log:
+        log.metrics(30, {"loss": 3.0})
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20, 30]
+
+
+def test_fresh_start_keeps_the_old_file_aside(tmp_path):
+    write_metrics(tmp_path, [10, 20])
+    write_metrics(tmp_path, [5])
+    assert [row["step"] for row in rows(tmp_path)] == [5]
+    previous = (tmp_path / "metrics.jsonl.previous").read_text().splitlines()
+    assert [json.loads(text)["step"] for text in previous] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    "options, words", [({"wandb_mode": "ofline"}, "offline"), ({"entity": "x"}, "team")]
+)
+def test_wrong_wandb_options_name_the_right_ones(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        RunLog(tmp_path, is_main=True, use_wandb=True, wandb_options=options)
+
+
+def records(path: Path) -> Iterator[Record]:
+    """What wandb wrote: a 7-byte file header, then LevelDB log fragments (7-byte header each).
+
+    Fragment types: 1 whole record, 2 first, 3 middle, 4 last part. Blocks are 32 KiB; a tail too
+    short for a header is padding.
+    """
+    content, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield Record.FromString(record)
+            record = b""
+
+
+def finished_runs(folder: Path) -> list[list[Record]]:
+    """The records of each finished offline run; wandb's process may write them a little late."""
+    runs = [list(records(path)) for path in folder.glob("wandb/offline-run-*/*.wandb")]
+    return [run for run in runs if run and run[-1].HasField("exit")]
+
+
+def test_wandb_offline_records_on_disk_and_a_resumed_run_adds_its_own(tmp_path, capsys):
+    options = {"wandb_mode": "offline", "project": "kerple-test", "wandb_group": "g", "team": None}
+    common = {"is_main": True, "use_wandb": True, "wandb_options": options}
+    with RunLog(tmp_path, config={"hidden_size": 64}, **common) as log:
+        log.metrics(10, {"loss": 1.25})
+        log.metrics(20, {"loss": 1.0})
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and "wandb sync" in said[0]
+    with RunLog(tmp_path, append=True, last_step=10, **common) as log:
+        log.metrics(20, {"loss": 0.5})
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20]
+
+    deadline = time.monotonic() + 120
+    while len(found := finished_runs(tmp_path)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    logged, runs, config = [], set(), {}
+    for record in (record for run in found for record in run):
+        if record.HasField("run"):
+            runs.add((record.run.run_id, record.run.project, record.run.run_group))
+            config |= {item.key: item.value_json for item in record.run.config.update}
+        if record.HasField("history"):
+            items = {i.nested_key[0]: float(i.value_json) for i in record.history.item}
+            logged.append((items["step"], items["loss"]))
+    assert sorted(logged) == [(10, 1.25), (20, 0.5), (20, 1.0)]
+    assert len({run_id for run_id, _, _ in runs}) == 2
+    assert {(project, group) for _, project, group in runs} == {("kerple-test", "g")}
+    assert config["hidden_size"] == "64"
+
+
+class OnlineRun:
+    """Stands for a wandb run on a server, which no test has."""
+
+    id, url, disabled, offline = "abc123", "https://wandb.invalid/abc123", False, False
+
+    def define_metric(self, *args, **kwargs): ...
+
+    def finish(self, exit_code): ...
+
+
+def test_a_resumed_online_run_continues_the_recorded_id(tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(wandb, "init", lambda **kwargs: calls.append(kwargs) or OnlineRun())
+    options = {"mode": "online", "team": "t", "project": "p", "host": "https://wandb.invalid"}
+    for append in (False, True, False):
+        arguments = {"use_wandb": True, "wandb_options": options, "append": append}
+        RunLog(tmp_path, is_main=True, **arguments).close()
+    assert [(call["id"], call["resume"]) for call in calls] == [
+        (None, None), ("abc123", "allow"), (None, None),
+    ]  # fmt: skip
+    assert calls[0]["entity"] == "t" and calls[0]["project"] == "p" and calls[0]["dir"] == tmp_path
+    assert calls[0]["settings"].base_url == "https://wandb.invalid"
+    assert "https://wandb.invalid/abc123" in capsys.readouterr().out
+
+
+def test_wandb_disabled_writes_the_metrics_file_only(tmp_path):
+    options = {"mode": "disabled"}
+    with RunLog(tmp_path, is_main=True, use_wandb=True, wandb_options=options) as log:
+        log.metrics(10, {"loss": 1.25})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert rows(tmp_path) == [{"step": 10, "loss": 1.25}]
+
+
+def test_wandb_online_without_a_key_says_what_to_write(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    options = {"mode": "online", "host": "http://127.0.0.1:9"}
+    with pytest.raises(RunLogError, match="wandb_mode: offline"):
+        RunLog(tmp_path / "run", is_main=True, use_wandb=True, wandb_options=options)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,68 @@
+"""Which parameters decay, and what the engine is told."""
+
+import pytest
+import torch
+
+from megatron.attention import choose
+from megatron.engine.training.optimizer import build_optimizer, engine_config, parameter_groups
+from megatron.model import GPT, BlockShape, GPTShape
+from megatron.positional import load
+
+
+def model():
+    pos = load("kerple_log")
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
+    block = BlockShape(hidden_size=16, num_heads=2)
+    return GPT(GPTShape(num_layers=1, vocab_size=8, block=block, max_positions=4), pos, attend, 1)
+
+
+def names(gpt, group):
+    wanted = {id(p) for p in group["params"]}
+    return {name for name, p in gpt.named_parameters() if id(p) in wanted}
+
+
+def test_biases_norms_and_theta_are_not_decayed():
+    gpt = model()
+    decayed, exempt = parameter_groups(gpt, 0.1)
+    assert decayed["weight_decay"] == 0.1 and exempt["weight_decay"] == 0.0
+    assert "embedding.theta" in names(gpt, exempt)
+    assert all(n.endswith((".weight",)) for n in names(gpt, decayed))
+    assert not any("norm" in n for n in names(gpt, decayed))
+    assert "embedding.word_embeddings.weight" in names(gpt, decayed)
+    assert names(gpt, decayed) | names(gpt, exempt) == {n for n, _ in gpt.named_parameters()}
+
+
+def test_theta_decays_when_asked_and_nothing_at_zero():
+    gpt = model()
+    assert "embedding.theta" in names(gpt, parameter_groups(gpt, 0.1, decay_theta=True)[0])
+    # the same two groups whatever the decay, or a resumed optimizer would not fit
+    assert [g["weight_decay"] for g in parameter_groups(gpt, 0.0)] == [0.0, 0.0]
+    assert names(gpt, parameter_groups(gpt, 0.0)[0]) == names(gpt, parameter_groups(gpt, 0.1)[0])
+
+
+def test_adam_is_decoupled():
+    weight = torch.nn.Parameter(torch.full((2,), 2.0))
+    group = {"params": [weight], "weight_decay": 0.5}
+    optimizer = build_optimizer("adam", [group], lr=0.1)
+    weight.grad = torch.zeros(2)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 2.0 * (1 - 0.1 * 0.5)))
+    with pytest.raises(ValueError, match="lion"):
+        build_optimizer("lion", [group], lr=0.1)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_clipping_is_always_written(clipping):
+    config = engine_config(
+        micro_batch=3,
+        accumulation=2,
+        world_size=4,
+        precision="bf16",
+        gradient_clipping=clipping,
+        zero_stage=2,
+        zero_options={"overlap_comm": True},
+    )
+    assert config["gradient_clipping"] == clipping
+    assert config["train_batch_size"] == 24
+    assert config["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert config["bf16"]["enabled"] and not config["fp16"]["enabled"]

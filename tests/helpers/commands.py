@@ -1,0 +1,63 @@
+"""The commands of data preparation as real processes, which a test can hold in the middle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.paths import ROOT
+
+SUFFIXES = (".bin", ".idx", ".json")
+# prepare_data.py with chunks of 64 KB, so that little text makes many. With PAUSE_AT=n in the
+# environment it says "paused" after the n-th entry of the journal and waits for a line.
+SMALL_CHUNKS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
+from megatron.data.prepare import chunks
+chunks.CHUNK_BYTES = 1 << 16
+import prepare_data
+from megatron.data.prepare.journal import Journal
+write, left = Journal.write, [int(os.environ.get("PAUSE_AT", 0))]
+def write_and_pause(journal, state):
+    write(journal, state)
+    left[0] -= 1
+    if left[0] == 0:
+        print("paused", flush=True)
+        sys.stdin.readline()
+Journal.write = write_and_pause
+sys.exit(prepare_data.main(sys.argv[1:]))
+"""
+
+
+def command(*arguments: object, script: str | None = None) -> list[str]:
+    """prepare_data.py with small chunks, or `script` as it is."""
+    program = ["-c", SMALL_CHUNKS] if script is None else [str(ROOT / script)]
+    return [sys.executable, *program, *map(str, arguments)]
+
+
+def call(*arguments: object, code: int = 0, script: str | None = None, **options) -> str:
+    """Run to the end; return what it said on both streams."""
+    done = subprocess.run(
+        command(*arguments, script=script),
+        capture_output=True, text=True, timeout=240, cwd=ROOT, **options,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def begin_and_pause(*arguments: object, at: int) -> subprocess.Popen:
+    """Start a run that writes its journal after each chunk; return when it waits at the `at`-th."""
+    process = subprocess.Popen(
+        command(*arguments, "--checkpoint-seconds", 0),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=os.environ | {"PAUSE_AT": str(at)},
+    )  # fmt: skip
+    assert process.stdout.readline() == "paused\n", process.communicate()
+    return process
+
+
+def content(prefix: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, bytes]:
+    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in suffixes}

@@ -1,0 +1,121 @@
+"""Small whole training jobs, run inside one process group, and what they leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from megatron.config import load_config
+from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.engine.checkpoint.saved import newest
+from megatron.engine.run import Job
+from megatron.parallel import Groups
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS = ("fp32", "bf16")
+
+BASE = {
+    "tokenizer_type": "ByteLevelTokenizer",
+    "make_vocab_size_divisible_by": 8,
+    "split": "80,10,10",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "pos_emb": "kerple_log",
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+    "lr_decay_style": "cosine",
+    "warmup": 0.2,
+    "weight_decay": 0.1,
+    "gradient_clipping": 1.0,
+    "train_iters": 6,
+    "log_interval": 1,
+    "eval_interval": 4,
+    "eval_iters": 2,
+}
+
+
+def write_shards(folder: Path, documents: int = 60) -> str:
+    """Shards of text with something to learn; returns their prefix."""
+    rng = np.random.default_rng(7)
+    prefix = folder / "text_document"
+    with MMapIndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(documents):
+            word = rng.integers(97, 123, rng.integers(3, 9))
+            writer.add_document(np.append(np.tile(word, rng.integers(5, 30)), 256))
+    return str(prefix)
+
+
+def write_config(path: Path, prefix: str, **changes: Any) -> Path:
+    """BASE with `changes` as a YAML file."""
+    values = BASE | {"data_path": prefix} | changes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def cell(stage: int, precision: str) -> dict[str, Any]:
+    """Config keys of one ZeRO stage and precision."""
+    return {
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
+    }
+
+
+def run_job(groups: Groups, config: Path) -> None:
+    """One whole job in the current process group."""
+    Job(load_config([config], world_size=groups.world_size), groups).run()
+
+
+def rows(run: Path, name: str = "train/loss") -> dict[int, float]:
+    """step -> value of a metric."""
+    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[name] for row in read if name in row}
+
+
+def rewind(source: Path, target: Path, step: int) -> None:
+    """Copy a run folder as it was just after the checkpoint of `step`."""
+    shutil.copytree(source, target)
+    (target / "latest").write_text(f"global_step{step}")
+    for path in target.glob("global_step*"):
+        if int(path.name[len("global_step") :]) > step:
+            shutil.rmtree(path)
+
+
+def digest(run: Path) -> dict[str, str]:
+    """A hash of every tensor and number in the newest checkpoint, by file."""
+    folder = run / newest(run)
+    found = {}
+    for path in sorted(folder.glob("*.pt")):
+        state = torch.load(path, weights_only=False, map_location="cpu")
+        hasher = hashlib.sha256()
+        _feed(hasher, state)
+        found[path.name] = hasher.hexdigest()
+    return found
+
+
+IGNORED = ("ds_config", "ds_version", "param_slice_mappings")
+"""Entries that hold paths, versions or objects without a value of their own."""
+
+
+def _feed(hasher: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        hasher.update(str((value.dtype, tuple(value.shape))).encode())
+        hasher.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in value:
+            if key not in IGNORED:
+                hasher.update(str(key).encode())
+                _feed(hasher, value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _feed(hasher, item)
+    elif isinstance(value, bool | int | float | str | type(None)):
+        hasher.update(repr(value).encode())

@@ -1,0 +1,75 @@
+"""Processes of a job without a launcher that would end the others when one fails."""
+
+import multiprocessing
+import os
+import socket
+import time
+from multiprocessing import connection, reduction
+
+import torch
+
+from megatron.engine.job import failure
+from tests.helpers.launch import PRELOADED
+
+SOON = 25
+"""Seconds in which all must have ended: far below gloo's half hour, on a busy machine."""
+
+
+def run(function, *args, ranks=2, timeout=120):
+    """(exit codes, outputs, seconds from the first end to the last) of `function(rank, *args)`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = [start(context, port, rank, ranks, function, args) for rank in range(ranks)]
+    processes, outputs = zip(*started, strict=True)
+    try:
+        connection.wait([p.sentinel for p in processes], timeout)
+        first = time.monotonic()
+        for process in processes:
+            process.join(SOON)
+        seconds = time.monotonic() - first
+        assert all(process.exitcode is not None for process in processes), "a rank goes on"
+    finally:
+        for process in processes:
+            process.kill()
+    texts = []
+    for output in outputs:
+        with os.fdopen(output) as file:
+            file.seek(0)
+            texts.append(file.read())
+    return [process.exitcode for process in processes], texts, seconds
+
+
+def start(context, port, rank, ranks, function, args):
+    output = os.memfd_create(f"rank{rank}")
+    inherited = reduction.DupFd(output)
+    environ = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    process = context.Process(target=child, args=(environ, inherited, function, args))
+    process.start()
+    return process, output
+
+
+def child(environ, output, function, args):
+    os.environ.update(environ)
+    descriptor = output.detach()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    failure.GRACE, failure.WORD, failure.AGAIN = 2.0, 1.0, 1.0
+    function(int(environ["RANK"]), *args)
+
+
+def only_line_about_it(texts):
+    """What all ranks printed together, if it is one line; no traceback is."""
+    lines = [line for text in texts for line in text.splitlines() if "rank" in line]
+    everything = "\n".join(texts)
+    assert "Traceback" not in everything and len(lines) == 1, everything
+    return lines[0]

@@ -1,0 +1,1 @@
+"""What a person runs now and then; each file is a command."""
