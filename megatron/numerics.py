@@ -1,0 +1,69 @@
+"""Where numbers are rounded: one strategy, passed to whatever computes.
+
+`WIDE` is this project's own: kernels, norms and softmax in fp32 at least. `PublishedNumerics` rounds
+16-bit numbers where the released code rounds them, to reproduce its results (config key
+`published_numerics`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Compute in fp32 at least.
+
+    Attributes:
+        published: rounds as the released code does.
+    """
+
+    published = False
+
+    def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which inputs of `dtype` are computed with."""
+        return torch.promote_types(dtype, torch.float32)
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A constant (slopes, frequencies) as it is stored."""
+        return value
+
+    def log1p(self, x: Tensor) -> Tensor:
+        """log(1 + x)."""
+        return torch.log1p(x)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x weight^T + bias."""
+        return F.linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class PublishedNumerics(Numerics):
+    """Round to `dtype` after each operation, as the released code does.
+
+    Attributes:
+        dtype: of the run: bf16, fp16 or fp32.
+    """
+
+    dtype: torch.dtype
+    published = True
+
+    def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def constant(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype).to(value)
+
+    def log1p(self, x: Tensor) -> Tensor:
+        return torch.log(1 + x)  # 1 + x is rounded too
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = F.linear(x, weight)  # rounded before the bias is added
+        return product if bias is None else product + bias
+
+
+WIDE = Numerics()

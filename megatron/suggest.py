@@ -1,0 +1,18 @@
+"""Hints for names that are not known: the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The name in `known` that is most like `word`; None if none is."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """`did you mean NAME? ` (with the space), or nothing if no known name is near."""
+    near = nearest(word, known, cutoff=cutoff)
+    return f"did you mean {near}? " if near else ""
