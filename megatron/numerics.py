@@ -1,6 +1,6 @@
 """Where numbers are rounded: one strategy, passed to whatever computes.
 
-`WIDE` is this project's own: kernels, norms and softmax in fp32 at least. `PublishedNumerics` rounds
+`WIDE` is the default: kernels, norms and softmax in fp32 at least. `PublishedNumerics` rounds
 16-bit numbers where the released code rounds them, to reproduce its results (config key
 `published_numerics`).
 """
