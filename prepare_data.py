@@ -28,7 +28,8 @@ from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
 from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import read_manifest
-from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 BUILTIN = tuple(PREFIX + name for name in NAMES)

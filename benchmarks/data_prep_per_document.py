@@ -15,7 +15,7 @@ import lm_dataformat
 import numpy as np
 
 from megatron.data.shards.format import HEADER, MAGIC
-from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 
 
 def _start(vocab_file: str, merge_file: str) -> None:

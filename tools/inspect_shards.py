@@ -19,7 +19,8 @@ from megatron import entry
 from megatron.data.errors import DataError, ShardError
 from megatron.data.shards.manifest import check_tokenizer, read_manifest
 from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 
 _BLOCK = 1 << 24  # tokens checked at a time
 _BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # need no files

@@ -21,7 +21,7 @@ from megatron.data.errors import DataError
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
-from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 TOKENIZERS = [

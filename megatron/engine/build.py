@@ -15,7 +15,8 @@ from megatron.attention import AttentionFn, choose
 from megatron.config import Config
 from megatron.data.corpora.builtin import resolve_data_path
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.training.schedule import Schedule
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import ALONE, TensorGroup

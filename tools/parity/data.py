@@ -25,7 +25,8 @@ from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.index import split_documents
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
 from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.build import padded_vocab_size
 from tools.parity.result import Result
 

@@ -9,7 +9,6 @@ data set's name carries the Python version and the tokenizer's fingerprint.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import platform
@@ -23,6 +22,7 @@ from megatron.data.prepare.sources import Source
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import MMapIndexedDataset
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.suggest import nearest
 
 PREFIX = "builtin:"  # what a data_path that names a corpus starts with
 NAMES = ("python-stdlib",)
@@ -57,12 +57,10 @@ def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer
     others wait. Raises CorpusError for an unknown name.
     """
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {PREFIX}{near[0]}? " if near else ""
-        raise CorpusError(
-            f"data_path: unknown corpus {PREFIX}{name}; {hint}known: "
-            + ", ".join(PREFIX + known for known in NAMES)
-        )
+        near = nearest(name, NAMES)
+        hint = f"did you mean {PREFIX}{near}? " if near else ""
+        known = ", ".join(PREFIX + each for each in NAMES)
+        raise CorpusError(f"data_path: unknown corpus {PREFIX}{name}; {hint}known: {known}")
     if Path(data_dir).is_file():
         raise CorpusError(f"data_dir: {data_dir} is a file; name a folder for the tokens")
     key = f"{platform.python_version()}-{tokenizer.name}-{tokenizer.fingerprint()[:8]}"

@@ -9,15 +9,17 @@ Pile, out of which `pile_set` keeps one part by its `meta.pile_set_name`.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from megatron.data.errors import CorpusError
+from megatron.data.tokenizers.gpt2 import FILE_HASHES
+from megatron.suggest import did_you_mean
 
 _EYE = "https://the-eye.eu/public/AI"
 _PARTS = f"{_EYE}/pile_preliminary_components"
 _HUB = "https://huggingface.co/datasets"
 _S3 = "https://s3.amazonaws.com/models.huggingface.co/bert"
+_GPT2 = "https://huggingface.co/openai-community/gpt2/resolve/main"
 
 
 @dataclass(frozen=True)
@@ -119,25 +121,20 @@ CORPORA: dict[str, Corpus] = {
     ),
 }  # fmt: skip
 
-# GPT-2's tokenizer (MIT licence), which gpt-neox keeps beside the data under these names.
 GPT2_FILES: dict[str, RemoteFile] = {
-    "gpt2-vocab.json": RemoteFile(
-        (f"{_S3}/gpt2-vocab.json", "https://huggingface.co/openai-community/gpt2/resolve/main/vocab.json"),
-        1_042_301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    ),
-    "gpt2-merges.txt": RemoteFile(
-        (f"{_S3}/gpt2-merges.txt", "https://huggingface.co/openai-community/gpt2/resolve/main/merges.txt"),
-        456_318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ),
-}  # fmt: skip
+    name: RemoteFile(
+        (f"{_S3}/{name}", f"{_GPT2}/{name.removeprefix('gpt2-')}"), size, FILE_HASHES[name]
+    )
+    for name, size in (("gpt2-vocab.json", 1_042_301), ("gpt2-merges.txt", 456_318))
+}
+"""GPT-2's tokenizer (MIT licence), which GPT-NeoX keeps beside the data under these names."""
 
 
 def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
     """The corpus `name`; CorpusError with the nearest of these and `others` if there is none."""
     if name in CORPORA:
         return CORPORA[name]
-    near = difflib.get_close_matches(name, [*CORPORA, *others], n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = did_you_mean(name, [*CORPORA, *others])
     raise CorpusError(
         f"{name}: unknown corpus; {hint}known: {', '.join([*others, *CORPORA])}; "
         "text files of your own: --input FILES --name NAME"

@@ -41,11 +41,6 @@ DTYPES: dict[int, np.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype GPT-NeoX stores such a vocabulary's tokens in: uint16 below 65,500, else int32."""
-    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
-
-
 def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
     """PREFIX + suffix; a prefix may contain dots, so this is not `Path.with_suffix`."""
     return Path(os.fspath(prefix) + suffix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,13 +11,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.data.corpora.catalogue import GPT2_FILES
 from megatron.data.errors import TokenizerError
-from megatron.data.tokenizers import fast_bpe as fast
+from megatron.data.tokenizers import fast_bpe, gpt2
 from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, utf8
-
-# What `fingerprint` finds for GPT-2's own two files, byte for byte: a tenth of a second saved.
-_GPT2_FINGERPRINT = "946de44b22d618abd60a005e2fbf0b4d17f68426cf09ab6f2dd5a6733207dd83"
 
 
 class HFTokenizer(Tokenizer):
@@ -93,7 +88,7 @@ class GPT2BPETokenizer(HFTokenizer):
     - "tiktoken", several times as fast; for GPT-2's own merges only, where its rule (merge the
       pair of lowest rank, whatever it was made of) is known to give the same ids;
     - "gigatoken", optional and faster still; each run checks it against the reference
-      (`fast.py`), which refuses it where it differs;
+      (`fast_bpe.py`), which refuses it where it differs;
     - "auto": tiktoken for GPT-2's own merges where it is installed, else tokenizers; `backend` then
       says which.
     """
@@ -107,10 +102,9 @@ class GPT2BPETokenizer(HFTokenizer):
         vocabulary, self._merge_bytes = (Path(file).read_bytes() for file in self._files)
         self._vocabulary = _read_vocabulary(vocabulary, vocab_file)
         self._set_sizes(self._vocabulary, str(vocab_file))
-        found = [hashlib.sha256(each).hexdigest() for each in (vocabulary, self._merge_bytes)]
-        self._published = found == [file.sha256 for file in GPT2_FILES.values()]
-        own = self._published or fast.are_gpt2s(self._vocabulary, self._merges)
-        self.backend = fast.choose(backend, own)
+        self._published = gpt2.are_published_files(vocabulary, self._merge_bytes)
+        gpt2_merges = self._published or gpt2.are_published_merges(self._vocabulary, self._merges)
+        self.backend = fast_bpe.choose(backend, gpt2_merges)
         # GPT-2's own files fit together, and training encodes nothing: the rest can wait.
         if not self._published or backend != "auto":
             self.load()
@@ -134,8 +128,8 @@ class GPT2BPETokenizer(HFTokenizer):
         return reference
 
     @cached_property
-    def _fast(self) -> fast.Encode | None:
-        return fast.build(self.backend, self._vocabulary, lambda: self._backend)
+    def _fast(self) -> fast_bpe.Encode | None:
+        return fast_bpe.build(self.backend, self._vocabulary, lambda: self._backend)
 
     @cached_property
     def _canonical(self) -> str:
@@ -146,7 +140,7 @@ class GPT2BPETokenizer(HFTokenizer):
             self._backend  # noqa: B018  builds it
 
     def fingerprint(self) -> str:
-        return _GPT2_FINGERPRINT if self._published else super().fingerprint()
+        return gpt2.FINGERPRINT if self._published else super().fingerprint()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         if self._fast is None:
@@ -159,10 +153,6 @@ class GPT2BPETokenizer(HFTokenizer):
             if len(ids) and ids.max() >= self.vocab_size:  # narrowed, it would be another token
                 raise TokenizerError(f"{self.backend}: gave the id {ids.max()}, which is none")
         return [ids.astype(self.dtype) for ids in encoded]
-
-    def reference_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode_batch` by the reference library."""
-        return super().encode_batch(texts)
 
     def _byte_table(self) -> np.ndarray:
         table = np.zeros(self.vocab_size, np.int64)

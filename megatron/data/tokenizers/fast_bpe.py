@@ -9,8 +9,6 @@ one in 64 from then on.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,8 +22,6 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT
 Encode = Callable[[list[str]], list[np.ndarray]]
 BACKENDS = ("auto", "tiktoken", "tokenizers", "gigatoken")
 
-# SHA-256 of the JSON list of GPT-2's 50,000 merges.
-GPT2_MERGES = "980ca8f2d4b0964c87a762e901db0656ce92d3f1ecd940b25ba97463da5c68fa"
 # GPT-2's rule for cutting text into words before merging, written so that all but runs of white
 # space is one automaton without backtracking (twice as fast as the usual spelling, same matches).
 _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\S)|\s"
@@ -50,14 +46,6 @@ _DIFFICULT = (
     "<|endoftext|> <|padding|> \x00\x01\x7f\x85\u2028\u2029",
     "def f(x):\n\treturn {k: v for k, v in x.items() if k != '__init__'}\n",
 )
-
-
-def are_gpt2s(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """Whether these are GPT-2's own merges, and ids in their order."""
-    digest = hashlib.sha256(json.dumps(merges).encode()).hexdigest()
-    return digest == GPT2_MERGES and all(
-        vocabulary["".join(pair)] == 256 + i for i, pair in enumerate(merges)
-    )
 
 
 def choose(backend: str, own: bool) -> str:

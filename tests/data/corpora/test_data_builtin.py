@@ -16,7 +16,7 @@ from megatron.data.errors import CorpusError
 from megatron.data.samples.split import open_splits
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 
 BYTES = build_tokenizer("ByteLevelTokenizer")
 

@@ -17,7 +17,7 @@ from megatron.data.errors import ShardError
 from megatron.data.samples import index_cache
 from megatron.data.shards.reader import MMapIndexedDataset
 from megatron.data.shards.writer import MMapIndexedDatasetWriter
-from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 
 # Writes data sets of one document more each time, over and over, and says when it began.
 WRITER = """
@@ -45,7 +45,7 @@ with MMapIndexedDatasetWriter(sys.argv[1], np.int32) as writer:
 PREPARER = """
 import pathlib, sys, time
 from megatron.data.corpora.builtin import prepare_builtin
-from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 print("ready", flush=True)
 while not pathlib.Path(sys.argv[2]).exists():
     time.sleep(0.001)

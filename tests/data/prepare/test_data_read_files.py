@@ -23,7 +23,7 @@ from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources, kind_of
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from tests.helpers import archives
 
 BYTES = build_tokenizer("ByteLevelTokenizer")

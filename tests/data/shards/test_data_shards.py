@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from megatron.data.errors import ShardError
 from megatron.data.samples.split import open_splits
-from megatron.data.shards.format import DTYPES, HEADER, best_dtype
+from megatron.data.shards.format import DTYPES, HEADER
 from megatron.data.shards.reader import MMapIndexedDataset
 from megatron.data.shards.writer import MMapIndexedDatasetWriter
 
@@ -76,11 +76,6 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(ShardError, match="no dtype code for float16"):
         MMapIndexedDatasetWriter(tmp_path / "x", np.float16)
-
-
-def test_dtype_by_vocabulary():
-    assert best_dtype(257) == best_dtype(65499) == np.uint16
-    assert best_dtype(65500) == best_dtype(10**6) == np.int32
 
 
 def damage(path, change):

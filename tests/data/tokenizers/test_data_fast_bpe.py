@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.errors import TokenizerError
-from megatron.data.tokenizers import fast_bpe as fast
-from megatron.data.tokenizers.base import Tokenizer, build_tokenizer
+from megatron.data.tokenizers import fast_bpe
+from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.bpe import HFTokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 
 BACKENDS = ("tiktoken", "gigatoken")
 
@@ -25,9 +26,9 @@ def by_backend(gpt2_files):
 
 
 def assert_exact(tokenizer, texts: list[str]) -> None:
-    for text, got, wanted in zip(
-        texts, tokenizer.encode_batch(texts), tokenizer.reference_batch(texts), strict=True
-    ):
+    """`tokenizer` gives the ids of the reference, the `tokenizers` library."""
+    reference = HFTokenizer.encode_batch(tokenizer, texts)
+    for text, got, wanted in zip(texts, tokenizer.encode_batch(texts), reference, strict=True):
         assert np.array_equal(got, wanted), repr(text[:80])
 
 
@@ -79,7 +80,7 @@ def test_half_a_surrogate_pair_is_an_error(by_backend):
 
 def test_who_encodes(gpt2_files, tmp_path, monkeypatch):
     assert build_tokenizer("GPT2BPETokenizer", *gpt2_files).backend == "tiktoken"
-    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    monkeypatch.setattr(fast_bpe, "find_spec", lambda name: None)
     assert build_tokenizer("GPT2BPETokenizer", *gpt2_files).backend == "tokenizers"
     monkeypatch.undo()
     merges = tmp_path / "merges.txt"  # not GPT-2's own: one merge fewer
@@ -115,18 +116,18 @@ def test_a_backend_that_differs_is_refused(monkeypatch):
         ]
 
     with pytest.raises(TokenizerError, match=r"quick: differs from the reference on ''"):
-        fast.CheckedBatches(
+        fast_bpe.CheckedBatches(
             "quick",
             lambda texts: [ids[1:] for ids in reference(["?" + t + "?" for t in texts])],
             reference,
         )
-    checked = fast.CheckedBatches("quick", off_on_x, reference)
+    checked = fast_bpe.CheckedBatches("quick", off_on_x, reference)
     with pytest.raises(TokenizerError, match="quick: differs from the reference on 'x1'"):
         checked(["good", "x1"])  # the first texts are compared
-    monkeypatch.setattr(fast, "_CHECK_FIRST", 0)
-    checked = fast.CheckedBatches("quick", off_on_x, reference)
+    monkeypatch.setattr(fast_bpe, "_CHECK_FIRST", 0)
+    checked = fast_bpe.CheckedBatches("quick", off_on_x, reference)
     assert checked(["good!"])[0].tolist() == [*b"good!"]
-    every = fast._CHECK_EVERY
+    every = fast_bpe._CHECK_EVERY
     checked(["x1"] * ((5 * every - 5) // 2))  # 5 characters stand for 5 x 64
     with pytest.raises(TokenizerError, match="quick: differs from the reference on 'x1'"):
         checked(["x1"] * 2)
@@ -139,17 +140,17 @@ def test_what_is_compared_is_spread_over_all_texts(monkeypatch):
         compared.extend(texts)
         return [np.zeros(1)] * len(texts)
 
-    checked = fast.CheckedBatches("quick", lambda texts: [np.zeros(1)] * len(texts), reference)
-    assert compared == list(fast._DIFFICULT)
+    checked = fast_bpe.CheckedBatches("quick", lambda texts: [np.zeros(1)] * len(texts), reference)
+    assert compared == list(fast_bpe._DIFFICULT)
     compared.clear()
     texts = [f"{i:01000}" for i in range(10_000)]
     for start in range(0, len(texts), 50):
         checked(texts[start : start + 50])
-    first = fast._CHECK_FIRST // 1000 + 1
+    first = fast_bpe._CHECK_FIRST // 1000 + 1
     assert compared[:first] == texts[:first]
     places = np.array([int(text) for text in compared[first:]])
-    assert len(places) >= (10_000 - first) // fast._CHECK_EVERY
-    assert np.diff(places).max() <= fast._CHECK_EVERY + 1 and places[-1] > 9900
+    assert len(places) >= (10_000 - first) // fast_bpe._CHECK_EVERY
+    assert np.diff(places).max() <= fast_bpe._CHECK_EVERY + 1 and places[-1] > 9900
 
 
 def test_sentencepiece(tmp_path):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.errors import TokenizerError
-from megatron.data.tokenizers.base import build_tokenizer
+from megatron.data.tokenizers.base import best_dtype
+from megatron.data.tokenizers.build import build_tokenizer
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=60)
 
@@ -51,6 +52,11 @@ def test_published_shards_from_their_text(gpt2, parity, published_shards):
     assert len(texts) == len(published_shards) == 205
     for i, ids in enumerate(gpt2.encode_batch(texts)):
         assert published_shards.get(i).tolist() == [*ids.tolist(), gpt2.eod]
+
+
+def test_dtype_by_vocabulary():
+    assert best_dtype(257) == best_dtype(65499) == np.uint16
+    assert best_dtype(65500) == best_dtype(10**6) == np.int32
 
 
 @given(TEXT)

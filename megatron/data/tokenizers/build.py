@@ -1,0 +1,72 @@
+"""Build a tokenizer by the name of its type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.data.errors import TokenizerError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.byte_level import ByteLevelTokenizer, CharLevelTokenizer
+from megatron.suggest import nearest
+
+_TYPES = (
+    "ByteLevelTokenizer",
+    "CharLevelTokenizer",
+    "GPT2BPETokenizer",
+    "HFTokenizer",
+    "SPMTokenizer",
+)
+_LATER = ("HFGPT2Tokenizer", "TiktokenTokenizer")  # GPT-NeoX's other types
+
+
+def build_tokenizer(
+    type: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    backend: str = "auto",
+) -> Tokenizer:
+    """Build a tokenizer by GPT-NeoX's `tokenizer_type`, in any case. Raises TokenizerError.
+
+    `backend`: which library encodes, for GPT2BPETokenizer (`fast.py`).
+    """
+    by_lower = {name.lower(): name for name in (*_TYPES, *_LATER)}
+    name = by_lower.get((type or "").lower())
+    if name in _LATER:
+        raise TokenizerError(
+            f"tokenizer_type: {name} is not built yet; use one of {', '.join(_TYPES)}"
+        )
+    if name is None:
+        short = (type or "").lower()
+        prefixed = (known for known in by_lower if short and known.startswith(short))
+        near = nearest(short, by_lower) or next(prefixed, None)
+        hint = f"did you mean {by_lower[near]}? " if near else ""
+        raise TokenizerError(
+            f"tokenizer_type: unknown type {type!r}; {hint}known: {', '.join(_TYPES)}"
+        )
+    if name == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if name == "CharLevelTokenizer":
+        return CharLevelTokenizer()
+    # Imported here: the modules need libraries that bytes do not.
+    if name == "SPMTokenizer":
+        from megatron.data.tokenizers.sentencepiece import SPMTokenizer
+
+        return SPMTokenizer(_required(name, "vocab_file", vocab_file, "tokenizer.model"))
+    from megatron.data.tokenizers.bpe import GPT2BPETokenizer, HFTokenizer
+
+    if name == "HFTokenizer":
+        return HFTokenizer(_required(name, "vocab_file", vocab_file, "tokenizer.json"))
+    return GPT2BPETokenizer(
+        _required(name, "vocab_file", vocab_file, "vocab.json"),
+        _required(name, "merge_file", merge_file, "merges.txt"),
+        backend,
+    )
+
+
+def _required(name: str, key: str, path: str | Path | None, usual: str) -> Path:
+    if path is None:
+        flag = f"--{key.replace('_', '-')}"
+        raise TokenizerError(f"{key} ({flag}): {name} needs it (usually called {usual})")
+    if not Path(path).is_file():
+        raise TokenizerError(f"{key}: {path}: no such file")
+    return Path(path)

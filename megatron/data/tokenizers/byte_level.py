@@ -1,0 +1,50 @@
+"""Tokenizers whose tokens are the bytes of UTF-8; they need no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, utf8
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """The bytes of the text, as they are."""
+
+    name = "ByteLevelTokenizer"
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(utf8(text), np.uint8).astype(self.dtype)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids, dtype=np.int64)
+        parts, start = [], 0
+        for at in [*np.flatnonzero((ids < 0) | (ids > 255)), len(ids)]:
+            parts.append(ids[start:at].astype(np.uint8).tobytes())
+            if at < len(ids):
+                parts.append((END_OF_DOCUMENT if ids[at] == self.eod else "\ufffd").encode())
+            start = at + 1
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def _byte_table(self) -> np.ndarray:
+        table = np.zeros(self.vocab_size, np.int64)
+        table[:256] = 1
+        table[self.eod] = 0
+        return table
+
+    def _content(self) -> bytes:
+        return b"1"
+
+
+class CharLevelTokenizer(ByteLevelTokenizer):
+    """GPT-NeoX's: bytes too, but 512 entries and eod 0."""
+
+    name = "CharLevelTokenizer"
+    vocab_size = 512
+    eod = 0
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return super().decode(ids).replace("\x00", END_OF_DOCUMENT)
