@@ -89,16 +89,17 @@ def rewind(source: Path, target: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
+def tensors_digest(path: Path) -> str:
+    """SHA-256 of every tensor and number in a file that `torch.save` wrote."""
+    hasher = hashlib.sha256()
+    _feed(hasher, torch.load(path, weights_only=False, map_location="cpu"))
+    return hasher.hexdigest()
+
+
 def digest(run: Path) -> dict[str, str]:
     """A hash of every tensor and number in the newest checkpoint, by file."""
-    folder = run / newest(run)
-    found = {}
-    for path in sorted(folder.glob("*.pt")):
-        state = torch.load(path, weights_only=False, map_location="cpu")
-        hasher = hashlib.sha256()
-        _feed(hasher, state)
-        found[path.name] = hasher.hexdigest()
-    return found
+    paths = sorted((run / newest(run)).glob("*.pt"))
+    return {path.name: tensors_digest(path) for path in paths}
 
 
 IGNORED = ("ds_config", "ds_version", "param_slice_mappings")
