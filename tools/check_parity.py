@@ -8,9 +8,10 @@ checkpoint), `training/NAME` (the same with curve.npz), `kernels` (probes.npz), 
 (lr_schedule.json, derived_args.json), `data` (shards, samples_*, iterators, tokenizer_cases.json).
 A case is recognised by its files, and its configuration is read from it alone.
 
-One line a case: the greatest error of each quantity, its tolerance, ok or FAIL; `-` where the
-backend asked for does not serve the case (its dtype, its embedding), and why. Exit code 1 if a case
-fails, or if none has a verdict; 2 for what cannot be run.
+The tool prints one line for each case: the greatest error of each quantity, its tolerance, and ok
+or FAIL; what could not be checked follows. A line that begins with `-` says why the attention
+backend does not serve the case (its dtype, its embedding). The exit code is 1 if a case fails or if
+none has a verdict, 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: threads would only wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: more threads only wait for each other
 from megatron import entry
 from tools.parity.result import Result
 
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     device_help = "where models run (default: cpu)"
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=device_help)
-    tp_help = "cut models and training over that many processes (default: 1)"
+    tp_help = "shard models and training over that many processes (default: 1)"
     parser.add_argument("--tp", type=int, default=1, help=tp_help)
     configs_help = "the published YAML files that derived_args.json names"
     parser.add_argument("--configs", type=Path, metavar="DIR", help=configs_help)
@@ -62,19 +63,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.tp < 1:
         parser.error(f"--tp {args.tp}: at least 1")
     if args.device == "cuda" and not _has_cuda():
-        print("--device cuda: torch finds no CUDA GPU here; give --device cpu", file=sys.stderr)
+        print("--device cuda: torch finds no CUDA GPU; give --device cpu", file=sys.stderr)
         return 2
     if args.tp > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.tp}"]
-        own = [str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
-        return subprocess.call([sys.executable, *launch, *own])
-    if int(os.environ.get("RANK", "0")) > 0:  # only what needs all ranks, and without a word
+        command = [str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
+        return subprocess.call([sys.executable, *launch, *command])
+    if int(os.environ.get("RANK", "0")) > 0:  # join the cases that need all ranks; print nothing
         for name, run in cases(args):
             if needs_ranks(run):
                 for _ in results_of(name, run):
                     pass
         return 0
-    total = failed = refused = 0
+    total = failed = refused = partly = 0
     for name, run in cases(args):
         for result in results_of(name, run):
             print(result.line(), flush=True)
@@ -83,11 +84,13 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             total += 1
             failed += not result.passed
+            partly += bool(result.unchecked)
     if not total:
         what = "backend serves a case" if refused else "case found"
         print(f"no {what} in {', '.join(map(str, args.folders))}", file=sys.stderr)
         return 1
     more = f", {refused} not served by the backend asked for" if refused else ""
+    more += f", {partly} checked in part" if partly else ""
     print(f"{total} cases, {failed} failed{more}")
     return 1 if failed else 0
 
@@ -99,18 +102,18 @@ def _has_cuda() -> bool:
 
 
 def results_of(name: str, run: Run) -> Iterator[Result]:
-    """What a case yields; an exception is its failure, not the end of the others."""
+    """The results of a case; if it raises, that is its result and the other cases go on."""
     try:
         found = run()
         yield from [found] if isinstance(found, Result) else found
-    except Exception as error:  # whatever stops a case, it has not passed
+    except Exception as error:  # whatever stops a case, the case has not passed
         where = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(where.filename).name}:{where.lineno}"
         yield Result(name, faults=[f"{type(error).__name__} at {at}: {error}"])
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Every case below the folders, with what runs it."""
+    """Each case below the folders, with the function that runs it."""
     for root in args.folders:
         for top, folders, files in os.walk(root.resolve()):
             folders.sort()
@@ -120,11 +123,11 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace) -> Iterator[Case]:
-    """The cases that the files of one folder make."""
+    """The cases in one folder, recognised by the names of its files."""
     # Imported where a case needs them: data cases need no torch, data and models no DeepSpeed.
     if {"manifest.json", "config.yml"} <= files:
         if not files & {"expected.npz", "curve.npz"}:
-            lacks = Result(name, faults=["neither expected.npz nor curve.npz is there"])
+            lacks = Result(name, faults=["neither expected.npz nor curve.npz exists"])
             yield name, lambda: lacks
         for number, backend in enumerate(args.backend):
             kind = model_case if "expected.npz" in files else training_case
@@ -147,7 +150,7 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
 
 
 def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
-    """The cases of a data folder, or of one of its parts."""
+    """The cases of a data folder, or of one of its sub-folders."""
     from tools.parity import data
 
     if any(file.endswith(".jsonl") for file in files):
@@ -167,8 +170,8 @@ def model_case(
     """A model with one backend; `again` leaves out what does not depend on the backend."""
     from tools.parity.models import check_model
 
-    own = {"tp": groups_of(tp).model} if tp > 1 else {}
-    return check_model(folder, name, backend=backend, device=device, again=again, **own)
+    group = {"tp": groups_of(tp).model} if tp > 1 else {}
+    return check_model(folder, name, backend=backend, device=device, again=again, **group)
 
 
 def training_case(
@@ -182,14 +185,14 @@ def training_case(
 
 @cache
 def groups_of(tp: int) -> Groups:
-    """The groups of this job, all of whose processes hold one model together."""
-    from megatron.engine.job import join as distributed
+    """The process groups of this job; all its processes share one tensor-parallel model."""
+    from megatron.engine.job import join
 
-    return distributed.start().divided(model_size=tp)
+    return join.start().divided(model_size=tp)
 
 
 def needs_ranks(run: Run) -> bool:
-    """Whether a case is to be run by every process of a tensor-parallel job."""
+    """Whether every process of a tensor-parallel job must run the case."""
     return getattr(run, "func", None) in (model_case, training_case)
 
 

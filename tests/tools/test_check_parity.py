@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.positional.kerple_log import KerpleLog
 from tests.helpers.paths import ROOT
 from tools.check_parity import groups_of, main
-from tools.parity.models import case_config, require_parts
+from tools.parity.models import case_config, require_divisible
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -223,6 +223,68 @@ def test_a_case_may_hold_bf16_logits_alone(cases, tmp_path, capsys):
     assert lines[-1] == "1 cases, 0 failed"
 
 
+def tied(case: Path) -> Path:
+    """The case with its word embedding renamed as the published pipeline names a tied one."""
+    manifest = case / "manifest.json"
+    text = manifest.read_text()
+    assert '"0.word_embeddings.weight"' in text
+    manifest.write_text(text.replace('"0.word', '"tied_modules.embed.word'))
+    return case
+
+
+def test_the_published_name_of_a_tied_embedding_is_known(cases, tmp_path, capsys):
+    """The committed case has the plain name, `0.word_embeddings.weight`."""
+    case = tied(shutil.copytree(cases / "models" / "rpe_tied_rmsnorm", tmp_path / "tied"))
+    code, lines = check(capsys, case)
+    assert code == 0 and lines[-1] == "2 cases, 0 failed", lines
+    assert all("gradient values" in line for line in lines[:-1])
+    changed_npz(case / "expected.npz", "grad_sum_fp64_L16", lambda stored: stored * (1 + 1e-3))
+    code, lines = check(capsys, case)
+    assert code == 1 and lines[-1] == "2 cases, 1 failed"
+    manifest = case / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("tied_modules.embed.", "tied_modules.head."))
+    code, lines = check(capsys, case)
+    assert code == 1 and "parameters with a gradient" in lines[0]
+
+
+def test_the_published_name_of_a_tied_embedding_is_known_in_training(cases, tmp_path):
+    """In the optimizer's groups and among the final parameters."""
+    tied(shutil.copytree(cases / "training" / "gas2_decay", tmp_path / "gas2_decay"))
+    command = [sys.executable, ROOT / "tools" / "check_parity.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_data_without_a_tokenizer_is_checked_as_far_as_possible(data_case, tmp_path, capsys):
+    folder = shutil.copytree(data_case, tmp_path / "data")
+    shutil.rmtree(folder / "tokenizer")
+    code, lines = check(capsys, folder)
+    assert code == 0 and lines[-1] == "16 cases, 0 failed, 2 checked in part", lines
+    corpus, tokens, *complete = lines[:-1]
+    missing = f"{folder / 'tokenizer'} does not exist"
+    assert "number of documents 0 (0)" in corpus and f"not checked: the tokens: {missing}" in corpus
+    assert f"not checked: the ids: {missing}" in tokens
+    assert not any("not checked" in line for line in complete)
+
+    with (folder / "corpus.jsonl").open("a") as corpus:
+        corpus.write('{"text": "one more"}\n')
+    cases = json.loads((folder / "tokenizer_cases.json").read_text())
+    cases["cases"][3]["ids"][0] = cases["vocab_size"]
+    (folder / "tokenizer_cases.json").write_text(json.dumps(cases))
+    code, lines = check(capsys, folder)
+    assert code == 1 and lines[-1] == "16 cases, 2 failed, 2 checked in part"
+    assert "number of documents 1 (0) TOO FAR" in lines[0]
+    assert "ids outside the vocabulary 1 (0) TOO FAR" in lines[1]
+
+
+def test_an_empty_tokenizer_folder_is_a_failure(data_case, tmp_path, capsys):
+    folder = shutil.copytree(data_case, tmp_path / "data")
+    shutil.rmtree(folder / "tokenizer")
+    (folder / "tokenizer").mkdir()
+    code, lines = check(capsys, folder)
+    assert code == 1 and "needs a *vocab* and a *merges* file" in lines[0]
+
+
 def test_the_factor_of_a_table_is_found_whatever_the_head_size(tmp_path, capsys):
     table = np.random.default_rng(1).normal(size=(32, 4)).astype(np.float32)
     row = (8**0.5 * table[11::-1].T).astype(np.float32)  # below 16 a distance is its own bucket
@@ -236,10 +298,10 @@ def test_the_factor_of_a_table_is_found_whatever_the_head_size(tmp_path, capsys)
 
 def test_what_cannot_be_cut_is_refused_before_any_rank_waits_for_another(cases):
     config = case_config(cases / "models" / "kerple_log", [], 512)
-    require_parts(config, 512, 2)
+    require_divisible(config, 512, 2)
     for vocab_size, parts in ((511, 2), (512, 8)):
-        with pytest.raises(ValueError, match=f"4 heads and .* {vocab_size} cannot be cut"):
-            require_parts(config, vocab_size, parts)
+        with pytest.raises(ValueError, match=f"4 heads and .* {vocab_size} cannot be sharded"):
+            require_divisible(config, vocab_size, parts)
 
 
 def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):

@@ -5,8 +5,9 @@
     iterators/               the batches that a (resumed) run reads, the hash of all
     tokenizer_cases.json     text -> ids
 
-The shards are the folder's own `.idx`/`.bin`; samples_* and iterators may also be given alone, as
-folders beside them.
+The shards (`.idx`, `.bin`) are in the folder itself; samples_* and iterators may also be given
+alone, as folders beside the shards. Without the folder `tokenizer` nothing is tokenised: the number
+of documents and the range of the ids are compared instead, and the result says so.
 """
 
 from __future__ import annotations
@@ -31,38 +32,54 @@ from megatron.engine.build import padded_vocab_size
 from tools.parity.result import Result
 
 SPLITS = ("train", "valid", "test")
+TOKENIZER = "tokenizer"
+"""The folder of GPT-2's files in a data case."""
 
 
 def check_corpora(folder: Path, name: str) -> Iterator[Result]:
-    """Each corpus of the folder, tokenised again."""
+    """Tokenise each corpus of the folder again and compare the shards."""
     tokenizer = _tokenizer(folder)
     for corpus in sorted(folder.glob("*.jsonl")):
-        result = Result(f"{name} {corpus.name}")
+        result, shards = Result(f"{name} {corpus.name}"), f"{corpus.stem}_text_document"
+        if tokenizer is None:
+            result.unchecked.append(f"the tokens: {folder / TOKENIZER} does not exist")
+            with corpus.open(encoding="utf-8") as lines:
+                documents = sum(bool(json.loads(line)["text"]) for line in lines)
+            published = len(MMapIndexedDataset(folder / shards))
+            result.add("number of documents", abs(documents - published), 0)
+            yield result
+            continue
         with tempfile.TemporaryDirectory() as temporary:
-            prefix = Path(temporary) / f"{corpus.stem}_text_document"
+            prefix = Path(temporary) / shards
             write_shards(find_sources([corpus]), [prefix], tokenizer, PrepareOptions(quiet=True))
             for end in (".bin", ".idx"):
-                published = (folder / (prefix.name + end)).read_bytes()
-                ours = prefix.with_name(prefix.name + end).read_bytes()
+                published = (folder / (shards + end)).read_bytes()
+                ours = prefix.with_name(shards + end).read_bytes()
                 result.add(f"bytes of {end}", _differing(ours, published), 0)
         yield result
 
 
 def check_tokens(path: Path, name: str) -> Result:
     """tokenizer_cases.json."""
-    cases, result = json.loads(path.read_text()), Result(name)
+    recorded, result = json.loads(path.read_text()), Result(name)
+    cases, size = recorded["cases"], recorded["vocab_size"]
+    result.expect("padded", padded_vocab_size(size, 128), recorded["padded"])
     tokenizer = _tokenizer(path.parent)
-    result.expect("vocab_size", tokenizer.vocab_size, cases["vocab_size"])
-    result.expect("eod", tokenizer.eod, cases["eod"])
-    result.expect("padded", padded_vocab_size(tokenizer.vocab_size, 128), cases["padded"])
-    wrong = [c["text"] for c in cases["cases"] if list(tokenizer.encode(c["text"])) != c["ids"]]
-    result.faults += [f"{text!r} is tokenised otherwise" for text in wrong]
-    result.add(f"of {len(cases['cases'])} texts, differing", len(wrong), 0)
+    if tokenizer is None:
+        result.unchecked.append(f"the ids: {path.parent / TOKENIZER} does not exist")
+        ids = [recorded["eod"], *(i for case in cases for i in case["ids"])]
+        result.add("ids outside the vocabulary", sum(not 0 <= i < size for i in ids), 0)
+        return result
+    result.expect("vocab_size", tokenizer.vocab_size, size)
+    result.expect("eod", tokenizer.eod, recorded["eod"])
+    wrong = [case["text"] for case in cases if list(tokenizer.encode(case["text"])) != case["ids"]]
+    result.faults += [f"{text!r} gives other ids" for text in wrong]
+    result.add(f"of {len(cases)} texts, differing", len(wrong), 0)
     return result
 
 
 def check_samples(folder: Path, name: str) -> Result:
-    """samples_*: index, first samples and hash of each split."""
+    """samples_*: the index, the first samples and the hash of all samples of each split."""
     manifest = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "index_and_samples.npz", allow_pickle=False) as stored:
         published = dict(stored)
@@ -109,18 +126,13 @@ def check_iterators(folder: Path, name: str) -> Iterator[Result]:
 def _check_iterator(
     shards: MMapIndexedDataset, run: dict, split: str, published: np.ndarray, result: Result
 ) -> None:
-    counts = dict(
-        zip(
-            SPLITS,
-            sample_counts(
-                run["train_iters"], run["eval_interval"], run["eval_iters"], run["train_batch_size"]
-            ),
-            strict=True,
-        )
-    )
-    documents = dict(zip(SPLITS, split_documents(run["split"], len(shards)), strict=True))[split]
+    number = SPLITS.index(split)
+    samples = sample_counts(
+        run["train_iters"], run["eval_interval"], run["eval_iters"], run["train_batch_size"]
+    )[number]
+    documents = split_documents(run["split"], len(shards))[number]
     length = run["seq" if split == "train" else "seq_val"]
-    dataset = TokenDataset(shards, documents, counts[split], length, run["seed"], split)
+    dataset = TokenDataset(shards, documents, samples, length, run["seed"], split)
     start = published_start(
         split,
         dataset,
@@ -131,7 +143,7 @@ def _check_iterator(
         eval_iters=run["eval_iters"],
     )
     loader = TrainLoader(dataset, run["bs"], run["bs"], consumed_samples=start)
-    # Ours never ends before the samples asked for; the published loader may, by one.
+    # The published dataset may end one sample before the samples asked for; ours does not.
     left = (dataset.published_length - start) // run["bs"]
     result.expect("batches left", left, run[split]["batches_left"])
     ours = np.stack([next(loader) for _ in range(left)])
@@ -144,12 +156,12 @@ def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -
     if ours.shape != published.shape:
         result.faults.append(f"{what}: {ours.shape}, published {published.shape}")
         return
-    wrong = np.count_nonzero(ours.astype(np.int64) != published.astype(np.int64))
+    wrong = int(np.count_nonzero(ours.astype(np.int64) != published.astype(np.int64)))
     result.add(f"{what}, differing", wrong, 0)
 
 
 def _differing(ours: bytes, published: bytes) -> int:
-    """How many bytes differ; a difference of length counts for all that has no partner."""
+    """The number of bytes that differ; bytes beyond the end of the shorter one all count."""
     size = min(len(ours), len(published))
     a, b = np.frombuffer(ours, np.uint8, size), np.frombuffer(published, np.uint8, size)
     return int(np.count_nonzero(a != b)) + abs(len(ours) - len(published))
@@ -167,10 +179,12 @@ def _shards(folder: Path) -> MMapIndexedDataset:
     raise FileNotFoundError(f"{folder}: no *.idx there, nor in {folder.parent}")
 
 
-def _tokenizer(folder: Path) -> Tokenizer:
-    """GPT-2's tokenizer from the folder `tokenizer`."""
-    vocab = next(iter(sorted((folder / "tokenizer").glob("*vocab*"))), None)
-    merges = next(iter(sorted((folder / "tokenizer").glob("*merges*"))), None)
-    if vocab is None or merges is None:
-        raise FileNotFoundError(f"{folder / 'tokenizer'}: needs a *vocab* and a *merges* file")
-    return build_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """GPT-2's tokenizer from the folder `tokenizer`; None without that folder."""
+    files = folder / TOKENIZER
+    if not files.is_dir():
+        return None
+    vocab, merges = sorted(files.glob("*vocab*")), sorted(files.glob("*merges*"))
+    if not vocab or not merges:
+        raise FileNotFoundError(f"{files}: needs a *vocab* and a *merges* file")
+    return build_tokenizer("GPT2BPETokenizer", str(vocab[0]), str(merges[0]))

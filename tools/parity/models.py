@@ -1,13 +1,18 @@
 """models/NAME: logits, losses and gradients of a published checkpoint, in each precision stored.
 
 The model is the one that train.py builds from the case's config, with the weights that `load:`
-would give it. float64 and float32 use the asked attention backend; the numbers that the published
-code computed in bf16 are compared under `published_numerics`, which the eager backend alone has.
+would give it. float64 and float32 use the attention backend that was asked for. Numbers that the
+published code computed in bf16 are compared under `published_numerics`, always with `eager`.
 
-Gradients are compared by their norm and, against the norm, by their sum (per sqrt of the number of
-elements) and first four values; those of the kernel's parameters and of T5's table whole. A case of
-several tensor-parallel parts may have recorded the first rank's part of each instead of the whole:
-the norm of the embedding's gradient tells which, and all others are then taken alike.
+A gradient is compared by its norm and, relative to the norm, by its sum (divided by the square root
+of the number of elements) and its first four values. Gradients of the kernel's parameters and of
+T5's table are compared in full. A case of several tensor-parallel ranks may have recorded the first
+rank's shard of each gradient instead of the full one. The norm of the embedding's gradient shows
+which; the same is then assumed for all gradients.
+
+The published pipeline names a parameter by its position, `0.word_embeddings.weight`. If the
+embedding is tied to the output, its name is `tied_modules.embed.word_embeddings.weight`. Both names
+are read.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from megatron.parallel import ALONE, TensorGroup, whole_of
 from tools.parity.result import Result
 
 EMBEDDING = "0.word_embeddings.weight"
+TIED = "tied_modules.embed."
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 # Absolute for logits and losses of single tokens; float32 losses relative, as are gradients.
 TOLERANCES = {
@@ -42,22 +48,31 @@ TOLERANCES = {
 
 
 def case_config(folder: Path, overrides: list[str], vocab_size: int) -> Config:
-    """The case's config for one process, its vocabulary padded as the manifest says.
+    """The case's config for one process, with the vocabulary padded to the manifest's size.
 
     `seq_length_val` is dropped: the case lists its lengths, and learned positions may end below it.
     """
-    own = [f"make_vocab_size_divisible_by={vocab_size}", "seq_length_val=null"]
-    own += ["model_parallel_size=1", "pipe_parallel_size=1"]
-    return load_config([folder / "config.yml"], own + overrides)
+    fixed = [f"make_vocab_size_divisible_by={vocab_size}", "seq_length_val=null"]
+    fixed += ["model_parallel_size=1", "pipe_parallel_size=1"]
+    return load_config([folder / "config.yml"], fixed + overrides)
 
 
-def require_parts(config: Config, vocab_size: int, parts: int) -> None:
-    """Raise ValueError, alike on every rank, where a case cannot be cut into that many parts."""
+def require_divisible(config: Config, vocab_size: int, ranks: int) -> None:
+    """Check that a case can be sharded over `ranks`; every rank comes to the same verdict.
+
+    Raises:
+        ValueError: the heads or the vocabulary do not divide.
+    """
     heads = config.model.num_attention_heads
-    if heads % parts or vocab_size % parts:
+    if heads % ranks or vocab_size % ranks:
         raise ValueError(
-            f"{heads} heads and a vocabulary of {vocab_size} cannot be cut over {parts} ranks"
+            f"{heads} heads and a vocabulary of {vocab_size} cannot be sharded over {ranks} ranks"
         )
+
+
+def position_name(name: str) -> str:
+    """A published parameter name by its pipeline position, also if the published one is tied."""
+    return f"0.{name.removeprefix(TIED)}" if name.startswith(TIED) else name
 
 
 def check_model(
@@ -71,7 +86,7 @@ def check_model(
 ) -> Iterator[Result]:
     """One result for each precision of the case; `again` leaves out bf16, which is always eager.
 
-    With `tp` the model is cut over its ranks, each of which must call this.
+    The model is sharded over `tp`; every rank of it must call this.
     """
     manifest = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "expected.npz", allow_pickle=False) as stored:
@@ -116,7 +131,7 @@ class ModelCase:
             overrides += ["precision=fp32"]
         vocab_size = manifest["padded_vocab_size"]
         config = case_config(folder, overrides, vocab_size)
-        require_parts(config, vocab_size, tp.size)
+        require_divisible(config, vocab_size, tp.size)
         model = build_model(config, vocab_size, device_type=device, tp=tp)
         self.model = model.to(DTYPES[precision])
         checkpoint = folder / manifest.get("checkpoint", "checkpoint")
@@ -161,16 +176,16 @@ class ModelCase:
             self._check_gradients(end)
 
     def _check_gradients(self, end: str) -> None:
-        names, norms = self.manifest["grad_param_names"], self.expected[f"grad_l2_{end}"]
-        whole = gradients(self.model)
-        moved = [name for name, norm in zip(names, norms, strict=True) if norm or name in whole]
-        self.result.expect("parameters with a gradient", sorted(whole), sorted(moved))
+        names = [position_name(name) for name in self.manifest["grad_param_names"]]
+        norms = self.expected[f"grad_l2_{end}"]
+        full = gradients(self.model)
+        moved = [name for name, norm in zip(names, norms, strict=True) if norm or name in full]
+        self.result.expect("parameters with a gradient", sorted(full), sorted(moved))
         recorded = dict(zip(names, norms, strict=True)).get(EMBEDDING, 0.0)
-        part = self._first_parts({EMBEDDING: whole[EMBEDDING]})[EMBEDDING]
-        apart = [abs(tensor.norm().item() - recorded) for tensor in (whole[EMBEDDING], part)]
-        alone = apart[1] < apart[0]
-        ours = {k: _numpy(g) for k, g in (self._first_parts(whole) if alone else whole).items()}
-        floor = 1e-6 * np.linalg.norm(norms)  # a gradient of zero has only rounding in it
+        shards = self._first_shards(full)
+        apart = [abs(grads[EMBEDDING].norm().item() - recorded) for grads in (full, shards)]
+        ours = {k: _numpy(g) for k, g in (shards if apart[1] < apart[0] else full).items()}
+        floor = 1e-6 * float(np.linalg.norm(norms))  # a gradient of zero holds only rounding
         norm_tolerance, tolerance = self.tolerances["norms"], self.tolerances["values"]
         for i, name in enumerate(names):
             if name not in ours:
@@ -184,24 +199,24 @@ class ModelCase:
             compare("gradient values", flat[:4], first, tolerance, scale=norm)
         start = f"grad_{end}/"
         for key in (key for key in self.expected if key.startswith(start)):
-            mine, theirs = ours[key.removeprefix(start)], self.expected[key]
+            mine, theirs = ours[position_name(key.removeprefix(start))], self.expected[key]
             scale = max(float(np.abs(theirs).max()), floor)
             self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
 
     def _check_clamped(self, tolerance: float) -> None:
         """The kernel's parameters after the published forward pass has clamped them."""
-        whole = positional_tensors(self.model, self.model.theta)
-        parts = self._first_parts(whole)
+        full = positional_tensors(self.model, self.model.theta)
+        shards = self._first_shards(full)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
             name, stored = key.removeprefix("after_forward/"), self.expected[key]
-            if name not in whole:
+            if name not in full:
                 self.result.faults.append(f"{name}: not in this model")
                 continue
-            ours = parts[name] if stored.size < whole[name].numel() else whole[name]
+            ours = shards[name] if stored.size < full[name].numel() else full[name]
             self.result.compare("clamped kernel", _numpy(ours), stored, tolerance)
 
-    def _first_parts(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the first tensor-parallel rank has of each; the whole where there is one rank."""
+    def _first_shards(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The first tensor-parallel rank's shard of each full tensor, as the case was sharded."""
         cut, shape = layout.cut, self.shape
         return {
             name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]
@@ -210,12 +225,16 @@ class ModelCase:
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
-    """Published parameter name, with its pipeline position -> gradient, in the published shape."""
-    return published_tensors(model, {name: param.grad for name, param in model.named_parameters()})
+    """Published parameter name, with its pipeline position -> gradient, in the published shape.
+
+    Parameters without a gradient are left out.
+    """
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return published_tensors(model, {k: grad for k, grad in grads.items() if grad is not None})
 
 
 def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor for each of the model's parameters, whole, under the published names."""
+    """Gather a tensor for each of the model's parameters; the keys are published names."""
     out, params = {}, dict(model.named_parameters())
     for name, tensor in tensors.items():
         if name == "embedding.theta":
@@ -227,7 +246,10 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
-    """Theta, or something of its shape, as the first block's published tensors, of all heads."""
+    """Theta, or a tensor of its shape, as the published tensors of the first block (all heads).
+
+    `kerple_power_original` has no theta; the result then holds its fixed slopes.
+    """
     if theta_HN is None:
         if model.pos.name != "kerple_power_original":
             return {}

@@ -1,11 +1,14 @@
-"""One case's verdict: how far each quantity is from the published one, and how far it may be."""
+"""The verdict on one case: the error of each quantity, and the error that is allowed."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+
+Numbers = np.ndarray | np.floating[Any] | float
 
 
 @dataclass
@@ -15,13 +18,15 @@ class Result:
     Attributes:
         name: the case.
         errors: quantity -> (greatest error so far, tolerance).
-        faults: what is wrong beyond numbers; any fails the case.
-        refusal: why the asked attention backend does not serve this case: then there is no verdict.
+        faults: what is wrong apart from numbers; one is enough to fail the case.
+        unchecked: what could not be checked, and why; it does not fail the case.
+        refusal: why the attention backend does not serve this case; then there is no verdict.
     """
 
     name: str
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     refusal: str | None = None
 
     def add(self, quantity: str, error: float, tolerance: float) -> None:
@@ -32,11 +37,11 @@ class Result:
     def compare(
         self,
         quantity: str,
-        ours: np.ndarray | float,
-        published: np.ndarray | float,
+        ours: Numbers,
+        published: Numbers,
         tolerance: float,
         *,
-        scale: np.ndarray | float = 1.0,
+        scale: Numbers = 1.0,
     ) -> None:
         """Add max |ours - published| / scale."""
         ours, published = np.asarray(ours, np.float64), np.asarray(published, np.float64)
@@ -47,7 +52,7 @@ class Result:
             self.add(quantity, float(np.max(np.abs(ours - published) / scale)), tolerance)
 
     def expect(self, what: str, ours: object, published: object) -> None:
-        """A fault unless the two are equal."""
+        """Add a fault unless the two are equal."""
         if ours != published:
             self.faults.append(f"{what}: {_short(ours)}, published {_short(published)}")
 
@@ -60,14 +65,14 @@ class Result:
 
     def line(self) -> str:
         """`ok    NAME: quantity error (tolerance), ...`"""
-        parts = [
+        if self.refusal and not self.faults:
+            return f"-     {self.name}: not served: {self.refusal}"
+        found = [
             f"{quantity} {error:.2g} ({tolerance:g}){'' if error <= tolerance else ' TOO FAR'}"
             for quantity, (error, tolerance) in self.errors.items()
         ]
-        parts += self.faults
-        if self.refusal and not self.faults:
-            return f"-     {self.name}: not served: {self.refusal}"
-        return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {', '.join(parts) or 'nothing'}"
+        found += self.faults + [f"not checked: {reason}" for reason in self.unchecked]
+        return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {', '.join(found) or 'nothing'}"
 
 
 def _short(value: object) -> str:

@@ -1,14 +1,14 @@
-"""training/NAME: published training steps, taken again by this project's engine.
+"""training/NAME: published training steps, repeated by this project's engine.
 
-The parts are those of train.py: model and groups, optimizer, DeepSpeed engine, schedule, the
-training step and the projection of theta, built by the same functions from the case's config.
-Weight decay reaches the kernel's parameters, as in the published code. The text is the case's own.
+The model, groups, optimizer, DeepSpeed engine, schedule, training step and projection of theta are
+built from the case's config by the functions that train.py uses. Weight decay reaches the kernel's
+parameters, as in the published code. The case holds the tokens.
 
-bf16: `published_numerics`, with the clamp on the model's copy alone. The published curve there was
-made with another optimizer wrapper, so it shows semantics, not digits.
+bf16 cases run under `published_numerics`, and the clamp changes the model's copy of theta only. The
+published bf16 curve was made with another optimizer wrapper: it shows the semantics, not digits.
 
 Without rotation or weights that depend on it, the bias of the keys has no gradient: softmax absorbs
-it. Adam turns what rounding leaves of it into steps, hence a wider tolerance for that one tensor.
+it. Adam turns the rounding errors of that gradient into steps, hence the wider tolerance for it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from megatron.engine.training.optimizer import full_theta, parameter_groups, pro
 from megatron.parallel import Groups
 from tools.parity.models import (
     case_config,
+    position_name,
     positional_tensors,
     published_tensors,
-    require_parts,
+    require_divisible,
 )
 from tools.parity.result import Result
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 RATES = 1e-12
 KEY_BIAS = 5e-2
-KINDS = {  # what the curve calls it -> what is compared: see `TrainingCase.seen`
+KINDS = {  # name in the curve -> name in `TrainingCase.seen`
     "kernel": "kernel",
     "kernel_before_stats_clamp": "before clamp",
     "kernel_bf16_after_stats": "kernel",
@@ -53,7 +54,7 @@ KINDS = {  # what the curve calls it -> what is compared: see `TrainingCase.seen
 def check_training(
     folder: Path, name: str, groups: Groups, *, backend: str = "eager", again: bool = False
 ) -> Iterator[Result]:
-    """Take the steps of one case; `again` leaves out bf16, which is always eager."""
+    """Repeat the steps of one case; `again` leaves out bf16, which is always eager."""
     manifest = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "curve.npz", allow_pickle=False) as stored:
         curve = dict(stored)
@@ -62,10 +63,10 @@ def check_training(
     rounded = config.training.precision != "fp32"
     if rounded and again:
         return
-    own = ["weight_decay_positional=true", f"published_numerics={str(rounded).lower()}"]
-    own += [f"attention_backend={'eager' if rounded else backend}"]
-    config = case_config(folder, own, vocab_size)
-    require_parts(config, vocab_size, groups.model.size)
+    overrides = ["weight_decay_positional=true", f"published_numerics={str(rounded).lower()}"]
+    overrides += [f"attention_backend={'eager' if rounded else backend}"]
+    config = case_config(folder, overrides, vocab_size)
+    require_divisible(config, vocab_size, groups.model.size)
     result = Result(f"{name} {config.training.precision} {config.model.attention_backend}")
     try:
         case = TrainingCase(folder, config, vocab_size, groups)
@@ -80,7 +81,11 @@ def check_training(
 
 
 class TrainingCase:
-    """A model and its engine at step 0 of a case, and what was seen on the way."""
+    """A model and its engine at step 0 of a case, and the values recorded at each step.
+
+    Attributes:
+        seen: quantity -> its value at each step.
+    """
 
     def __init__(self, folder: Path, config: Config, vocab_size: int, groups: Groups):
         self.config, self.groups = config, groups
@@ -93,7 +98,7 @@ class TrainingCase:
         self.seen: dict[str, list] = {}
 
     def run(self, tokens: np.ndarray) -> None:
-        """Steps over tokens [steps, micro-batches, batch, seq + 1]."""
+        """Train on tokens [steps, micro-batches, batch, seq + 1]."""
         self.engine.train()
         theta, pos = self.model.theta, self.model.pos
         copy_only = self.config.training.precision != "fp32"
@@ -113,7 +118,7 @@ class TrainingCase:
             self._note_kernel("kernel", theta)
 
     def check_groups(self, manifest: dict, result: Result) -> None:
-        """Which parameters decay."""
+        """Compare the weight decay of each parameter."""
         if "optimizer_groups" not in manifest:
             return
         placed = {id(p): names for names, p in self._published_parameters()}
@@ -124,11 +129,11 @@ class TrainingCase:
             for param in group["params"]:
                 ours |= dict.fromkeys(placed[id(param)], group["weight_decay"])
         for group in manifest["optimizer_groups"]:
-            theirs |= dict.fromkeys(group["params"], group["weight_decay"])
+            theirs |= dict.fromkeys(map(position_name, group["params"]), group["weight_decay"])
         result.expect("weight decay of each parameter", ours, theirs)
 
     def compare(self, curve: dict[str, np.ndarray], manifest: dict, result: Result) -> None:
-        """Everything that the curve holds."""
+        """Compare every quantity that the curve holds."""
         tolerance = TOLERANCES[self.config.training.precision]
         seen = {key: np.array(values) for key, values in self.seen.items()}
         result.compare("loss", seen["loss"], curve["loss"], tolerance)
@@ -147,14 +152,15 @@ class TrainingCase:
             if ours is None:
                 result.faults.append(f"{key}: not in this model")
                 continue
-            if len(ours) == len(published) + 1:  # the start is not in it
+            if len(ours) == len(published) + 1:  # the curve leaves out the start
                 ours = ours[1:]
-            elif KINDS[kind] == "kernel":  # the first forward pass there clamps the start
+            elif KINDS[kind] == "kernel":  # the published first forward pass clamps the start
                 low, high = self._bounds(name)
                 published = np.concatenate([published[:1].clip(low, high), published[1:]])
             result.compare(KINDS[kind], ours.reshape(published.shape), published, tolerance)
         if "final_l2" in curve:
-            self._compare_final(curve, manifest["final_param_names"], result, tolerance)
+            names = [position_name(name) for name in manifest["final_param_names"]]
+            self._compare_final(curve, names, result, tolerance)
 
     def _compare_final(
         self, curve: dict[str, np.ndarray], names: list[str], result: Result, tolerance: float
@@ -174,12 +180,12 @@ class TrainingCase:
                 result.compare(label, flat.sum(), total, allowed, scale=size)
 
     def _published_parameters(self) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
-        """(its names in the published code, parameter)."""
+        """Each parameter with its names in the published code."""
         for name, param in self.model.named_parameters():
             yield list(published_tensors(self.model, {name: param})), param
 
     def _bounds(self, name: str) -> tuple[float, float]:
-        """Of a kernel's column by its published name; none for a table."""
+        """(low, high) of the theta column with this published name; infinite for T5's table."""
         columns = self.model.pos.parameters
         bounds = ((p.low, p.high) for p in columns if name.endswith(f".{p.name}"))
         return next(bounds, (-np.inf, np.inf))
@@ -188,6 +194,6 @@ class TrainingCase:
         self.seen.setdefault(key, []).append(value)
 
     def _note_kernel(self, kind: str, theta_HN: torch.Tensor | None) -> None:
-        """Theta; or, where that is None, slopes that are not trained but stored as if they were."""
+        """Record theta; if it is None, fixed slopes that published files store as parameters."""
         for name, tensor in positional_tensors(self.model, theta_HN).items():
             self._note(f"{kind}/{name}", tensor.detach().float().cpu().numpy().copy())
