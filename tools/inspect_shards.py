@@ -18,7 +18,7 @@ import numpy as np
 from megatron import entry
 from megatron.data.errors import DataError, ShardError
 from megatron.data.shards.manifest import check_tokenizer, read_manifest
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 
@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
-        shards = MMapIndexedDataset(arguments.prefix)
+        shards = ShardReader(arguments.prefix)
         manifest = read_manifest(arguments.prefix)
         print_counts(shards, manifest)
         tokenizer = tokenizer_for(arguments, manifest)
@@ -79,7 +79,7 @@ def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Token
     return build_tokenizer(kind, arguments.vocab_file, arguments.merge_file)
 
 
-def print_counts(shards: MMapIndexedDataset, manifest: dict | None) -> None:
+def print_counts(shards: ShardReader, manifest: dict | None) -> None:
     print(f"{shards.prefix}: {len(shards):,} documents, {len(shards.tokens):,} tokens")
     print(f"dtype: {shards.dtype.name}; {shards.tokens.nbytes / 1e6:,.1f} MB")
     if len(shards):
@@ -101,7 +101,7 @@ def print_counts(shards: MMapIndexedDataset, manifest: dict | None) -> None:
     print(f"source: {source.get('corpus', 'files')}; skipped {source.get('skipped', 0)}")
 
 
-def check_tokens(shards: MMapIndexedDataset, manifest: dict | None, vocab_size: int | None) -> None:
+def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | None) -> None:
     """ShardError for counts that the manifest denies, and for tokens outside the vocabulary."""
     for key, found in (("documents", len(shards)), ("tokens", len(shards.tokens))):
         if manifest and manifest.get(key, found) != found:
@@ -133,9 +133,7 @@ def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def print_documents(
-    shards: MMapIndexedDataset, tokenizer: Tokenizer, count: int, characters: int
-) -> None:
+def print_documents(shards: ShardReader, tokenizer: Tokenizer, count: int, characters: int) -> None:
     for i in range(min(count, len(shards))):
         # Bytes a token are few; four times the characters are enough tokens for any text.
         text = tokenizer.decode(shards.get(i)[: characters * 4])

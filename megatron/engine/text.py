@@ -14,13 +14,13 @@ from megatron.data.samples.index_cache import cache_folder
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
 from megatron.data.samples.split import open_checked, open_splits
 from megatron.data.shards.joined import JoinedShards
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import data_prefix, tokenizer_of
 from megatron.parallel import Groups
 
 SPLITS = ("train", "valid", "test")
-Shards = MMapIndexedDataset | JoinedShards
+Shards = ShardReader | JoinedShards
 
 
 def evaluation_text(config: Config, tokenizer: Tokenizer) -> tuple[Shards, list[tuple[int, int]]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.writer import ShardWriter
 from tests.helpers import archives, commands
 
 
@@ -20,19 +20,19 @@ def parity(fixtures) -> Path:
 
 
 @pytest.fixture(scope="session")
-def published_shards(parity) -> MMapIndexedDataset:
-    return MMapIndexedDataset(parity / "corpus_text_document")
+def published_shards(parity) -> ShardReader:
+    return ShardReader(parity / "corpus_text_document")
 
 
 @pytest.fixture
-def make_shards(tmp_path) -> Callable[..., MMapIndexedDataset]:
+def make_shards(tmp_path) -> Callable[..., ShardReader]:
     """make_shards(documents, dtype) writes them and opens what was written."""
 
-    def make(documents: Iterable, dtype=np.uint16, name: str = "made") -> MMapIndexedDataset:
-        with MMapIndexedDatasetWriter(tmp_path / name, dtype) as writer:
+    def make(documents: Iterable, dtype=np.uint16, name: str = "made") -> ShardReader:
+        with ShardWriter(tmp_path / name, dtype) as writer:
             for document in documents:
                 writer.add_document(np.asarray(document, dtype))
-        return MMapIndexedDataset(tmp_path / name)
+        return ShardReader(tmp_path / name)
 
     return make
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.writer import ShardWriter
 from megatron.engine.training.schedule import Schedule
 from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
 from tests.helpers.paths import ROOT
@@ -269,7 +269,7 @@ def test_a_diverged_run_leaves_the_checkpoint_as_it_was(finished, tmp_path):
 
 def test_shards_of_another_tokenizer_are_named_before_the_model_sees_them(tmp_path):
     foreign = tmp_path / "foreign"
-    with MMapIndexedDatasetWriter(foreign, np.uint16) as writer:
+    with ShardWriter(foreign, np.uint16) as writer:
         for _ in range(60):
             writer.add_document(np.full(80, 900))
     config, _ = config_at(tmp_path, str(foreign))

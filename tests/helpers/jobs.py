@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from megatron.config import load_config
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.writer import ShardWriter
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.run import Job
 from megatron.parallel import Groups
@@ -46,7 +46,7 @@ def write_shards(folder: Path, documents: int = 60) -> str:
     """Shards of text with something to learn; returns their prefix."""
     rng = np.random.default_rng(7)
     prefix = folder / "text_document"
-    with MMapIndexedDatasetWriter(prefix, np.uint16) as writer:
+    with ShardWriter(prefix, np.uint16) as writer:
         for _ in range(documents):
             word = rng.integers(97, 123, rng.integers(3, 9))
             writer.add_document(np.append(np.tile(word, rng.integers(5, 30)), 256))

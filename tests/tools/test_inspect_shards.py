@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import prepare_data  # noqa: E402
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.writer import ShardWriter
 from tools import inspect_shards
 
 
@@ -68,7 +68,7 @@ def recount(prefix: Path) -> None:
 def test_another_tokenizer_and_none(prefix, tmp_path, capsys):
     assert inspect_shards.main([str(prefix), "-t", "CharLevelTokenizer"]) == 1
     assert "was made with ByteLevelTokenizer" in capsys.readouterr().err
-    with MMapIndexedDatasetWriter(tmp_path / "foreign", np.uint16) as writer:
+    with ShardWriter(tmp_path / "foreign", np.uint16) as writer:
         writer.add_document(np.arange(5))
     assert inspect_shards.main([str(tmp_path / "foreign")]) == 0
     out = capsys.readouterr().out

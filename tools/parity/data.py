@@ -25,7 +25,7 @@ from megatron.data.prepare.sources import find_sources
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.index import split_documents
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.build import padded_vocab_size
@@ -45,7 +45,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
             result.unchecked.append(f"the tokens: {folder / TOKENIZER} does not exist")
             with corpus.open(encoding="utf-8") as lines:
                 documents = sum(bool(json.loads(line)["text"]) for line in lines)
-            published = len(MMapIndexedDataset(folder / shards))
+            published = len(ShardReader(folder / shards))
             result.add("number of documents", abs(documents - published), 0)
             yield result
             continue
@@ -124,7 +124,7 @@ def check_iterators(folder: Path, name: str) -> Iterator[Result]:
 
 
 def _check_iterator(
-    shards: MMapIndexedDataset, run: dict, split: str, published: np.ndarray, result: Result
+    shards: ShardReader, run: dict, split: str, published: np.ndarray, result: Result
 ) -> None:
     number = SPLITS.index(split)
     samples = sample_counts(
@@ -171,11 +171,11 @@ def _hash(samples: np.ndarray) -> str:
     return hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
 
 
-def _shards(folder: Path) -> MMapIndexedDataset:
+def _shards(folder: Path) -> ShardReader:
     """The shards of the data folder that `folder` belongs to."""
     for place in (folder, folder.parent):
         for index in sorted(place.glob("*.idx")):
-            return MMapIndexedDataset(index.with_suffix(""))
+            return ShardReader(index.with_suffix(""))
     raise FileNotFoundError(f"{folder}: no *.idx there, nor in {folder.parent}")
 
 

@@ -20,7 +20,7 @@ from megatron.data.locks import one_at_a_time
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import Source
 from megatron.data.shards.manifest import read_manifest
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.suggest import nearest
 
@@ -118,7 +118,7 @@ def _is_ready(prefix: Path, tokenizer: Tokenizer) -> bool:
     """Whether a whole data set of this tokenizer is in place."""
     try:
         manifest = read_manifest(prefix)
-        MMapIndexedDataset(prefix)
+        ShardReader(prefix)
     except ShardError:
         return False
     return manifest is not None and manifest["tokenizer_fingerprint"] == tokenizer.fingerprint()

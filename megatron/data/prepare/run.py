@@ -28,9 +28,9 @@ from megatron.data.prepare.progress import Progress, describe_nothing, describe_
 from megatron.data.prepare.read_files import read_source
 from megatron.data.prepare.sources import Source
 from megatron.data.prepare.workers import Workers
+from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import build_manifest, to_bytes
-from megatron.data.shards.reader import shard_path
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.base import Tokenizer
 
 
@@ -97,7 +97,7 @@ class _Run:
         encoder = Encoder(self.tokenizer, self.options.encode)
         with Workers(encoder, self.options.workers) as workers, ExitStack() as stack:
             self.writers = [
-                stack.enter_context(MMapIndexedDatasetWriter(prefix, self.tokenizer.dtype))
+                stack.enter_context(ShardWriter(prefix, self.tokenizer.dtype))
                 for prefix in self.prefixes
             ]
             self._resume()

@@ -26,7 +26,7 @@ import numpy as np
 from megatron.data.errors import DataExhausted, ShardError
 from megatron.data.samples.index import SampleIndex, build_sample_index
 from megatron.data.samples.index_cache import cached_sample_index
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 
 
 class TokenDataset:
@@ -41,7 +41,7 @@ class TokenDataset:
 
     def __init__(
         self,
-        shards: MMapIndexedDataset,
+        shards: ShardReader,
         documents: tuple[int, int],
         num_samples: int,
         seq_length: int,

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.errors import ShardError
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 
 
 def eval_sequences(
-    shards: MMapIndexedDataset, documents: tuple[int, int], length: int, max_tokens: int
+    shards: ShardReader, documents: tuple[int, int], length: int, max_tokens: int
 ) -> np.ndarray:
     """int64 [n, length + 1]: sequences of documents [start, end) with n * length <= max_tokens.
 
@@ -40,7 +40,7 @@ def eval_sequences(
 
 
 def eval_span(
-    shards: MMapIndexedDataset, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
+    shards: ShardReader, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
 ) -> int:
     """Targets (<= max_tokens) that every length can cover exactly: a multiple of all of `lengths`.
 
@@ -55,7 +55,7 @@ def eval_span(
     return available // max(lengths) * max(lengths)
 
 
-def _row(shards: MMapIndexedDataset, documents: tuple[int, int]) -> np.ndarray:
+def _row(shards: ShardReader, documents: tuple[int, int]) -> np.ndarray:
     """The tokens of documents [start, end), which lie one after the other in .bin."""
     start, end = documents
     if not 0 <= start <= end <= len(shards):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron.data.samples.index import split_documents
 from megatron.data.shards.joined import JoinedShards, find_prefixes, open_shards
 from megatron.data.shards.manifest import check_tokenizer
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 
 
@@ -16,7 +16,7 @@ def open_splits(
     data_path: str | os.PathLike | Sequence[str],
     split: str,
     tokenizer: Tokenizer | None = None,
-) -> tuple[MMapIndexedDataset | JoinedShards, list[tuple[int, int]]]:
+) -> tuple[ShardReader | JoinedShards, list[tuple[int, int]]]:
     """Open the shards `data_path` (a prefix, a glob of them, or a list) and cut them by `split`.
 
     Returns (shards, [train, valid, test]), each split as (start, end) of documents.
@@ -29,7 +29,7 @@ def open_splits(
 
 def open_checked(
     data_path: str | os.PathLike | Sequence[str], tokenizer: Tokenizer | None
-) -> MMapIndexedDataset | JoinedShards:
+) -> ShardReader | JoinedShards:
     """Open shards; ShardError if a manifest names another tokenizer."""
     prefixes = find_prefixes(data_path)
     if tokenizer is not None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron.data.errors import ShardError
 from megatron.data.shards.manifest import read_manifest, to_bytes
-from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.writer import ShardWriter
 
 _COPY = 1 << 24  # tokens copied at a time
 _IDX = ".idx"
@@ -59,16 +59,16 @@ def _check_complete(pattern: str, prefixes: list[str]) -> None:
 
 def open_shards(
     data_path: str | os.PathLike | Sequence[str | os.PathLike],
-) -> MMapIndexedDataset | JoinedShards:
+) -> ShardReader | JoinedShards:
     """Open one prefix, or all that a glob or list names as one data set."""
     prefixes = find_prefixes(data_path)
     if len(prefixes) == 1:
-        return MMapIndexedDataset(prefixes[0])
+        return ShardReader(prefixes[0])
     return JoinedShards(prefixes)
 
 
 class JoinedShards:
-    """Shards one after the other, with the face of `MMapIndexedDataset`: equal to merged ones.
+    """Shards one after the other, with the face of `ShardReader`: equal to merged ones.
 
     `sizes` int32 [n], `pointers` int64 [n] (bytes, as in a merged .bin), `dtype`; `tokens[a:b]`
     gives tokens across the parts, a copy only where it touches two.
@@ -77,7 +77,7 @@ class JoinedShards:
     def __init__(self, prefixes: Sequence[str | os.PathLike]) -> None:
         self.prefixes = [os.fspath(prefix) for prefix in prefixes]
         self.prefix = " + ".join(self.prefixes)
-        self.parts = [MMapIndexedDataset(prefix) for prefix in self.prefixes]
+        self.parts = [ShardReader(prefix) for prefix in self.prefixes]
         check_alike(self.parts)
         self.dtype = self.parts[0].dtype
         self.sizes = np.concatenate([part.sizes for part in self.parts])
@@ -98,7 +98,7 @@ class JoinedShards:
         return type(self), (self.prefixes,)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens of document i, as `MMapIndexedDataset.get`."""
+        """Tokens of document i, as `ShardReader.get`."""
         first = 0
         for part in self.parts:
             if i < first + len(part):
@@ -130,7 +130,7 @@ class _JoinedTokens:
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
 
-def check_alike(parts: Sequence[MMapIndexedDataset]) -> None:
+def check_alike(parts: Sequence[ShardReader]) -> None:
     """ShardError if shards of different dtypes or tokenizers would become one data set."""
     first = parts[0]
     told = [(read_manifest(part.prefix) or {}).get("tokenizer_fingerprint") for part in parts]
@@ -149,7 +149,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
     """Write the shards `prefixes`, in order, as one; return (documents, tokens)."""
     if Path(f"{output}.idx").exists():
         raise ShardError(f"{output}.idx: exists already; remove it, or choose another name")
-    parts = [MMapIndexedDataset(prefix) for prefix in prefixes]
+    parts = [ShardReader(prefix) for prefix in prefixes]
     check_alike(parts)
     manifests = [read_manifest(prefix) for prefix in prefixes]
     _check_partitions(prefixes, manifests)
@@ -164,10 +164,10 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
 def _written(
     prefixes: Sequence[str],
     output: str | os.PathLike,
-    parts: list[MMapIndexedDataset],
+    parts: list[ShardReader],
     manifests: list[dict | None],
 ) -> tuple[int, int]:
-    with MMapIndexedDatasetWriter(output, parts[0].dtype.newbyteorder("=")) as writer:
+    with ShardWriter(output, parts[0].dtype.newbyteorder("=")) as writer:
         for part in parts:
             writer.add_documents(part.tokens[:0], part.sizes)
             for start in range(0, len(part.tokens), _COPY):

@@ -10,14 +10,11 @@ import numpy as np
 
 from megatron.data.errors import ShardError
 from megatron.data.shards.format import DTYPES, HEADER, MAGIC, OLD_MAGIC, shard_path
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
-
-__all__ = ["MMapIndexedDataset", "MMapIndexedDatasetWriter"]
 
 _CHECK_ROWS = 1 << 20  # documents whose pointers are checked at a time
 
 
-class MMapIndexedDataset:
+class ShardReader:
     """Read access to PREFIX.bin and PREFIX.idx without loading them.
 
     `sizes` int32 [n], `pointers` int64 [n] (bytes), `doc_idx` int64 [m], `dtype`, `tokens` [all

@@ -15,7 +15,7 @@ from megatron.data.shards.format import CODES, HEADER, MAGIC, shard_path
 _ROWS = 1 << 16  # documents handled at a time when the .idx is finished: 2 MB of memory
 
 
-class MMapIndexedDatasetWriter:
+class ShardWriter:
     """Writes PREFIX.bin and PREFIX.idx so that no .idx ever exists without its complete .bin.
 
     Tokens go to PREFIX.bin.part and document sizes to PREFIX.idx.part, so memory does not grow with
@@ -54,7 +54,7 @@ class MMapIndexedDatasetWriter:
         self._left = (self._file.seek(0, os.SEEK_END), _size_of(self._idx_part))
         self.documents = self.tokens = 0
 
-    def __enter__(self) -> MMapIndexedDatasetWriter:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:

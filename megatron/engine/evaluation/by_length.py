@@ -12,7 +12,7 @@ import torch
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import DTYPES, build_model, identity_of, tokenizer_of
 from megatron.engine.checkpoint import saved as checkpoint
@@ -92,7 +92,7 @@ def extrapolate(
     loss_fn: LossFn,
     pos: PositionalEmbedding,
     theta_HN: torch.Tensor | None,
-    shards: MMapIndexedDataset,
+    shards: ShardReader,
     splits: Sequence[tuple[int, int]],
     tokenizer: Tokenizer,
     run_dir: Path,

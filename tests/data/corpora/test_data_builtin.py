@@ -15,7 +15,7 @@ from megatron.data.corpora.builtin import (
 from megatron.data.errors import CorpusError
 from megatron.data.samples.split import open_splits
 from megatron.data.shards.manifest import read_manifest
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
 
 BYTES = build_tokenizer("ByteLevelTokenizer")
@@ -62,22 +62,22 @@ def test_selection_and_order(library, tmp_path, capsys):
     assert (source["corpus"], source["skipped"], source["files"][0]["files"]) == (
         "python-stdlib", 1, 3,
     )  # fmt: skip
-    shards = MMapIndexedDataset(prefix)
+    shards = ShardReader(prefix)
     assert [BYTES.decode(shards.get(i)[:-1]) for i in range(2)] == ["# json/b.py\n", "# a.py\n"]
 
 
 def test_made_once_and_mended_if_broken(library, tmp_path, monkeypatch):
     prefix = prepare_builtin("python-stdlib", tmp_path, BYTES)
-    content = MMapIndexedDataset(prefix).tokens.tobytes()
+    content = ShardReader(prefix).tokens.tobytes()
     (library / "new.py").write_text("# the library changes; data in use does not\n")
     assert prepare_builtin("python-stdlib", tmp_path, BYTES) == prefix
-    assert MMapIndexedDataset(prefix).tokens.tobytes() == content
+    assert ShardReader(prefix).tokens.tobytes() == content
     (library / "new.py").unlink()
     for suffix in (".idx", ".bin", ".json"):
         path = tmp_path / "python-stdlib" / f"{prefix.rsplit('/', 1)[1]}{suffix}"
         path.write_bytes(path.read_bytes()[:-3])
         assert prepare_builtin("python-stdlib", tmp_path, BYTES) == prefix
-        assert MMapIndexedDataset(prefix).tokens.tobytes() == content
+        assert ShardReader(prefix).tokens.tobytes() == content
 
 
 def test_tokenizers_do_not_share_a_data_set(library, tmp_path):

@@ -18,7 +18,7 @@ from megatron.data.corpora import catalogue as registry
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, RemoteFile, alternatives
 from megatron.data.corpora.download import check, download
 from megatron.data.errors import CorpusError
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from tests.helpers import archives
 from tests.helpers.paths import ROOT
 
@@ -237,7 +237,7 @@ def test_three_corpora_from_their_archives_to_training(server, tmp_path, gpt2_fi
         arguments += ["-v", str(gpt2_files[0]), "-m", str(gpt2_files[1])]
         assert prepare_data.main(arguments) == 0
         prefixes.append(str(data / name / f"{name}_text_document"))
-        assert len(MMapIndexedDataset(prefixes[-1])) == count
+        assert len(ShardReader(prefixes[-1])) == count
         manifest = json.loads(Path(f"{prefixes[-1]}.json").read_text())
         assert manifest["source"]["corpus"] == name and manifest["tokenizer"] == "GPT2BPETokenizer"
         assert len(manifest["source"]["files"][0]["sha256"]) == 64

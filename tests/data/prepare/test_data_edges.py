@@ -15,7 +15,7 @@ from megatron.data.errors import ShardError
 from megatron.data.prepare.journal import Journal
 from megatron.data.prepare.sources import find_sources
 from megatron.data.shards.joined import find_prefixes
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from tools import inspect_shards, merge_shards, preprocess_data
 
 GOOD = '{"text": "fine", "meta": {"pile_set_name": "ArXiv"}}\n'
@@ -55,7 +55,7 @@ def test_an_archive_without_records_is_an_error(tmp_path, run, kind):
     assert f"error: {empty}: has no records" in run([good, empty], code=1)
     text = run([good, empty, good], "--on-error", "skip")
     assert "skipped 1 faulty records" in text and f"{empty}: has no records" in text
-    assert len(MMapIndexedDataset(tmp_path / "out" / "x_text_document")) == 2
+    assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 2
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_partitions_without_documents(tmp_path, run, capsys):
     assert inspect_shards.main([prefixes[0]]) == 0
     assert not Path(f"{prefixes[0]}.lengths.png").exists()
     assert merge_shards.main([*prefixes, str(out / "merged")]) == 0
-    assert len(MMapIndexedDataset(out / "merged")) == 1
+    assert len(ShardReader(out / "merged")) == 1
 
     path.write_text('{"text": ""}\n')
     for part in (1, 2):
@@ -121,7 +121,7 @@ def test_folders_of_the_datasets_library(tmp_path, run):
     rows.save_to_disk(tmp_path / "rows")
     datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
     run([tmp_path / "rows"])
-    assert len(MMapIndexedDataset(tmp_path / "out" / "x_text_document")) == 600
+    assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 600
     text = run([tmp_path / "splits"], code=1, name="y")
     assert "holds several splits; give one of ['train']'s folder" in text
     text = run([f"hub:{tmp_path / 'rows'}"], code=1, name="y")

@@ -15,18 +15,18 @@ import pytest
 from megatron.data.corpora.builtin import prepare_builtin
 from megatron.data.errors import ShardError
 from megatron.data.samples import index_cache
-from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.build import build_tokenizer
 
 # Writes data sets of one document more each time, over and over, and says when it began.
 WRITER = """
 import sys
 import numpy as np
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.writer import ShardWriter
 print("ready", flush=True)
 for n in range(1, 10**6):
-    with MMapIndexedDatasetWriter(sys.argv[1], np.int32) as writer:
+    with ShardWriter(sys.argv[1], np.int32) as writer:
         writer.manifest = str(n).encode()
         for i in range(n % 50 + 1):
             writer.add_document(np.full(300, n, np.int32))
@@ -35,8 +35,8 @@ for n in range(1, 10**6):
 SLOW_WRITER = """
 import sys
 import numpy as np
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
-with MMapIndexedDatasetWriter(sys.argv[1], np.int32) as writer:
+from megatron.data.shards.writer import ShardWriter
+with ShardWriter(sys.argv[1], np.int32) as writer:
     print("ready", flush=True)
     while True:
         writer.add_document(np.arange(100_000, dtype=np.int32))
@@ -55,8 +55,8 @@ INDEXER = """
 import hashlib, pathlib, sys, time
 import numpy as np
 from megatron.data.samples.dataset import TokenDataset
-from megatron.data.shards.reader import MMapIndexedDataset
-shards = MMapIndexedDataset(sys.argv[3])
+from megatron.data.shards.reader import ShardReader
+shards = ShardReader(sys.argv[3])
 print("ready", flush=True)
 while not pathlib.Path(sys.argv[2]).exists():
     time.sleep(0.001)
@@ -99,17 +99,17 @@ def test_a_killed_writer_leaves_no_index(start, tmp_path):
     while part.stat().st_size < 5_000_000:
         time.sleep(0.01)
     with pytest.raises(ShardError, match="another process is writing this data set"):
-        MMapIndexedDatasetWriter(prefix, np.int32)
+        ShardWriter(prefix, np.int32)
     kill(process)
     parts = ["x.bin.part", "x.idx.part"]
     assert sorted(path.name for path in tmp_path.iterdir()) == parts
     with pytest.raises(ShardError, match="no such file"):
-        MMapIndexedDataset(prefix)
+        ShardReader(prefix)
     # The next writer takes over, and nothing of the dead one is left.
-    with MMapIndexedDatasetWriter(prefix, np.int32) as writer:
+    with ShardWriter(prefix, np.int32) as writer:
         writer.add_document(np.arange(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
-    assert MMapIndexedDataset(prefix).tokens.tolist() == [0, 1, 2]
+    assert ShardReader(prefix).tokens.tolist() == [0, 1, 2]
 
 
 def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
@@ -122,7 +122,7 @@ def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
         kill(process)
         if not Path(f"{prefix}.idx").exists():
             continue
-        shards = MMapIndexedDataset(prefix)  # raises if the two do not fit together
+        shards = ShardReader(prefix)  # raises if the two do not fit together
         n = int(shards.tokens[0])
         assert len(shards) == n % 50 + 1 and (shards.tokens == n).all()
         assert Path(f"{prefix}.json").read_text() == str(n)
@@ -133,7 +133,7 @@ def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
 def test_an_earlier_data_set_survives_until_the_new_one_is_whole(start, make_shards, tmp_path):
     made = make_shards([[1, 2, 3]])
     kill(start(SLOW_WRITER, made.prefix))
-    assert MMapIndexedDataset(made.prefix).tokens.tolist() == [1, 2, 3]
+    assert ShardReader(made.prefix).tokens.tolist() == [1, 2, 3]
 
 
 def test_ranks_that_prepare_the_corpus_at_once(start, tmp_path):
@@ -172,13 +172,13 @@ def no_locks(monkeypatch):
 
 
 def test_without_locks_two_writers_do_not_meet(no_locks, tmp_path):
-    with MMapIndexedDatasetWriter(tmp_path / "x", np.int32) as slow:
+    with ShardWriter(tmp_path / "x", np.int32) as slow:
         slow.add_document(np.array([1, 2]))
-        with MMapIndexedDatasetWriter(tmp_path / "x", np.int32) as quick:
+        with ShardWriter(tmp_path / "x", np.int32) as quick:
             quick.add_document(np.array([1, 2]))
-        assert MMapIndexedDataset(tmp_path / "x").tokens.tolist() == [1, 2]
+        assert ShardReader(tmp_path / "x").tokens.tolist() == [1, 2]
         slow.add_document(np.array([3]))
-    assert MMapIndexedDataset(tmp_path / "x").tokens.tolist() == [1, 2, 3]
+    assert ShardReader(tmp_path / "x").tokens.tolist() == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
 
 

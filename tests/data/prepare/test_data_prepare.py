@@ -14,7 +14,7 @@ from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
 from megatron.data.samples.split import open_splits
 from megatron.data.shards.manifest import read_manifest
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
 
 BYTES = build_tokenizer("ByteLevelTokenizer")
@@ -66,7 +66,7 @@ def test_several_files_and_options(run, tmp_path):
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfth\nree")
     common = ("--input", "a.jsonl", "b.txt", "--name", "x", "--text-key", "body")
     assert run(*common)[0] == 0
-    shards = MMapIndexedDataset("data/x_text_document")
+    shards = ShardReader("data/x_text_document")
     assert [BYTES.decode(shards.get(i)) for i in range(3)] == [
         "one<|endoftext|>",
         "2<|endoftext|>",
@@ -76,7 +76,7 @@ def test_several_files_and_options(run, tmp_path):
     assert status == 1 and "x_text_document.idx: exists already" in err and "--overwrite" in err
     assert run(*common, "--overwrite", "--no-append-eod")[0] == 0
     assert (
-        MMapIndexedDataset("data/x_text_document").tokens.tobytes()
+        ShardReader("data/x_text_document").tokens.tobytes()
         == BYTES.encode("one2th\nree").tobytes()
     )
 
@@ -199,7 +199,7 @@ def test_many_chunks_are_in_order(tmp_path):
     assert manifest["text_bytes"] == sum(map(len, kept)) and manifest["documents"] == len(kept)
     assert manifest["empty_documents"] == len(texts) - len(kept)
     expected = np.concatenate([[*text.encode(), 256] for text in kept])
-    np.testing.assert_array_equal(MMapIndexedDataset(tmp_path / "x").tokens, expected)
+    np.testing.assert_array_equal(ShardReader(tmp_path / "x").tokens, expected)
 
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):

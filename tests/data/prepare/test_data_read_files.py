@@ -22,7 +22,7 @@ from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources, kind_of
 from megatron.data.shards.manifest import read_manifest
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.helpers import archives
 
@@ -35,7 +35,7 @@ def prepared(tmp_path: Path, *inputs, on_error="stop", **encode) -> list[str]:
     """The documents of shards made of `inputs`, decoded."""
     options = PrepareOptions(EncodeOptions(**encode), 1, on_error, quiet=True)
     write_shards(find_sources(inputs), [tmp_path / "out"], BYTES, options)
-    shards = MMapIndexedDataset(tmp_path / "out")
+    shards = ShardReader(tmp_path / "out")
     return [BYTES.decode(shards.get(i)[:-1]) for i in range(len(shards))]
 
 
@@ -184,7 +184,7 @@ def test_several_keys_and_ftfy(tmp_path):
     options = PrepareOptions(EncodeOptions(("text", "code"), ftfy=True), quiet=True)
     prefixes = [tmp_path / "t", tmp_path / "c"]
     first, second = write_shards(find_sources([path]), prefixes, BYTES, options)
-    shards = [MMapIndexedDataset(prefix) for prefix in prefixes]
+    shards = [ShardReader(prefix) for prefix in prefixes]
     decoded = [[BYTES.decode(s.get(i)[:-1]) for i in range(len(s))] for s in shards]
     assert decoded == [["schön", "two"], ["x"]]
     assert (first["documents"], second["documents"], second["source"]["key"]) == (2, 1, "code")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.shards.joined import find_prefixes
-from megatron.data.shards.reader import MMapIndexedDataset
+from megatron.data.shards.reader import ShardReader
 from tests.helpers import archives
 from tests.helpers.commands import call, content
 
@@ -29,7 +29,7 @@ def test_partitions_joined_are_the_whole(unbroken, tmp_path):
         call(*arguments, "--name", "x", "-d", tmp_path, "--partition", f"{part}/3")
     pattern = tmp_path / "x-0000?-of-00003_text_document"
     assert len(find_prefixes(pattern)) == 3
-    assert min(len(MMapIndexedDataset(prefix)) for prefix in find_prefixes(pattern)) > 150
+    assert min(len(ShardReader(prefix)) for prefix in find_prefixes(pattern)) > 150
     text = call(pattern, tmp_path / "whole", script="tools/merge_shards.py")
     assert f"data_path: {tmp_path}/whole" in text
     for suffix, data in content(tmp_path / "whole", TOKENS).items():
@@ -74,7 +74,7 @@ def test_skipped_faults_are_counted_and_listed(tmp_path):
     listed = (tmp_path / "x_text_document.skipped.txt").read_text().splitlines()
     assert [any(FAULTS[name] in line for line in listed) for name in ("json", "zst", "tar")]
     assert len(listed) == 5 and all(str(tmp_path) in line for line in listed)
-    shards = MMapIndexedDataset(tmp_path / "x_text_document")
+    shards = ShardReader(tmp_path / "x_text_document")
     # The whole records around a bad one are kept, and those before a truncation.
     assert 7 < len(shards) < 7 + 600
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.data.errors import DataExhausted, ShardError
 from megatron.data.samples import index_cache
 from megatron.data.samples.dataset import TokenDataset
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.writer import ShardWriter
 
 SIZES = st.lists(st.integers(0, 15), min_size=1, max_size=25).filter(lambda s: sum(s) > 1)
 
@@ -177,7 +177,7 @@ def test_what_a_dataset_refuses(make_shards, tmp_path):
         TokenDataset(shards, (1, 1), 5, 4, 0, "valid")
     with pytest.raises(ValueError, match=r"documents \(0, 2\) of 1"):
         TokenDataset(shards, (0, 2), 5, 4, 0, "train")
-    with MMapIndexedDatasetWriter(tmp_path / "floats", np.float32) as writer:
+    with ShardWriter(tmp_path / "floats", np.float32) as writer:
         writer.add_document(np.ones(4, np.float32))
     with pytest.raises(ShardError, match="holds float32 numbers, not tokens"):
         TokenDataset(type(shards)(tmp_path / "floats"), (0, 1), 5, 4, 0, "train")

@@ -13,14 +13,14 @@ from megatron.data.samples.evaluation import eval_sequences, eval_span
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    from megatron.data.shards.reader import MMapIndexedDataset
-    from megatron.data.shards.writer import MMapIndexedDatasetWriter
+    from megatron.data.shards.reader import ShardReader
+    from megatron.data.shards.writer import ShardWriter
 
     prefix = tmp_path_factory.mktemp("eval") / "text"
-    with MMapIndexedDatasetWriter(prefix, np.int32) as writer:
+    with ShardWriter(prefix, np.int32) as writer:
         for start, stop in [(0, 100), (100, 100), (100, 350), (350, 351), (351, 700)]:
             writer.add_document(np.arange(start, stop, dtype=np.int32))
-    return MMapIndexedDataset(prefix)
+    return ShardReader(prefix)
 
 
 @given(st.integers(1, 90), st.integers(1, 800))

@@ -12,8 +12,8 @@ from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.evaluation import eval_sequences
 from megatron.data.samples.split import open_splits
 from megatron.data.shards.joined import JoinedShards, find_prefixes, merge, open_shards
-from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.writer import ShardWriter
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def parts(make_shards, tmp_path):
         make_shards([rng.integers(0, 999, n) for n in rng.integers(0, 30, count)], name=name)
     prefixes = [str(tmp_path / f"p-{i}") for i in (1, 2, 3)]
     merge(prefixes, tmp_path / "whole")
-    return prefixes, MMapIndexedDataset(tmp_path / "whole")
+    return prefixes, ShardReader(tmp_path / "whole")
 
 
 def test_joined_equals_merged(parts, tmp_path):
@@ -55,7 +55,7 @@ def test_a_disk_that_is_full_while_merging(parts, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(MMapIndexedDatasetWriter, "add_documents", full)
+    monkeypatch.setattr(ShardWriter, "add_documents", full)
     with pytest.raises(ShardError, match=r"/full: .* No space left on device; nothing is written"):
         merge(parts[0], tmp_path / "full")
     assert not list(tmp_path.glob("full*"))
@@ -72,7 +72,7 @@ def test_what_a_data_path_can_be(parts, tmp_path):
         shards, splits = open_splits(given, "50,30,20")
         assert shards.tokens[0:].tolist() == whole.tokens.tolist()
         assert splits == open_splits(whole.prefix, "50,30,20")[1]
-    assert isinstance(open_shards([prefixes[0]]), MMapIndexedDataset)
+    assert isinstance(open_shards([prefixes[0]]), ShardReader)
     for given, message in (
         (str(tmp_path / "q*"), "no shards"),
         ([], "an empty list names no shards"),

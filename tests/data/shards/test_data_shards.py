@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 from megatron.data.errors import ShardError
 from megatron.data.samples.split import open_splits
 from megatron.data.shards.format import DTYPES, HEADER
-from megatron.data.shards.reader import MMapIndexedDataset
-from megatron.data.shards.writer import MMapIndexedDatasetWriter
+from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.writer import ShardWriter
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 
@@ -37,10 +37,10 @@ def test_round_trip(code, tmp_path_factory, data):
     arrays = hnp.arrays(dtype, st.integers(0, 9))
     documents = data.draw(st.lists(arrays, max_size=6))
     prefix = tmp_path_factory.mktemp("trip") / "with.dots"
-    with MMapIndexedDatasetWriter(prefix, dtype) as writer:
+    with ShardWriter(prefix, dtype) as writer:
         for document in documents:
             writer.add_document(document)
-    shards = MMapIndexedDataset(prefix)
+    shards = ShardReader(prefix)
     assert HEADER.unpack(prefix.with_name("with.dots.idx").read_bytes()[: HEADER.size])[2] == code
     assert shards.dtype == dtype and len(shards) == len(documents)
     assert shards.sizes.tolist() == [len(document) for document in documents]
@@ -69,13 +69,13 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
     for value, dtype in [(65536, np.uint16), (-1, np.uint16), (2**31, np.int32), (1.5, np.int32)]:
         with (
             pytest.raises(ValueError, match="token of document 1 does not fit"),
-            MMapIndexedDatasetWriter(tmp_path / "x", dtype) as writer,
+            ShardWriter(tmp_path / "x", dtype) as writer,
         ):
             writer.add_document(np.array([7], np.int64))
             writer.add_document(np.array([1, value]))
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(ShardError, match="no dtype code for float16"):
-        MMapIndexedDatasetWriter(tmp_path / "x", np.float16)
+        ShardWriter(tmp_path / "x", np.float16)
 
 
 def damage(path, change):
@@ -116,7 +116,7 @@ def test_damaged_files(make_shards, tmp_path, suffix, change, message):
     make_shards(DOCUMENTS)
     damage(tmp_path / f"made{suffix}", change)
     with pytest.raises(ShardError, match=message):
-        MMapIndexedDataset(tmp_path / "made")
+        ShardReader(tmp_path / "made")
 
 
 def test_a_mismatched_pair(make_shards, tmp_path):
@@ -124,7 +124,7 @@ def test_a_mismatched_pair(make_shards, tmp_path):
     make_shards([[1, 2]], name="other")
     shutil.copy(tmp_path / "other.bin", tmp_path / "made.bin")
     with pytest.raises(ShardError, match=r"made\.bin: truncated: .*copy both files again"):
-        MMapIndexedDataset(tmp_path / "made")
+        ShardReader(tmp_path / "made")
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_a_mismatched_pair(make_shards, tmp_path):
 def test_missing_files(make_shards, tmp_path, asked, message):
     make_shards(DOCUMENTS)
     with pytest.raises(ShardError, match=message):
-        MMapIndexedDataset(tmp_path / asked)
+        ShardReader(tmp_path / asked)
 
 
 def test_one_file_of_the_pair_is_missing(make_shards, tmp_path):
     make_shards(DOCUMENTS)
     (tmp_path / "made.bin").unlink()
     with pytest.raises(ShardError, match=r"made\.bin: no such file; copy the other one too"):
-        MMapIndexedDataset(tmp_path / "made")
+        ShardReader(tmp_path / "made")
 
 
 def test_open_splits(published_shards):
