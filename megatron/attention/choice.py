@@ -148,7 +148,7 @@ def choose(
 def refusal(backend: Backend, use: Use) -> str | None:
     """Why the backend does not serve this use, or None."""
     sixteen_bit = use.dtype in (torch.bfloat16, torch.float16)
-    if use.pos.published is not None and sixteen_bit and not backend.rounds_as_published:
+    if use.pos.numerics.published and sixteen_bit and not backend.rounds_as_published:
         return "computes in fp32, so it cannot round as published_numerics asks"
     return backend.refusal(use)
 

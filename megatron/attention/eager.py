@@ -5,7 +5,7 @@
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
 
-Scores and kernels are fp32 at least; only with `pos.published` (the released code's numerics) are
+Scores and kernels are fp32 at least; only with `PublishedNumerics` are
 they as coarse as the activations, rounded after each operation.
 
 Caution: the [B, H, T, S] score matrix and the [H, T, S] kernels exist as a whole, several times.
@@ -33,11 +33,11 @@ def eager(
     query_offset: int,
 ) -> Tensor:
     """See :class:`megatron.attention.choice.AttentionFn`."""
-    dtype, device = pos.working_dtype(q_BHTE.dtype), q_BHTE.device
+    dtype, device = pos.numerics.working_dtype(q_BHTE.dtype), q_BHTE.device
     query_T = torch.arange(q_BHTE.shape[2], device=device) + query_offset
     key_S = torch.arange(k_BHSE.shape[2], device=device)
     distance_TS = query_T[:, None] - key_S
-    if pos.published is None:
+    if not pos.numerics.published:
         scores_BHTS = scale * (q_BHTE.to(dtype) @ k_BHSE.to(dtype).mT)
     else:  # scaled before it is rounded
         flat_q, flat_k = q_BHTE.flatten(0, 1), k_BHSE.flatten(0, 1)
@@ -45,7 +45,7 @@ def eager(
         scores_BHTS = scores_BHTS.unflatten(0, q_BHTE.shape[:2])
     if pos.kind == "distance":
         wide = torch.promote_types(theta_HN.dtype, dtype)
-        theta_HN = theta_HN.to(wide if pos.published is None else dtype)
+        theta_HN = theta_HN.to(dtype if pos.numerics.published else wide)
         weight_HTS = pos.weight(theta_HN, distance_TS.clamp(min=0))
         bias_HTS = pos.bias(theta_HN, distance_TS.clamp(min=0))
         if weight_HTS is not None:

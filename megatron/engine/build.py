@@ -19,6 +19,7 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.training.schedule import Schedule
 from megatron.model import GPT, BlockShape, GPTShape
+from megatron.numerics import WIDE, Numerics, PublishedNumerics
 from megatron.parallel import ALONE, TensorGroup
 from megatron.positional import PositionalEmbedding
 from megatron.positional import load as load_positional
@@ -41,6 +42,13 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     return -(-vocab_size // divisible_by) * divisible_by
 
 
+def numerics_of(config: Config) -> Numerics:
+    """Where the config's model rounds."""
+    if not config.model.published_numerics:
+        return WIDE
+    return PublishedNumerics(DTYPES[config.training.precision])
+
+
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
     """The model's shape for a tokenizer of `vocab_size` entries."""
     m = config.model
@@ -61,7 +69,7 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         hidden_dropout=m.hidden_dropout,
         rotary_pct=m.rotary_pct,
         rotary_base=m.rotary_emb_base,
-        rounds_as_published=m.published_numerics,
+        numerics=numerics_of(config),
     )
     return GPTShape(
         num_layers=m.num_layers,
@@ -78,8 +86,8 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
     )
 
 
-def positional_of(config: Config) -> PositionalEmbedding:
-    """The config's positional embedding."""
+def positional_of(config: Config, numerics: Numerics | None = None) -> PositionalEmbedding:
+    """The config's positional embedding; it rounds as the config asks, or by `numerics`."""
     m = config.model
     options = {}
     if m.pos_emb == "rpe":
@@ -89,10 +97,7 @@ def positional_of(config: Config) -> PositionalEmbedding:
             "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
         }
     options |= m.pos_emb_options
-    pos = load_positional(m.pos_emb, **options)
-    if m.published_numerics:
-        pos.published = DTYPES[config.training.precision]
-    return pos
+    return load_positional(m.pos_emb, numerics=numerics or numerics_of(config), **options)
 
 
 def attention_of(
@@ -142,7 +147,7 @@ def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, A
         del shape[name]
     for name in ("checkpoint_activations", "cut_output_inputs"):
         del shape[name]
-    for name in ("attention_dropout", "hidden_dropout", "rounds_as_published"):
+    for name in ("attention_dropout", "hidden_dropout", "numerics"):
         del block[name]
     return {
         "pos_emb": config.model.pos_emb,

@@ -25,6 +25,7 @@ from torch import nn
 
 from megatron.attention import AttentionFn
 from megatron.model.norm import build_norm
+from megatron.numerics import WIDE, Numerics
 from megatron.parallel import (
     ALONE,
     ColumnLinear,
@@ -44,9 +45,7 @@ class BlockShape:
 
     Attributes:
         tanh_gelu: the tanh form of gelu.
-        rounds_as_published: 16-bit activations are rounded where the published code rounds them:
-            in the norms and activations, and before the biases of output projections and MLP are
-            added.
+        numerics: where norms, activations and biased products round 16-bit numbers.
     """
 
     hidden_size: int
@@ -60,7 +59,7 @@ class BlockShape:
     hidden_dropout: float = 0.0
     rotary_pct: float = 1.0
     rotary_base: float = 10000.0
-    rounds_as_published: bool = False
+    numerics: Numerics = WIDE
 
     @property
     def head_size(self) -> int:
@@ -89,9 +88,8 @@ class SelfAttention(nn.Module):
         self.shape, self.pos, self.attend, self.tp, self.cp = shape, pos, attend, tp, cp
         hidden = shape.hidden_size
         self.rotary_ndims = int(shape.head_size * shape.rotary_pct)
-        apart = shape.rounds_as_published
         self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
-        self.dense = RowLinear(hidden, hidden, tp, bias_apart=apart)
+        self.dense = RowLinear(hidden, hidden, tp, numerics=shape.numerics)
 
     def forward(
         self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None, partial: bool = False
@@ -128,13 +126,13 @@ class MLP(nn.Module):
     def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE):
         super().__init__()
         self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
-        self.rounds_as_published = apart = shape.rounds_as_published
+        self.numerics = shape.numerics
         hidden, inner = shape.hidden_size, shape.mlp_size
         halves = 2 if shape.activation == "geglu" else 1
         self.dense_h_to_4h = ColumnLinear(
-            hidden, halves * inner, tp, blocks=halves, bias_apart=apart
+            hidden, halves * inner, tp, blocks=halves, numerics=shape.numerics
         )
-        self.dense_4h_to_h = RowLinear(inner, hidden, tp, bias_apart=apart)
+        self.dense_4h_to_h = RowLinear(inner, hidden, tp, numerics=shape.numerics)
 
     def forward(self, x_BTD: torch.Tensor, partial: bool = False) -> torch.Tensor:
         return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x_BTD)), partial)
@@ -142,14 +140,14 @@ class MLP(nn.Module):
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation == "gelu" and self.tanh_gelu:
             # torch's constant differs in the tenth digit, which float64 alone can see.
-            exact = self.rounds_as_published or x.dtype == torch.float64
+            exact = self.numerics.published or x.dtype == torch.float64
             return published_tanh_gelu(x) if exact else F.gelu(x, approximate="tanh")
         if self.activation == "gelu":
             return F.gelu(x)
         if self.activation == "geglu":
             value, gate = x.chunk(2, dim=-1)
             return F.gelu(gate) * value
-        by_name = PUBLISHED_ACTIVATIONS if self.rounds_as_published else ACTIVATIONS
+        by_name = PUBLISHED_ACTIVATIONS if self.numerics.published else ACTIVATIONS
         return by_name[self.activation](x)
 
 
@@ -184,7 +182,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
-        norm = shape.norm, shape.hidden_size, shape.norm_eps, shape.rounds_as_published, tp
+        norm = shape.norm, shape.hidden_size, shape.norm_eps, shape.numerics, tp
         self.input_layernorm = build_norm(*norm)
         self.attention = SelfAttention(shape, pos, attend, tp, cp)
         self.post_attention_layernorm = build_norm(*norm)

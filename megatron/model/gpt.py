@@ -96,7 +96,7 @@ class FixedTheta(nn.Module):
 
     def forward(self, pos: PositionalEmbedding, dtype: torch.dtype) -> torch.Tensor:
         """Theta [H, N] in `dtype`, rounded and bounded as `pos` asks."""
-        return pos.within_bounds(pos.rounded(self.value).to(dtype))
+        return pos.within_bounds(pos.numerics.constant(self.value).to(dtype))
 
 
 def initial_theta(pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup) -> torch.Tensor:
@@ -203,7 +203,7 @@ class GPT(nn.Module):
             Block(block, pos, attend, tp, cp) for _ in range(shape.num_layers)
         )
         self.final_norm = build_norm(
-            block.norm, block.hidden_size, block.norm_eps, block.rounds_as_published, tp
+            block.norm, block.hidden_size, block.norm_eps, block.numerics, tp
         )
         self.output: nn.Linear | None = None
         if not shape.tie_weights:

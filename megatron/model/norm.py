@@ -4,9 +4,9 @@
     rmsnorm    x / (|x|_2 / sqrt(D) + eps) * scale     eps OUTSIDE the root, as GPT-NeoX has it
     scalenorm  x / max(|x|_2, eps) * g
 
-Statistics are in fp32 at least; `rounds_as_published` leaves them, as the published code does, in
-the dtype of x. Where the ranks of `tp` have different positions, a weight's gradient is the sum of
-theirs (`copy_to`). Legend: D size of the last dimension.
+Statistics are in the dtype that `numerics` gives: fp32 at least by default. Where the ranks of `tp`
+hold different positions, the gradient of a weight is the sum over the ranks (`copy_to`).
+Legend: D size of the last dimension.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.numerics import WIDE, Numerics
 from megatron.parallel import ALONE, TensorGroup, copy_to
 
 
@@ -35,15 +36,13 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension."""
 
-    def __init__(
-        self, dim: int, eps: float, tp: TensorGroup = ALONE, rounds_as_published: bool = False
-    ):
+    def __init__(self, dim: int, eps: float, tp: TensorGroup = ALONE, numerics: Numerics = WIDE):
         super().__init__()
-        self.dim, self.eps, self.tp, self.rounds = dim, eps, tp, rounds_as_published
+        self.dim, self.eps, self.tp, self.numerics = dim, eps, tp, numerics
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x if self.rounds else x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(self.numerics.working_dtype(x.dtype))
         rms = wide.norm(dim=-1, keepdim=True) * self.dim**-0.5
         return (wide / (rms + self.eps)).to(x.dtype) * copy_to(self.scale, self.tp)
 
@@ -51,23 +50,23 @@ class RMSNorm(nn.Module):
 class ScaleNorm(nn.Module):
     """One learned length for every vector (Nguyen & Salazar 2019)."""
 
-    def __init__(self, eps: float, tp: TensorGroup = ALONE, rounds_as_published: bool = False):
+    def __init__(self, eps: float, tp: TensorGroup = ALONE, numerics: Numerics = WIDE):
         super().__init__()
-        self.eps, self.tp, self.rounds = eps, tp, rounds_as_published
+        self.eps, self.tp, self.numerics = eps, tp, numerics
         self.g = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x if self.rounds else x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(self.numerics.working_dtype(x.dtype))
         unit = (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype)
         return unit * copy_to(self.g, self.tp)
 
 
 def norm_layer(
-    name: str, dim: int, eps: float, rounds_as_published: bool = False, tp: TensorGroup = ALONE
+    name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
 ) -> tuple[type[nn.Module], dict[str, Any]]:
     """Class and arguments of the norm called `name` in a config: layernorm, rmsnorm, scalenorm."""
     tp = tp if tp.sequence else ALONE
-    own = {"eps": eps, "tp": tp, "rounds_as_published": rounds_as_published}
+    own = {"eps": eps, "tp": tp, "numerics": numerics}
     if name == "layernorm":
         return LayerNorm, {"dim": dim, "eps": eps, "tp": tp}
     if name == "rmsnorm":
@@ -78,8 +77,8 @@ def norm_layer(
 
 
 def build_norm(
-    name: str, dim: int, eps: float, rounds_as_published: bool = False, tp: TensorGroup = ALONE
+    name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
 ) -> nn.Module:
     """The norm called `name`, built."""
-    kind, arguments = norm_layer(name, dim, eps, rounds_as_published, tp)
+    kind, arguments = norm_layer(name, dim, eps, numerics, tp)
     return kind(**arguments)

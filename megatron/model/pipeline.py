@@ -117,7 +117,7 @@ def pipeline_layers(
     layers += [
         Layer(f"layers.{i}", PipeBlock, block | {"last": i == count - 1}) for i in range(count)
     ]
-    norm_class, norm = norm_layer(s.norm, s.hidden_size, s.norm_eps, s.rounds_as_published, tp)
+    norm_class, norm = norm_layer(s.norm, s.hidden_size, s.norm_eps, s.numerics, tp)
     layers.append(Layer("final_norm", norm_class, norm))
     if shape.tie_weights:
         layers.append(Layer(WORDS, VocabEmbedding, words, project, tied=True))

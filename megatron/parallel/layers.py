@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.numerics import WIDE, Numerics
 from megatron.parallel.collectives import (
     enter_cut,
     gather_from,
@@ -28,30 +29,26 @@ from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.rng import rank_dropout
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, bias_apart: bool) -> Tensor:
-    return F.linear(x, weight) + bias if bias_apart else F.linear(x, weight, bias)
-
-
 class ColumnLinear(nn.Linear):
     """[..., in] -> this rank's [..., out / size].
 
     Args:
         blocks: tensors stacked in the output, each to be cut by itself (2 for value and gate).
-        bias_apart: the product is rounded to x's dtype before the bias is added.
+        numerics: where product and bias are rounded.
     """
 
     def __init__(
         self, in_features: int, out_features: int, tp: TensorGroup = ALONE,
-        *, bias: bool = True, blocks: int = 1, bias_apart: bool = False,
+        *, bias: bool = True, blocks: int = 1, numerics: Numerics = WIDE,
     ):  # fmt: skip
         super().__init__(in_features, out_features // tp.size, bias=bias, device="meta")
         self.to_empty(device="cpu")
-        self.tp, self.bias_apart = tp, bias_apart
+        self.tp, self.numerics = tp, numerics
         for param in self.parameters():
             mark_cut(param, Cut(0, blocks), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(enter_cut(x, self.tp), self.weight, self.bias, self.bias_apart)
+        return self.numerics.linear(enter_cut(x, self.tp), self.weight, self.bias)
 
 
 class RowLinear(nn.Linear):
@@ -59,16 +56,16 @@ class RowLinear(nn.Linear):
 
     Args:
         scatter: the input comes whole, and is cut here.
-        bias_apart: the product is rounded to x's dtype before the bias is added.
+        numerics: where product and bias are rounded.
     """
 
     def __init__(
         self, in_features: int, out_features: int, tp: TensorGroup = ALONE,
-        *, bias: bool = True, scatter: bool = False, bias_apart: bool = False,
+        *, bias: bool = True, scatter: bool = False, numerics: Numerics = WIDE,
     ):  # fmt: skip
         super().__init__(in_features // tp.size, out_features, bias=bias, device="meta")
         self.to_empty(device="cpu")
-        self.tp, self.scatter, self.bias_apart = tp, scatter, bias_apart
+        self.tp, self.scatter, self.numerics = tp, scatter, numerics
         mark_cut(self.weight, Cut(1), tp)
 
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
@@ -77,7 +74,7 @@ class RowLinear(nn.Linear):
             x = gather_from(x, self.tp, 1) if self.tp.sequence else x
             x = scatter_to(x, self.tp)
         bias = None if self.bias is None else share_of(self.bias, self.tp)
-        y = _linear(x, self.weight, bias, self.bias_apart)
+        y = self.numerics.linear(x, self.weight, bias)
         if partial:
             return y
         return reduce_from(y, self.tp) if self.scatter else leave_cut(y, self.tp)

@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from pathlib import Path
 from typing import Any
 
+from megatron.numerics import WIDE, Numerics
 from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+from megatron.suggest import did_you_mean
 
 __all__ = ["PositionalEmbedding", "PositionalError", "ThetaParameter", "load", "names"]
 
@@ -24,16 +25,15 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(stem for stem in stems if stem != "base" and not stem.startswith("_")))
 
 
-def load(name: str, **options: Any) -> PositionalEmbedding:
-    """Build an embedding.
+def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
+    """Build the embedding `name`, which computes in `numerics`, with its own `options`.
 
     Raises:
         PositionalError: no file has this name (the nearest is named), the file does not define
             exactly one embedding, or the embedding has no such option, or one of another kind.
     """
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name, names())
         raise PositionalError(
             f"no positional embedding {name!r}; {hint}There are: {', '.join(names())}"
         )
@@ -50,7 +50,7 @@ def load(name: str, **options: Any) -> PositionalEmbedding:
             f"{module.__file__} must define exactly one PositionalEmbedding, it has {len(found)}"
         )
     parameters = inspect.signature(found[0]).parameters
-    known = [p for p in parameters if p not in ("args", "kwargs")]
+    known = [p for p in parameters if p != "numerics"]
     unknown = sorted(set(options) - set(known))
     if unknown:
         has = f"its options are {', '.join(known)}" if known else "it has no options"
@@ -61,4 +61,4 @@ def load(name: str, **options: Any) -> PositionalEmbedding:
         if kind in (int, float) and (not fits or isinstance(value, bool)):
             expected = "a whole number" if kind is int else "a number"
             raise PositionalError(f"{name}: option {option} is {expected}, not {value!r}")
-    return found[0](**options)
+    return found[0](**options, numerics=numerics)

@@ -20,6 +20,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from megatron.numerics import WIDE, Numerics
+
 Kind = Literal["distance", "rotary", "input", "none"]
 
 
@@ -51,16 +53,18 @@ class PositionalEmbedding:
     optimizer's duty, so the gradient at a bound is the formula's own.
 
     Attributes:
-        published: None computes in fp32 at least. A dtype asks for the released code's numerics:
-            constants (slopes, frequencies) rounded to that dtype, distances and kernels computed
-            in the dtype of theta, angles in that of the activations, however coarse.
+        numerics: where kernels, distances, angles and constants (slopes, frequencies) are rounded.
+            Embeddings are keys of caches, so it never changes after construction.
     """
 
     kind: ClassVar[Kind] = "none"
     learnable: ClassVar[bool] = False
     """Whether training changes it: a ``distance`` kernel's theta, an ``input`` table."""
     parameters: tuple[ThetaParameter, ...] = ()
-    published: torch.dtype | None = None
+    numerics: Numerics = WIDE
+
+    def __init__(self, numerics: Numerics = WIDE):
+        self.numerics = numerics
 
     @property
     def name(self) -> str:
@@ -85,14 +89,6 @@ class PositionalEmbedding:
         pairs = zip(theta_HN.unbind(1), self.parameters, strict=True)
         return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 
-    def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype to compute in for inputs of ``dtype``."""
-        return torch.promote_types(dtype, torch.float32) if self.published is None else dtype
-
-    def rounded(self, constant: Tensor) -> Tensor:
-        """A constant as the released code stores it; unchanged unless ``published``."""
-        return constant if self.published is None else constant.to(self.published).to(constant)
-
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """b_h(d) as [H, *d.shape] in theta's dtype, at least fp32; None where b = 0."""
         return None
@@ -103,6 +99,6 @@ class PositionalEmbedding:
 
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """(d, column 0, column 1, ...), at least fp32, each column shaped to broadcast with d."""
-        theta_HN = theta_HN.to(self.working_dtype(theta_HN.dtype))
+        theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()
         return d.to(theta_HN.dtype), *(column.view(shape) for column in theta_HN.unbind(1))

@@ -7,7 +7,6 @@ constant that would make it positive definite.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron.positional.base import PositionalEmbedding, ThetaParameter
@@ -25,6 +24,4 @@ class KerpleLog(PositionalEmbedding):
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a = self.columns(theta_HN, d)
-        if self.published is not None:  # that code's own operations: 1 + a d is rounded as well
-            return -p * torch.log(1 + a * d)
-        return -p * torch.log1p(a * d)
+        return -p * self.numerics.log1p(a * d)

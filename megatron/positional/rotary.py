@@ -62,9 +62,11 @@ class Rotary(PositionalEmbedding):
         ndims = size if rotary_ndims is None else rotary_ndims
         if ndims > size:
             raise PositionalError(f"rotary_ndims is {ndims}, but a head has {size} dimensions")
-        dtype, device = self.working_dtype(x_BHTE.dtype), x_BHTE.device
+        dtype, device = self.numerics.working_dtype(x_BHTE.dtype), x_BHTE.device
         position = torch.arange(offset, offset + length, device=device).to(dtype)
-        angle = torch.outer(position, self.rounded(frequencies(ndims, base, dtype, device)))
+        angle = torch.outer(
+            position, self.numerics.constant(frequencies(ndims, base, dtype, device))
+        )
         cos, sin = angle.cos(), angle.sin()
         turned, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
         x1, x2 = turned.to(dtype).chunk(2, dim=-1)

@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.numerics import WIDE, Numerics
 from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
 
 
@@ -31,7 +32,15 @@ class Rpe(PositionalEmbedding):
     kind = "distance"
     learnable = True
 
-    def __init__(self, num_buckets: int = 32, max_distance: int = 128, scale: float = 1.0):
+    def __init__(
+        self,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        scale: float = 1.0,
+        *,
+        numerics: Numerics = WIDE,
+    ):
+        super().__init__(numerics)
         if num_buckets < 2 or max_distance <= num_buckets // 2:
             raise PositionalError(
                 f"rpe needs num_buckets >= 2 and max_distance > num_buckets // 2, "
@@ -53,7 +62,7 @@ class Rpe(PositionalEmbedding):
         return torch.where(d < exact, d.long(), far.clamp(max=self.num_buckets - 1))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
-        theta_HN = theta_HN.to(self.working_dtype(theta_HN.dtype))
+        theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         # An embedding lookup sums its gradient in a fixed order on every device; indexing does not.
         values = torch.nn.functional.embedding(self.bucket(d), theta_HN.T)
         return self.scale * values.movedim(-1, 0)

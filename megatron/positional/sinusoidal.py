@@ -25,7 +25,7 @@ class Sinusoidal(PositionalEmbedding):
 
         Frequencies are fp32, as in a published model that was cast to fp64.
         """
-        dtype = self.working_dtype(dtype)
-        frequency = self.rounded(frequencies(dim, 10000.0, dtype, positions.device))
+        dtype = self.numerics.working_dtype(dtype)
+        frequency = self.numerics.constant(frequencies(dim, 10000.0, dtype, positions.device))
         angle = positions.to(dtype)[..., None] * frequency
         return torch.cat((angle.sin(), angle.cos()), dim=-1)

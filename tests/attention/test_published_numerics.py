@@ -1,4 +1,4 @@
-"""`published`: the released code's 16-bit rounding, on request and only then.
+"""`PublishedNumerics`: the released code's 16-bit rounding, on request and only then.
 
 That whole models meet the numbers which the released code computed in bf16 is shown by the parity
 tool's cases; here, what makes the difference.
@@ -13,6 +13,7 @@ import torch
 
 from megatron.attention import AttentionError, attend, choose
 from megatron.model.norm import build_norm
+from megatron.numerics import WIDE, PublishedNumerics
 from megatron.parallel import ColumnLinear, RowLinear
 from megatron.positional import load, names
 
@@ -20,9 +21,7 @@ BF16 = torch.bfloat16
 
 
 def published(name, dtype=BF16):
-    pos = load(name)
-    pos.published = dtype
-    return pos
+    return load(name, numerics=PublishedNumerics(dtype))
 
 
 @pytest.mark.parametrize("name", [n for n in names() if load(n).kind == "distance"])
@@ -52,9 +51,9 @@ def test_kerple_log_rounds_after_every_operation():
 
 def test_constants_are_rounded_to_what_was_stored():
     slopes = load("alibi").initial_theta(12)  # not all powers of two
-    assert not torch.equal(published("alibi").rounded(slopes), slopes)
-    assert torch.equal(published("alibi").rounded(slopes), slopes.to(BF16).float())
-    assert torch.equal(load("alibi").rounded(slopes), slopes)
+    assert not torch.equal(published("alibi").numerics.constant(slopes), slopes)
+    assert torch.equal(published("alibi").numerics.constant(slopes), slopes.to(BF16).float())
+    assert torch.equal(load("alibi").numerics.constant(slopes), slopes)
     x = torch.ones(1, 1, 300, 8)  # fp32 activations, frequencies stored in bf16
     turned, _ = published("rotary").rotate(x, x)
     exact, _ = load("rotary").rotate(x, x)
@@ -105,20 +104,22 @@ def test_only_eager_can_round_and_auto_knows():
 @pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
 def test_a_bias_apart_is_added_after_the_product_was_rounded(kind):
     generator = torch.Generator().manual_seed(2)
-    layer = kind(64, 8, bias_apart=True)
+    layer = kind(64, 8, numerics=PublishedNumerics(BF16))
     with torch.no_grad():
         for param in layer.parameters():
             param.copy_(torch.randn(param.shape, generator=generator))
     layer, x = layer.to(BF16), torch.randn(50, 64, generator=generator).to(BF16)
     apart = (x @ layer.weight.T) + layer.bias
     assert torch.equal(layer(x), apart)
-    layer.bias_apart = False
+    layer.numerics = WIDE
     assert not torch.equal(layer(x), apart)
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "scalenorm"])
 def test_norms_take_their_statistics_in_the_activations_dtype(name):
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
-    plain, rounded = (build_norm(name, 64, 1e-6, flag).to(BF16) for flag in (False, True))
+    plain, rounded = (
+        build_norm(name, 64, 1e-6, n).to(BF16) for n in (WIDE, PublishedNumerics(BF16))
+    )
     assert not torch.equal(plain(x), rounded(x))
     torch.testing.assert_close(plain(x), rounded(x), rtol=2e-2, atol=2e-2)

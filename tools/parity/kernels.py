@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.config.neox.aliases import resolve
 from megatron.engine.neox import layout
+from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import PositionalEmbedding, load
 from tools.parity.result import Result
 
@@ -43,16 +44,15 @@ def check_kind(
 ) -> Result:
     """Compare all probes of one kind in one dtype."""
     name, options = resolve(kind)
-    pos = load(name, **options)
-    if dtype != torch.float32:
-        pos.published = dtype
+    numerics = WIDE if dtype == torch.float32 else PublishedNumerics(dtype)
+    pos = load(name, numerics=numerics, **options)
     tolerance = TOLERANCES[dtype]
     for key, published in probes.items():
         length = int((re.search(r"\d+", key) or [0])[0])
         if key.startswith("param/"):
             continue
         if key == "slopes":
-            slopes = pos.rounded(pos.initial_theta(len(published)))[:, 0]
+            slopes = pos.numerics.constant(pos.initial_theta(len(published)))[:, 0]
             result.compare("slopes", slopes.numpy(), published, tolerance, scale=published)
         elif pos.kind == "distance":
             row = last_row(pos, probes, length, dtype)
@@ -84,16 +84,16 @@ def last_row(
         # shows at distance 0, which is bucket 0.
         theta_HN, _ = layout.theta_from_columns(params)
         shown = torch.from_numpy(probes[f"L{length}"])[:, -1]
-        pos = load(pos.name, num_buckets=theta_HN.shape[1])
-        pos.published = dtype if dtype != torch.float32 else None
         ratio = float((shown / theta_HN[:, 0]).median())
         root = round(ratio**2) ** 0.5
-        pos.scale = root if abs(root - ratio) < 1e-2 * ratio else round(ratio, 3)
+        scale = root if abs(root - ratio) < 1e-2 * ratio else round(ratio, 3)
+        buckets = theta_HN.shape[1]
+        pos = load(pos.name, numerics=pos.numerics, num_buckets=buckets, scale=scale)
     elif pos.learnable:
         columns = [params[layout.RPE + p.name].flatten() for p in pos.parameters]
         theta_HN = torch.stack(columns, dim=1)
     else:
-        theta_HN = pos.rounded(pos.initial_theta(len(probes[f"L{length}"])))
+        theta_HN = pos.numerics.constant(pos.initial_theta(len(probes[f"L{length}"])))
     theta_HN = pos.within_bounds(theta_HN).to(dtype)
     bias, weight = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
     if weight is None:

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from megatron.attention import AttentionError
 from megatron.config import Config, load_config
-from megatron.engine.build import build_model
+from megatron.engine.build import attention_of, positional_of, shape_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox_checkpoint
 from megatron.model import GPT
 from megatron.model.gpt import BY_HEADS
+from megatron.numerics import PublishedNumerics
 from megatron.parallel import ALONE, TensorGroup, whole_of
 from tools.parity.result import Result
 
@@ -132,19 +133,20 @@ class ModelCase:
         vocab_size = manifest["padded_vocab_size"]
         config = case_config(folder, overrides, vocab_size)
         require_divisible(config, vocab_size, tp.size)
-        model = build_model(config, vocab_size, device_type=device, tp=tp)
-        self.model = model.to(DTYPES[precision])
         checkpoint = folder / manifest.get("checkpoint", "checkpoint")
         tag = manifest.get("tag") or (checkpoint / "latest").read_text().strip()
         stored = neox_checkpoint.read(checkpoint / tag)
         self.shape = stored.shape
         coarse = any(tensor.dtype == torch.bfloat16 for tensor in stored.weights.values())
-        if coarse:  # then its buffers are rounded too, whatever computes with them
-            self.model.pos.published = torch.bfloat16
-            if layout.FIXED in stored.buffers:  # rounded before they were clamped
-                slopes = stored.buffers[layout.FIXED].float().view(-1, 1)
-                slopes = BY_HEADS.part(slopes, tp.rank, tp.size)
-                self.model.embedding.fixed_theta.value.copy_(slopes)
+        # The buffers of a bf16 checkpoint are rounded too, whatever precision computes with them.
+        pos = positional_of(config, PublishedNumerics(torch.bfloat16) if coarse else None)
+        attend = attention_of(config, pos, device)
+        model = GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp)
+        self.model = model.to(DTYPES[precision])
+        if coarse and layout.FIXED in stored.buffers:  # rounded before they were clamped
+            slopes = stored.buffers[layout.FIXED].float().view(-1, 1)
+            slopes = BY_HEADS.part(slopes, tp.rank, tp.size)
+            self.model.embedding.fixed_theta.value.copy_(slopes)
         load_weights(self.model, checkpoint, tag)
         self.model.to(self.device)
         self._check_clamped(1e-4 if coarse else 1e-8)
