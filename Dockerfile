@@ -42,5 +42,6 @@ COPY --chown=kerple:kerple requirements.txt requirements-optional.txt requiremen
 RUN pip install --no-cache-dir -r "${REQUIREMENTS}"
 
 COPY --chown=kerple:kerple . .
+RUN pip install --no-cache-dir --no-deps -e .
 
 CMD ["python", "train.py", "--help"]

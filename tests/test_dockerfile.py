@@ -27,9 +27,9 @@ def pins(requirements: str) -> dict[str, str]:
 
 
 def pip_arguments(run: str) -> list[str]:
-    """What the pip install commands of one RUN install, options left out."""
+    """The packages that the pip install commands of one RUN install, without other options."""
     installs = re.findall(r"pip install ([^&;|]+)", run)
-    words = " ".join(installs).replace("-r ", "-r=").split()
+    words = " ".join(installs).replace("-r ", "-r=").replace("-e ", "-e=").split()
     return [word for word in words if not word.startswith("--")]
 
 
@@ -61,9 +61,14 @@ def broken_rules(text: str, requirements: str) -> list[str]:
         found.append(f"USER {user}: must not be root")
     order = [name + " " + value for name, value in steps]
     source = next((i for i, step in enumerate(order) if re.match(r"COPY .*\. \.$", step)), None)
-    last_pip = max((i for i, step in enumerate(order) if "pip install" in step), default=-1)
+    ours = [i for i, step in enumerate(order) if "-e=." in pip_arguments(step)]
+    last_pip = max(
+        (i for i, step in enumerate(order) if "pip install" in step and i not in ours), default=-1
+    )
     if source is not None and source < last_pip:
         found.append("COPY . .: packages come first, or each edit reinstalls them")
+    if ours and (source is None or ours[0] < source):
+        found.append("pip install -e .: the source must be copied first")
     return found
 
 
@@ -72,6 +77,10 @@ def broken_pips(run: str, pinned: dict[str, str]) -> list[str]:
     for word in pip_arguments(run):
         package, _, version = word.partition("==")
         if word.startswith("-r="):
+            continue
+        if word == "-e=.":
+            if "--no-deps" not in run:
+                found.append("pip install -e .: --no-deps, the requirements are already there")
             continue
         if not version:
             found.append(f"pip install {word}: pin it with ==")
@@ -91,11 +100,11 @@ def test_the_dockerfile_keeps_its_rules(repo_root, requirements):
     assert broken_rules((repo_root / "Dockerfile").read_text(), requirements) == []
 
 
-def test_the_dockerfile_installs_torch_and_the_requirements(repo_root, requirements):
+def test_the_dockerfile_installs_torch_the_requirements_and_the_source(repo_root, requirements):
     steps = instructions((repo_root / "Dockerfile").read_text())
     installed = [word for name, value in steps if name == "RUN" for word in pip_arguments(value)]
     assert f"torch=={pins(requirements)['torch']}" in installed
-    assert '-r="${REQUIREMENTS}"' in installed
+    assert '-r="${REQUIREMENTS}"' in installed and installed[-1] == "-e=."
     assert ("ARG", "REQUIREMENTS=requirements.txt") in steps
 
 
@@ -112,6 +121,7 @@ USER 1000
 RUN pip install --no-cache-dir torch==2.13.0
 RUN pip install --no-cache-dir -r requirements.txt
 COPY . .
+RUN pip install --no-cache-dir --no-deps -e .
 """
 
 
@@ -131,6 +141,8 @@ COPY . .
         ("torch==2.13.0", "torch", "pin it"),
         ("--no-cache-dir torch", "torch", "--no-cache-dir"),
         ("USER 1000", "COPY . .\nUSER 1000", "packages come first"),
+        ("--no-deps ", "", "--no-deps"),
+        ("COPY . .\n", "", "the source must be copied first"),
     ],
 )
 def test_each_rule_sees_its_violation(requirements, old, new, why):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SETUP = "python3.11 -m venv .venv && .venv/bin/pip install -q -r {} && PATH=$PWD/.venv/bin:$PATH "
+SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && PATH=$PWD/.venv/bin:$PATH "
 
 
 def code_blocks(text: str) -> list[str]:
@@ -20,9 +20,9 @@ def code_blocks(text: str) -> list[str]:
 
 def test_readmes_first_two_code_blocks_are_the_two_commands(repo_root):
     first, second = code_blocks((repo_root / "README.md").read_text())[:2]
-    train = SETUP.format("requirements.txt") + ".venv/bin/python train.py configs/quickstart.yml\n"
+    train = SETUP.format(".") + ".venv/bin/python train.py configs/quickstart.yml\n"
     assert first == train
-    assert second == SETUP.format("requirements-dev.txt") + ".venv/bin/python -m pytest -q\n"
+    assert second == SETUP.format("'.[dev]'") + ".venv/bin/python -m pytest -q\n"
 
 
 def test_ci_runs_readmes_test_command_in_an_environment_of_its_own(repo_root):
@@ -32,8 +32,21 @@ def test_ci_runs_readmes_test_command_in_an_environment_of_its_own(repo_root):
     command = code_blocks((repo_root / "README.md").read_text())[1].strip().rpartition("/")[2]
     assert command == "python -m pytest -q"
     assert f"\n{command} || status=$?\n" in text and text.rstrip().endswith('exit "$status"')
-    assert "install -q --disable-pip-version-check -r requirements-dev.txt\n" in text
+    assert "install -q --disable-pip-version-check -e '.[dev]'\n" in text
     assert 'export PATH="$work/venv/bin:$PATH"' in text
+
+
+def test_ci_asks_for_a_recent_python(repo_root, tmp_path):
+    """`python3` may be older than 3.11 if `python3.11` exists; with neither, CI stops."""
+    for name in ("python3", "python3.11"):
+        (tmp_path / name).write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.1; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        [repo_root / ".ci" / "run"], capture_output=True, text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 2 and "needs Python 3.11 or newer" in done.stderr
+    assert "found Python 3.9.1" in done.stderr
 
 
 REQUIREMENTS = ["requirements.txt", "requirements-optional.txt", "requirements-dev.txt"]
