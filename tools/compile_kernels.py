@@ -1,14 +1,14 @@
-"""Compile the fused attention passes ahead of time, without a GPU, and say what they occupy.
+"""Compile the fused attention passes ahead of time, without a GPU, and report their resources.
 
     python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
-    python tools/compile_kernels.py --changed        # those whose tile is not the CSV's any more
-    python tools/compile_kernels.py --sample         # the dozen that the tests compile
+    python tools/compile_kernels.py --changed        # variants whose tile differs from the CSV's
+    python tools/compile_kernels.py --sample         # the dozen variants that the tests compile
     python tools/compile_kernels.py --source kerple_log
 
 Columns: Triton's version, target, kernel of distance, pass, dtype, head size, tile (M, N, warps,
 stages), registers of a thread, bytes that a thread spills, bytes of shared memory of a program.
-Spills are an error for 16-bit inputs with head sizes up to 128, and so is more shared memory than
-the target has; elsewhere they are recorded. Needs torch and triton, whose wheel brings ptxas and
+More shared memory than the target has is an error. So are spills for 16-bit inputs with head sizes
+up to 128; other spills are only recorded. Needs torch and triton, whose wheel contains ptxas and
 cuobjdump.
 """
 
@@ -41,11 +41,8 @@ from triton.compiler import compile as compile_kernel
 
 from megatron import entry
 from megatron.attention.fused import functions_of
-from megatron.kernels.backward import key_pass, query_pass
 from megatron.kernels.codegen import DeviceFunctions
-from megatron.kernels.forward import forward_pass
-from megatron.kernels.launch import OPTIONS, constants
-from megatron.kernels.tabulated import table_pass
+from megatron.kernels.launch import OPTIONS, PASSES, constants
 from megatron.kernels.tile_sizes import SHARED_MEMORY, TABLE, Tile, look_up, padded
 from megatron.positional import PositionalEmbedding, PositionalError, load
 
@@ -53,16 +50,10 @@ CSV = Path(__file__).with_name("compiled_kernels.csv")
 TARGETS = (80, 86, 90)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
-# Those left out compile to the same as one of these: kerple_power_original to alibi, embeddings
-# without a kernel of distance to none.
+# The others compile to the same code as one of these: kerple_power_original as alibi, embeddings
+# without a kernel of distance as none.
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
-PASSES = {
-    "forward": forward_pass,
-    "query": query_pass,
-    "key": key_pass,
-    "table": table_pass,
-}
 SAMPLE = (
     (90, "kerple_log", "bf16", 64), (90, "kerple_power_add_mul", "bf16", 128),
     (90, "kerple_log", "fp16", 80), (90, "rpe", "bf16", 64), (90, "kerple_log", "fp32", 64),
@@ -143,7 +134,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Rows that compiling anew would give again, if the passes have not changed."""
+    """Rows that compiling would reproduce, provided that the passes have not changed."""
     written = {
         (row.target, row.kernel, row.dtype, row.head_size, row.which): row
         for row in rows
@@ -164,7 +155,7 @@ def build(variant: Variant) -> Row:
         variant.which, functions, tile, variant.head_size, dropout=False, theta=pos.learnable
     )
     function = PASSES[variant.which]
-    pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "part_ptr": "*fp32",
+    pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "sums_ptr": "*fp32",
                 "theta_ptr": "*fp32", "seed_ptr": "*i64"}  # fmt: skip
     signature, attributes = {}, {}
     for n, name in enumerate(function.arg_names):
@@ -191,7 +182,7 @@ def build(variant: Variant) -> Row:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread; nothing but spilled registers is on the stack."""
+    """(registers, bytes of stack) of a thread; the stack holds only spilled registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -200,7 +191,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if not found:
-        raise RuntimeError(f"cuobjdump did not say what the kernel uses:\n{text}")
+        raise RuntimeError(f"cuobjdump did not report what the kernel uses:\n{text}")
     return int(found[1]), int(found[2])
 
 

@@ -1,7 +1,7 @@
 """Causal attention with a learnable distance kernel: one signature, several implementations.
 
-``eager`` is the truth; every other backend is tested against it. ``choose`` looks one up at
-start-up, ``attend`` calls one by name.
+`eager` is the specification; every other backend is tested against it. `choose` looks up a backend
+at start-up, `attend` looks one up by name and calls it.
 """
 
 from megatron.attention.choice import AttentionError, AttentionFn, attend, choose

@@ -1,12 +1,13 @@
-"""What an attention backend is: a function, and an honest word about what it does not serve.
+"""What an attention backend is: a function of a `Call`, and what it refuses.
 
-Legend: see ``choice``.
+Legend: see `choice`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,46 @@ from megatron.positional import PositionalEmbedding
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a backend is wanted for.
+class Call:
+    """The inputs of one attention call. `choice.AttentionFn` describes each of them."""
+
+    q_BHTE: Tensor
+    k_BKSE: Tensor
+    v_BKSE: Tensor
+    pos: PositionalEmbedding
+    theta_HN: Tensor | None
+    scale: float
+    dropout_p: float
+    query_offset: int
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the embedding is a kernel of distance."""
+        return self.pos.kind == "distance"
+
+    @property
+    def theta(self) -> Tensor:
+        """Theta [H, N] of a kernel of distance, which always has one."""
+        assert self.theta_HN is not None
+        return self.theta_HN
+
+    @property
+    def wants_gradients(self) -> bool:
+        inputs = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+    @property
+    def layout(self) -> tuple:
+        """Everything that the checks depend on: shapes, dtypes, devices and numbers."""
+        tensors = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
+        shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
+        numbers = (self.scale, self.dropout_p, self.query_offset)
+        return *shapes, *numbers, self.pos, self.wants_gradients
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend is requested for.
 
     Attributes:
         pos: the embedding.
@@ -40,21 +79,19 @@ class Backend:
     """A way to compute attention.
 
     Attributes:
-        name: as in ``attention_backend``.
-        function: called as in :class:`megatron.attention.choice.AttentionFn`, without the keys
-            that no query sees: S = query_offset + T.
-        refusal: why it does not serve a use, or None.
-        remark: what to know when it serves one, for the log.
-        grouped: whether it takes fewer key heads than query heads as they are.
-        rounds_as_published: whether it can round to 16 bits where ``published_numerics`` asks.
+        name: as in `attention_backend`.
+        function: computes the output [B, H, T, E] of a call that has no keys after the last query:
+            S = query_offset + T.
+        refusal: why the backend does not serve a request, or None.
+        remark: what the log adds when the backend serves a request.
+        grouped: whether k and v may have fewer heads than q.
     """
 
     name: str
-    function: Callable[..., Tensor]
-    refusal: Callable[[Use], str | None] = lambda use: None
-    remark: Callable[[Use], str] = lambda use: ""
+    function: Callable[[Call], Tensor]
+    refusal: Callable[[Request], str | None] = lambda request: None
+    remark: Callable[[Request], str] = lambda request: ""
     grouped: bool = False
-    rounds_as_published: bool = False
 
 
 def weighted(pos: PositionalEmbedding) -> bool:
@@ -64,30 +101,31 @@ def weighted(pos: PositionalEmbedding) -> bool:
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
 
 
-class NoSecond(torch.autograd.Function):
-    """What ``run`` returns, differentiable in ``tensors`` as far as autograd can see."""
+class _NoSecondDerivative(torch.autograd.Function):
+    """Marks the results of `run` as differentiable in `tensors`, so that a second backward pass
+    raises an error instead of returning zeros."""
 
     @staticmethod
-    def forward(ctx, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:
+    def forward(ctx: Any, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:
         return run()
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError(
             "this attention backend has no second derivative: use attention_backend eager"
         )
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Mark a backward pass that has no derivative of its own: differentiating it is an error.
+    """Decorate a backward pass that has no derivative: differentiating it is an error.
 
-    torch's ``once_differentiable`` says so only where the output's gradient depends on something;
-    else what was to be differentiated again would be a constant, in silence.
+    torch's `once_differentiable` raises that error only where the output's gradient requires a
+    gradient; otherwise the result would be treated as a constant, silently.
     """
 
-    def marked(ctx, grad: Tensor) -> tuple:
-        if not torch.is_grad_enabled():  # as nearly always: create_graph was not asked for
+    def marked(ctx: Any, grad: Tensor) -> tuple:
+        if not torch.is_grad_enabled():  # the usual case, without create_graph
             return backward(ctx, grad)
-        return NoSecond.apply(lambda: backward(ctx, grad), grad, *ctx.saved_tensors)
+        return _NoSecondDerivative.apply(lambda: backward(ctx, grad), grad, *ctx.saved_tensors)
 
     return marked

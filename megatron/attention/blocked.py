@@ -5,92 +5,102 @@
     dQ = scale dX K    dK = scale dX^T Q     db(d) = sum of dS along diagonal d     dw(d) likewise
                                                                                     of dS X
 
-Pure torch, made for CPUs: nearly all the time is spent in matrix products, and no work is done on
-keys past a block's last row. Kernels enter as fp32 vectors over distances, evaluated by the
-embedding's own formula outside, so autograd carries db and dw on to theta. See ``toeplitz`` for why
-queries are reversed here.
+Pure torch, written for CPUs: nearly all the time is spent in matrix products, and keys past a
+block's last row are never computed. Kernels are fp32 vectors over distances. The embedding's
+formula evaluates them before the call, so that autograd carries db and dw on to theta. `toeplitz`
+explains why queries are reversed here.
 
-Memory beside the results: contiguous copies of the inputs, and one score buffer of a tile's size
-(``tiles``) in the forward pass, two in the backward pass, one more each for w and for dropout.
-Longer sequences compute P again in the backward pass; on short ones, where P is hardly larger than
-the inputs, it is kept (``KEPT_SHARE``), which saves a sixth of the time.
+Memory in addition to the results: contiguous copies of the inputs, and one score buffer of a tile's
+size (`tiles`) in the forward pass, two in the backward pass, and one more each for w and for
+dropout. For long sequences, the backward pass computes P again. For short sequences, where P is
+hardly larger than the inputs, P is kept (`KEPT_SHARE`), which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
-a block, m sequences times heads of a tile. Inside, the T axis is in reversed order.
+a block, m sequences times heads of a tile. Within this file, the T axis is in reversed order.
 
-Caution: results depend on the number of threads in the last bits, as torch's products do; at one
-number of threads they are repeatable bit for bit.
+Caution: the last bits of the results depend on the number of threads, as those of torch's products
+do; with the same number of threads they are repeatable bit for bit.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, first_order
-from megatron.attention.tiles import Tile, block_rows, walk
+from megatron.attention.backend import Backend, Call, first_order
+from megatron.attention.tiles import QueryTile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
-from megatron.positional import PositionalEmbedding
 
 KEPT_SHARE = 1.5
-"""P is kept for the backward pass while it is at most this many times as large as q, k, v and the
-output together: up to about 10 E positions, whatever the batch; memory stays linear in T."""
+"""P is kept for the backward pass if it is at most this many times as large as q, k, v and the
+output together: up to about 10 E positions, for any batch. Memory stays linear in T."""
 
 
-def blocked(
-    q_BHTE: Tensor,
-    k_BHSE: Tensor,
-    v_BHSE: Tensor,
-    pos: PositionalEmbedding,
-    theta_HN: Tensor | None,
-    *,
-    scale: float,
-    dropout_p: float,
-    query_offset: int,
-) -> Tensor:
-    """See :class:`megatron.attention.choice.AttentionFn`."""
-    heads, keys = q_BHTE.shape[1], k_BHSE.shape[2]
-    dtype, device = torch.promote_types(q_BHTE.dtype, torch.float32), q_BHTE.device
+def blocked(call: Call) -> Tensor:
+    """See `choice.AttentionFn`."""
+    q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
+    heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
+    dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
     bias_HS = weight_HS = None
-    if pos.kind == "distance":
-        theta_HN = theta_HN.to(torch.promote_types(theta_HN.dtype, dtype))
+    if call.has_kernel:
+        theta_HN = call.theta.to(torch.promote_types(call.theta.dtype, dtype))
         distance_S = torch.arange(keys, device=device)
-        bias_HS, weight_HS = pos.bias(theta_HN, distance_S), pos.weight(theta_HN, distance_S)
+        bias_HS = call.pos.bias(theta_HN, distance_S)
+        weight_HS = call.pos.weight(theta_HN, distance_S)
     if bias_HS is None:
         bias_HS = torch.zeros(heads, keys, device=device)  # still carries the causal mask
     bias_HS = bias_HS.to(dtype)
     weight_HS = None if weight_HS is None else weight_HS.to(dtype)
-    seed = int(torch.randint(1 << 62, (), device=device)) if dropout_p else 0
+    seed = int(torch.randint(1 << 62, (), device=device)) if call.dropout_p else 0
     inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS)
+    numbers = (call.scale, call.dropout_p, seed)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return BlockedAttention.apply(*inputs, scale, dropout_p, seed)
-    return Blocks(*inputs, scale, dropout_p, seed).forward(None)
+        return _BlockedAttention.apply(*inputs, *numbers)
+    return BlockedCall(*inputs, *numbers).forward(None)
 
 
-class BlockedAttention(torch.autograd.Function):
+class _BlockedAttention(torch.autograd.Function):
     """Saves its inputs, and P where it is small."""
 
     @staticmethod
-    def forward(ctx, q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, scale, dropout_p, seed):
-        inputs = q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS
-        ctx.values = scale, dropout_p, seed
-        blocks = Blocks(*inputs, *ctx.values)
-        kept = blocks.new_kept()
+    def forward(
+        ctx: Any,
+        q_BHTE: Tensor,
+        k_BHSE: Tensor,
+        v_BHSE: Tensor,
+        bias_HS: Tensor,
+        weight_HS: Tensor | None,
+        *numbers: Any,
+    ) -> Tensor:
+        inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS)
+        ctx.numbers = numbers
+        call = BlockedCall(*inputs, *numbers)
+        kept = call.new_kept()
         ctx.save_for_backward(*inputs, kept)
-        return blocks.forward(kept)
+        return call.forward(kept)
 
     @staticmethod
     @first_order
-    def backward(ctx, grad_BHTE):
+    def backward(ctx: Any, grad_BHTE: Tensor) -> tuple:
         *inputs, kept = ctx.saved_tensors
-        gradients = Blocks(*inputs, *ctx.values).backward(
+        gradients = BlockedCall(*inputs, *ctx.numbers).backward(
             grad_BHTE, kept, need_bias=ctx.needs_input_grad[3], need_weight=ctx.needs_input_grad[4]
         )
         return *gradients, None, None, None
 
 
-class Blocks:
-    """One attention call: its inputs in compute precision and its walk over tiles."""
+class BlockedCall:
+    """One attention call: its inputs in compute precision and its walk over tiles.
+
+    Args:
+        q_BHTE, k_BHSE, v_BHSE: in any floating dtype, which is also the results'.
+        bias_HS: b at distances 0 ... S-1; its dtype is the compute precision.
+        weight_HS: w likewise, or None for 1.
+        scale, dropout_p: see `choice.AttentionFn`.
+        seed: of the dropout mask.
+    """
 
     def __init__(
         self,
@@ -122,21 +132,22 @@ class Blocks:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Room for all tiles' P if they are to be kept. (With w, X would be needed as well.)"""
+        """A buffer for the P of all tiles, if P is to be kept. (With w, X would be needed too.)"""
         size = self.tiles[-1].start + self.tiles[-1].size
         if self.weight is not None or size > KEPT_SHARE * 4 * self.q_NTE.numel():
             return None
         return self.q_NTE.new_empty(size)
 
     def allocate(self, count: int) -> list[Tensor]:
-        """``count`` flat buffers large enough for any tile's scores, and the scratch product."""
+        """`count` flat buffers, each for any tile's scores; also sets the scratch product."""
         items = max(tile.batch * tile.num_heads for tile in self.tiles)
         self.scratch = self.q_NTE.new_empty(items * self.S * self.E)
         size = max(tile.size for tile in self.tiles)
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
-    def views(self, tile: Tile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Contiguous [m, R, n] of this tile: P's place, which is a buffer if not kept, and more."""
+    def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
+        """Contiguous [m, R, n] views for this tile: first P (in `kept` or in a buffer), then the
+        other buffers."""
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
         if kept is not None:
@@ -144,16 +155,16 @@ class Blocks:
         return found
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
-        """a b as a contiguous [m, X, E] that lasts until the next call.
+        """a b as a contiguous [m, X, E] that the next call overwrites.
 
-        Batched products are several times faster into contiguous memory than into a slice.
+        Batched products into contiguous memory are several times faster than into a slice.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         return torch.bmm(a_mXY, b_mYE, out=out_mXE)
 
-    def probabilities(self, tile: Tile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
-        """P of a tile into ``out``; with a weight the scaled products X are left in ``raw``."""
+    def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
+        """Write P of a tile into `out`; with a weight, also the scaled products X into `raw`."""
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, : tile.keys].mT
         bias_HRn = self.bias.block(tile.heads, tile.num_rows, tile.keys)
@@ -162,19 +173,20 @@ class Blocks:
             out_BHRn.copy_(bias_HRn)
             out_mRn.baddbmm_(q_mRE, k_mEn, alpha=self.scale)
         else:
+            assert self.weight is not None
             weight_HRn = self.weight.block(tile.heads, tile.num_rows, tile.keys)
             torch.baddbmm(raw_mRn, q_mRE, k_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
             torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
         # In place: each row is read before it is written.
         torch.softmax(out_mRn, dim=-1, out=out_mRn)
 
-    def dropout_mask(self, tile: Tile, out_mRn: Tensor) -> Tensor:
-        """Ones and zeros of this tile, the same whenever they are asked for."""
+    def dropout_mask(self, tile: QueryTile, out_mRn: Tensor) -> Tensor:
+        """Ones and zeros of this tile, the same at every call."""
         generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
         return out_mRn.bernoulli_(self.keep, generator=generator)
 
     def forward(self, kept: Tensor | None) -> Tensor:
-        """O [B, H, T, E] in the inputs' dtype; fills ``kept`` with P."""
+        """O [B, H, T, E] in the inputs' dtype; fills `kept` with P."""
         out_NTE = torch.empty_like(self.q_NTE)
         dropping, weighted = self.keep < 1.0, self.weight is not None
         buffers = self.allocate((kept is None) + (dropping or weighted))
@@ -198,15 +210,15 @@ class Blocks:
         dk_NSE, dv_NSE = torch.zeros_like(self.k_NSE), torch.zeros_like(self.v_NSE)
         db_HS = self.q_NTE.new_zeros(self.H, self.S) if need_bias else None
         dw_HS = self.q_NTE.new_zeros(self.H, self.S) if need_weight else None
-        dropping, weighted = self.keep < 1.0, self.weight is not None
-        buffers = self.allocate((kept is None) + 1 + dropping + weighted)
+        dropping = self.keep < 1.0
+        buffers = self.allocate((kept is None) + 1 + dropping + (self.weight is not None))
         for tile in self.tiles:
             seen = slice(0, tile.keys)
             q_mRE, grad_mRE = self.q_NTE[tile.items, tile.rows], grad_NTE[tile.items, tile.rows]
             k_mnE, v_mnE = self.k_NSE[tile.items, seen], self.v_NSE[tile.items, seen]
             dk_mnE, dv_mnE = dk_NSE[tile.items, seen], dv_NSE[tile.items, seen]
             probs_mRn, ds_mRn, *more = self.views(tile, buffers, kept)
-            raw_mRn = more[0] if weighted else None
+            raw_mRn = more[0] if self.weight is not None else None
             if kept is None:
                 self.probabilities(tile, probs_mRn, raw_mRn)
             if dropping:
@@ -224,7 +236,7 @@ class Blocks:
             )
             if db_HS is not None:
                 add_diagonal_sums(db_HS[tile.heads], ds_mRn.view(tile.shape))
-            if weighted:
+            if self.weight is not None and raw_mRn is not None:
                 if dw_HS is not None:
                     raw_mRn *= ds_mRn
                     add_diagonal_sums(dw_HS[tile.heads], raw_mRn.view(tile.shape))
@@ -237,4 +249,4 @@ class Blocks:
         return *gradients, *(None if x is None else x.flip(1) for x in (db_HS, dw_HS))
 
 
-BACKEND = Backend("blocked", blocked, remark=lambda use: "no quadratic buffer")
+BACKEND = Backend("blocked", blocked, remark=lambda request: "no quadratic buffer")

@@ -1,11 +1,11 @@
-"""The choice of an attention backend: looked up once, at start-up, never guessed later.
+"""The choice of an attention backend: looked up once, at start-up.
 
 Every backend computes, for query position i = query_offset + row and key position j <= i,
 
     out_i = sum_j softmax_j(scale (q_i . k_j) w_h(i - j) + b_h(i - j)) v_j
 
-A use that a backend does not serve (an embedding, dtype, device, training, dropout) is refused with
-what does serve it; nothing falls back in silence.
+A request that a backend does not serve (an embedding, dtype, device, training, dropout) is refused,
+with the names of the backends that serve it. No backend falls back to another one silently.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
 of theta.
@@ -13,41 +13,45 @@ of theta.
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron.attention import blocked, eager, flex, fused, sdpa
-from megatron.attention.backend import Backend, Use
+from megatron.attention import blocked, eager, flex, fused, published, sdpa
+from megatron.attention.backend import Backend, Call, Request
 from megatron.positional import PositionalEmbedding
+from megatron.suggest import did_you_mean
 
 BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND for module in (eager, blocked, fused, sdpa, flex)
 }
 AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
-"""What ``auto`` takes on a device: the first that serves."""
+"""What `auto` takes on a device: the first backend that serves the request."""
 
 
 class AttentionError(ValueError):
-    """A backend that cannot be had, or inputs that make no sense; the message says what to use."""
+    """An unavailable backend or invalid inputs; the message names what to use instead."""
 
 
-@dataclass(frozen=True)
 class AttentionFn:
     """A chosen backend, to be called.
 
     Attributes:
-        name: the backend's.
+        backend: the chosen one.
         reason: why it was chosen, for the log.
-        use: what it was chosen for; another dtype or device, gradients or dropout that it does not
-            serve are an error when they come.
+        request: what it was chosen for. Another dtype or device, gradients or dropout that the
+            backend does not serve are an error in the first call that has them.
     """
 
-    name: str
-    reason: str
-    use: Use = field(repr=False)
+    def __init__(self, backend: Backend, reason: str, request: Request):
+        self.backend, self.reason, self.request = backend, reason, request
+        self._checked_layout: tuple | None = None
+
+    @property
+    def name(self) -> str:
+        """The backend's name, as in `attention_backend`."""
+        return self.backend.name
 
     def __call__(
         self,
@@ -64,48 +68,57 @@ class AttentionFn:
         """Attention output [B, H, T, E] in q's dtype; differentiable in q, k, v and theta.
 
         Scores, softmax and sums are in fp32 (fp64 for fp64 inputs), also under autocast. Rotary and
-        input embeddings are the model's business: they add nothing here.
+        input embeddings are applied by the model: they add nothing here.
 
         Args:
             theta_HN: the kernel's parameters for these heads; needed for distance kernels only.
-            scale: on the products of query and key, usually 1/sqrt(E).
+            scale: factor of the products of query and key, usually 1/sqrt(E).
             dropout_p: probability of dropping a softmax weight; draws from the default generator
                 of q's device.
             query_offset: position of the first query; keys are at 0 ... S-1, and every query's own
                 key must be among them (query_offset + T <= S). Later keys are never seen, whatever
-                they hold: room in a cache need not be filled.
+                they hold: a cache need not be filled.
+
+        Raises:
+            AttentionError: the inputs do not match, or the backend does not serve them.
         """
-        backend = BACKENDS[self.name]
-        check(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset)
-        inputs = (q_BHTE, k_BKSE, v_BKSE, theta_HN)
-        gradients = any(x is not None and x.requires_grad for x in inputs)
-        beyond = replace(
-            self.use,
-            device_type=q_BHTE.device.type,
-            dtype=q_BHTE.dtype,
-            training=self.use.training or (gradients and torch.is_grad_enabled()),
-            dropout=self.use.dropout or dropout_p > 0.0,
-            head_size=q_BHTE.shape[-1],
-        )
-        if beyond != self.use and (why := refusal(backend, beyond)):
-            raise refused(self.name, why, beyond)
-        group = q_BHTE.shape[1] // k_BKSE.shape[1]
-        seen = query_offset + q_BHTE.shape[2]
-        if seen < k_BKSE.shape[2]:  # there may be anything, even NaN, which times 0 is NaN
+        return self.run(Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset))
+
+    def run(self, call: Call) -> Tensor:
+        """Check the call if its layout is new, then compute it."""
+        self._check_layout(call)
+        k_BKSE, v_BKSE = call.k_BKSE, call.v_BKSE
+        group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
+        seen = call.query_offset + call.q_BHTE.shape[2]
+        if seen < k_BKSE.shape[2]:  # later keys may hold anything, even NaN, and NaN times 0 is NaN
             k_BKSE, v_BKSE = k_BKSE[:, :, :seen], v_BKSE[:, :, :seen]
-        if group > 1 and not backend.grouped:
+        if group > 1 and not self.backend.grouped:
             k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
-        with torch.autocast(q_BHTE.device.type, enabled=False):
-            return backend.function(
-                q_BHTE,
-                k_BKSE,
-                v_BKSE,
-                pos,
-                theta_HN,
-                scale=scale,
-                dropout_p=dropout_p,
-                query_offset=query_offset,
-            )
+        if k_BKSE is not call.k_BKSE:
+            call = replace(call, k_BKSE=k_BKSE, v_BKSE=v_BKSE)
+        with torch.autocast(call.q_BHTE.device.type, enabled=False):
+            return self.backend.function(call)
+
+    def _check_layout(self, call: Call) -> None:
+        """Check a call unless its layout is the previous one's, as in the layers of a step."""
+        if torch.compiler.is_compiling():  # traced once per layout: the graph contains no check
+            self._check(call)
+        elif (layout := call.layout) != self._checked_layout:
+            self._check(call)
+            self._checked_layout = layout
+
+    def _check(self, call: Call) -> None:
+        check(call)
+        request = replace(
+            self.request,
+            device_type=call.q_BHTE.device.type,
+            dtype=call.q_BHTE.dtype,
+            training=self.request.training or call.wants_gradients,
+            dropout=self.request.dropout or call.dropout_p > 0.0,
+            head_size=call.q_BHTE.shape[-1],
+        )
+        if request != self.request and (why := refusal(self.backend, request)):
+            raise refused(self.name, why, request)
 
 
 def choose(
@@ -118,47 +131,63 @@ def choose(
     dropout: bool = False,
     head_size: int | None = None,
 ) -> AttentionFn:
-    """Look up a backend for a use; see :class:`megatron.attention.backend.Use`.
+    """Look up a backend for a request; see `megatron.attention.backend.Request`.
 
     Raises:
-        AttentionError: the backend is unknown, or does not serve this use; the message names those
-            that do.
+        AttentionError: the backend is unknown, or does not serve this request; the message names
+            those that do.
     """
-    use = Use(pos, device_type, dtype, training, dropout, head_size)
+    request = Request(pos, device_type, dtype, training, dropout, head_size)
     if backend == "auto":
-        passed = []
-        for name in AUTO.get(device_type, AUTO["cpu"]):
-            why = refusal(BACKENDS[name], use)
-            if why is None:
-                remark = BACKENDS[name].remark(use)
-                reason = "; ".join([f"auto: for {pos.name} in {dtype} on {device_type}", *passed])
-                return AttentionFn(name, f"{reason}{': ' if remark else ''}{remark}", use)
-            passed.append(f"{name} {why}")
+        return first_that_serves(request)
     if backend not in BACKENDS:
-        near = difflib.get_close_matches(backend, ["auto", *BACKENDS], n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        offered = ", ".join(["auto", *BACKENDS])
-        raise AttentionError(f"no attention_backend {backend!r}; {hint}There are: {offered}")
-    if why := refusal(BACKENDS[backend], use):
-        raise refused(backend, why, use)
-    remark = BACKENDS[backend].remark(use)
-    return AttentionFn(backend, ", ".join(filter(None, ("as configured", remark))), use)
+        offered = ["auto", *BACKENDS]
+        hint = did_you_mean(backend, offered)
+        raise AttentionError(
+            f"no attention_backend {backend!r}; {hint}There are: {', '.join(offered)}"
+        )
+    chosen = named(backend, request)
+    if why := refusal(chosen, request):
+        raise refused(backend, why, request)
+    remark = chosen.remark(request)
+    return AttentionFn(chosen, ", ".join(filter(None, ("as configured", remark))), request)
 
 
-def refusal(backend: Backend, use: Use) -> str | None:
-    """Why the backend does not serve this use, or None."""
-    sixteen_bit = use.dtype in (torch.bfloat16, torch.float16)
-    if use.pos.numerics.published and sixteen_bit and not backend.rounds_as_published:
+def first_that_serves(request: Request) -> AttentionFn:
+    """The choice of `auto`."""
+    reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
+    for name in AUTO.get(request.device_type, AUTO["cpu"]):
+        backend = named(name, request)
+        why = refusal(backend, request)
+        if why is None:
+            remark = backend.remark(request)
+            reason = "; ".join(reasons) + (f": {remark}" if remark else "")
+            return AttentionFn(backend, reason, request)
+        reasons.append(f"{name} {why}")
+    raise AssertionError("eager, the last of each list, serves every request")
+
+
+def named(name: str, request: Request) -> Backend:
+    """The backend of this name; with published numerics, `eager` is `published`."""
+    if name == "eager" and request.pos.numerics.published:
+        return published.BACKEND
+    return BACKENDS[name]
+
+
+def refusal(backend: Backend, request: Request) -> str | None:
+    """Why the backend does not serve this request, or None."""
+    sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
+    if request.pos.numerics.published and sixteen_bit and backend is not published.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
-    return backend.refusal(use)
+    return backend.refusal(request)
 
 
-def refused(backend: str, why: str, use: Use) -> AttentionError:
-    others = [name for name, each in BACKENDS.items() if refusal(each, use) is None]
+def refused(backend: str, why: str, request: Request) -> AttentionError:
+    others = [name for name in BACKENDS if refusal(named(name, request), request) is None]
     serve = ", ".join(["auto", *others])
     return AttentionError(
-        f"attention_backend {backend} {why}. For pos_emb {use.pos.name} in {use.dtype} on "
-        f"{use.device_type} use {serve}"
+        f"attention_backend {backend} {why}. For pos_emb {request.pos.name} in {request.dtype} on "
+        f"{request.device_type} use {serve}"
     )
 
 
@@ -174,41 +203,27 @@ def attend(
     query_offset: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose and call at once, for tests, tools and notebooks; see :class:`AttentionFn`."""
-    inputs = (q_BHTE, k_BKSE, v_BKSE, theta_HN)
-    training = any(x is not None and x.requires_grad for x in inputs) and torch.is_grad_enabled()
+    """Choose and call at once, for tests, tools and notebooks; see `AttentionFn`."""
+    call = Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset)
     chosen = choose(
         backend,
         pos,
         device_type=q_BHTE.device.type,
         dtype=q_BHTE.dtype,
-        training=training,
+        training=call.wants_gradients,
         dropout=dropout_p > 0.0,
         head_size=q_BHTE.shape[-1],
     )
-    return chosen(
-        q_BHTE,
-        k_BKSE,
-        v_BKSE,
-        pos,
-        theta_HN,
-        scale=scale,
-        dropout_p=dropout_p,
-        query_offset=query_offset,
-    )
+    return chosen.run(call)
 
 
-def check(
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    pos: PositionalEmbedding,
-    theta_HN: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    query_offset: int,
-) -> None:
-    """Raise AttentionError for inputs that would give nonsense, or an obscure message, later."""
+def check(call: Call) -> None:
+    """Refuse inputs that would give wrong numbers, or an obscure error, later.
+
+    Raises:
+        AttentionError: shapes, dtypes, devices or numbers do not fit.
+    """
+    q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, size = q_BHTE.shape
     key_heads, keys = k_BKSE.shape[1:3]
     if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
@@ -229,17 +244,18 @@ def check(
             f"q, k and v must be on one device, not {q_BHTE.device}, {k_BKSE.device}, "
             f"{v_BKSE.device}"
         )
-    if not scale > 0.0:
-        raise AttentionError(f"scale must be above 0, not {scale}")
-    if query_offset < 0 or query_offset + queries > keys:
+    if not call.scale > 0.0:
+        raise AttentionError(f"scale must be above 0, not {call.scale}")
+    first = call.query_offset
+    if first < 0 or first + queries > keys:
         raise AttentionError(
-            f"queries at positions {query_offset} ... {query_offset + queries - 1} need their own "
-            f"keys, but there are {keys}: query_offset + T <= S must hold"
+            f"queries at positions {first} ... {first + queries - 1} need their own keys, but "
+            f"there are {keys}: query_offset + T <= S must hold"
         )
-    if not 0.0 <= dropout_p < 1.0:
-        raise AttentionError(f"dropout_p must lie in [0, 1), not {dropout_p}")
-    if pos.kind == "distance":
-        expected = (heads, len(pos.parameters))
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise AttentionError(f"dropout_p must lie in [0, 1), not {call.dropout_p}")
+    if call.has_kernel:
+        expected = (heads, len(call.pos.parameters))
         if theta_HN is None or tuple(theta_HN.shape) != expected:
             got = "none" if theta_HN is None else str(list(theta_HN.shape))
-            raise AttentionError(f"{pos.name} needs theta {list(expected)}, got {got}")
+            raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")

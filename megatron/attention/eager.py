@@ -1,14 +1,14 @@
-"""Eager attention: the specification, written as its formula and no faster than that.
+"""Eager attention: the specification, written as its formula and not optimised.
 
     s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j), -inf where j > i
     out = dropout(softmax(s)) v
 
+Scores and kernels are fp32 at least. `published` is the same formula with the released code's
+rounding.
+
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
 
-Scores and kernels are fp32 at least; only with `PublishedNumerics` are
-they as coarse as the activations, rounded after each operation.
-
-Caution: the [B, H, T, S] score matrix and the [H, T, S] kernels exist as a whole, several times.
+Caution: the [B, H, T, S] score matrix and the [H, T, S] kernels are materialised, several times.
 """
 
 from __future__ import annotations
@@ -17,44 +17,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.backend import Backend
-from megatron.positional import PositionalEmbedding
+from megatron.attention.backend import Backend, Call
 
 
-def eager(
-    q_BHTE: Tensor,
-    k_BHSE: Tensor,
-    v_BHSE: Tensor,
-    pos: PositionalEmbedding,
-    theta_HN: Tensor | None,
-    *,
-    scale: float,
-    dropout_p: float,
-    query_offset: int,
-) -> Tensor:
-    """See :class:`megatron.attention.choice.AttentionFn`."""
-    dtype, device = pos.numerics.working_dtype(q_BHTE.dtype), q_BHTE.device
-    query_T = torch.arange(q_BHTE.shape[2], device=device) + query_offset
-    key_S = torch.arange(k_BHSE.shape[2], device=device)
+def eager(call: Call) -> Tensor:
+    """See `choice.AttentionFn`."""
+    dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
+    scores_BHTS = call.scale * (call.q_BHTE.to(dtype) @ call.k_BKSE.to(dtype).mT)
+    theta_HN = None
+    if call.has_kernel:
+        theta_HN = call.theta.to(torch.promote_types(call.theta.dtype, dtype))
+    return attend_by_scores(call, scores_BHTS, theta_HN)
+
+
+def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Tensor:
+    """Apply kernel, mask, softmax and dropout to the scaled products, in their dtype.
+
+    Args:
+        theta_HN: in the dtype in which the kernel is evaluated; None without a kernel.
+    """
+    dtype, device = scores_BHTS.dtype, scores_BHTS.device
+    query_T = torch.arange(call.q_BHTE.shape[2], device=device) + call.query_offset
+    key_S = torch.arange(call.k_BKSE.shape[2], device=device)
     distance_TS = query_T[:, None] - key_S
-    if not pos.numerics.published:
-        scores_BHTS = scale * (q_BHTE.to(dtype) @ k_BHSE.to(dtype).mT)
-    else:  # scaled before it is rounded
-        flat_q, flat_k = q_BHTE.flatten(0, 1), k_BHSE.flatten(0, 1)
-        scores_BHTS = torch.baddbmm(flat_q.new_zeros(1), flat_q, flat_k.mT, beta=0, alpha=scale)
-        scores_BHTS = scores_BHTS.unflatten(0, q_BHTE.shape[:2])
-    if pos.kind == "distance":
-        wide = torch.promote_types(theta_HN.dtype, dtype)
-        theta_HN = theta_HN.to(dtype if pos.numerics.published else wide)
-        weight_HTS = pos.weight(theta_HN, distance_TS.clamp(min=0))
-        bias_HTS = pos.bias(theta_HN, distance_TS.clamp(min=0))
+    if theta_HN is not None:
+        weight_HTS = call.pos.weight(theta_HN, distance_TS.clamp(min=0))
+        bias_HTS = call.pos.bias(theta_HN, distance_TS.clamp(min=0))
         if weight_HTS is not None:
             scores_BHTS = scores_BHTS * weight_HTS.to(dtype)
         if bias_HTS is not None:
             scores_BHTS = scores_BHTS + bias_HTS.to(dtype)
     scores_BHTS = scores_BHTS.masked_fill(distance_TS < 0, -torch.inf)
-    probs_BHTS = F.dropout(torch.softmax(scores_BHTS, dim=-1), dropout_p)
-    return (probs_BHTS @ v_BHSE.to(dtype)).to(q_BHTE.dtype)
+    probs_BHTS = F.dropout(torch.softmax(scores_BHTS, dim=-1), call.dropout_p)
+    return (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
 
 
-BACKEND = Backend("eager", eager, rounds_as_published=True)
+BACKEND = Backend("eager", eager)

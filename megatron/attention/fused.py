@@ -1,30 +1,30 @@
 """Fused attention: Triton kernels that evaluate the kernel of distance in registers.
 
 No quadratic buffer, exact gradients of theta, the same bits at every repetition. The embedding's
-torch formula becomes device functions (``formula``, ``megatron.kernels.codegen``); where it has no
-expression, it is tabulated over distances once per call, and the gradient of the table goes back
-through the formula by autograd (``megatron.kernels.tabulated``).
+torch formula becomes device functions (`trace`, `megatron.kernels.codegen`). A formula without an
+expression is tabulated over distances once per call, and autograd carries the gradient of the table
+back through the formula (`megatron.kernels.tabulated`).
 
-Memory beside the results: two numbers per query and head, a number per theta and program, and for
-tables the table.
+Memory in addition to the results: two numbers per query and head, one number per theta and program,
+and the table, if there is one.
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta, W
 numbers per head that describe the kernel: N, or table entries.
 
-Caution: fp64 is refused, and so is bf16 in Triton's interpreter, which gets it wrong. Head sizes
-that are no power of two cost as much as the next one.
+Caution: fp64 is refused. So is bf16 in Triton's interpreter, which computes it wrongly. Head sizes
+that are no power of two cost as much as the next power of two.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Use, first_order
+from megatron.attention.backend import Backend, Call, Request, first_order
 from megatron.attention.trace import Unreadable, read
 from megatron.positional import PositionalEmbedding
 
@@ -40,71 +40,70 @@ OLDEST = (8, 0)
 
 @lru_cache(maxsize=64)
 def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
-    """(device functions, how they were made: "formula" or why it is a table)."""
-    from megatron.kernels import codegen as formula
-    from megatron.kernels import tabulated as table
+    """(device functions, how they were made: "evaluated in registers", or why by a table)."""
+    from megatron.kernels import codegen, tabulated
 
     try:
-        found = read(pos)
-        functions = formula.device_functions(
-            pos.name, found.bias, found.weight, found.distance, found.theta
+        formula = read(pos)
+        functions = codegen.device_functions(
+            pos.name, formula.bias, formula.weight, formula.distance, formula.theta
         )
-    except (Unreadable, formula.NotExpressible) as reason:
+    except (Unreadable, codegen.NotExpressible) as reason:
         one_HN, d = torch.ones(1, len(pos.parameters)), torch.arange(2)
         has = (part(one_HN, d) is not None for part in (pos.bias, pos.weight))
-        return table.device_functions(*has), f"tabulated, {reason}"
+        return tabulated.device_functions(*has), f"tabulated, {reason}"
     return functions, "evaluated in registers"
 
 
-# torch.compile leaves the call as it is: it would follow the formula's reading into sympy.
-# (torch.compiler.disable says the same, but imports the compiler here already: a second or two.)
-@torch._disable_dynamo
-def fused(
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    pos: PositionalEmbedding,
-    theta_HN: Tensor | None,
-    *,
-    scale: float,
-    dropout_p: float,
-    query_offset: int,
-) -> Tensor:
-    """See :class:`megatron.attention.choice.AttentionFn`."""
+# torch.compile must not trace this call: it would follow the reading of the formula into sympy.
+# (torch.compiler.disable does the same, but imports the compiler at once: a second or two.)
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage] see above
+def fused(call: Call) -> Tensor:
+    """See `choice.AttentionFn`."""
     from megatron.kernels.launch import Setting
 
-    functions, _ = functions_of(pos)
+    functions, _ = functions_of(call.pos)
+    q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]
-    if pos.kind != "distance":
+    if not call.has_kernel:
         rows_HW = q_BHTE.new_zeros(heads, 1, dtype=torch.float32)
     elif functions.tabulated:
-        rows_HW = tabulate(pos, theta_HN.float(), query_offset + queries, scale)
+        rows_HW = tabulate(call.pos, call.theta.float(), offset + queries, call.scale)
     else:
-        rows_HW = theta_HN.float().contiguous()
+        rows_HW = call.theta.float().contiguous()
     seed = None
-    if dropout_p:
-        seed = torch.randint(1 << 62, (1,), device=q_BHTE.device)  # stays there: nothing waits
-    setting = Setting(functions, scale, query_offset, dropout_p)
-    return FusedAttention.apply(q_BHTE, k_BKSE, v_BKSE, rows_HW, seed, setting)
+    if call.dropout_p:
+        seed = torch.randint(1 << 62, (1,), device=q_BHTE.device)  # never copied to the host
+    setting = Setting(functions, call.scale, offset, call.dropout_p)
+    return _FusedAttention.apply(q_BHTE, call.k_BKSE, call.v_BKSE, rows_HW, seed, setting)
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """[H, W]: b(d) / scale for d = 0 ... length - 1, then w(d), whichever there are.
+    """[H, W]: b(d) / scale for d = 0 ... length - 1 if there is b, then w(d) if there is w.
 
-    A distance that is never seen (b = -inf) gets a finite LOWEST, since a tile may hold no other.
+    A distance that is never seen (b = -inf) gets the finite LOWEST, since a tile may consist of
+    such distances only.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
-    parts = [] if bias_HS is None else [(bias_HS.float() / scale).clamp(min=LOWEST)]
-    parts += [] if weight_HS is None else [weight_HS.float()]
-    return torch.cat(parts, dim=1).contiguous()
+    tables = [] if bias_HS is None else [(bias_HS.float() / scale).clamp(min=LOWEST)]
+    tables += [] if weight_HS is None else [weight_HS.float()]
+    return torch.cat(tables, dim=1).contiguous()
 
 
-class FusedAttention(torch.autograd.Function):
-    """Keeps its inputs, its output, and the logarithms of the softmax's denominators."""
+class _FusedAttention(torch.autograd.Function):
+    """Saves its inputs, its output, and the logarithms of the softmax's denominators."""
 
     @staticmethod
-    def forward(ctx, q, k, v, rows, seed: Tensor | None, setting: Setting) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Tensor,
+        seed: Tensor | None,
+        setting: Setting,
+    ) -> Tensor:
         from megatron.kernels import launch
 
         out, lse = launch.forward(q, k, v, rows, seed, setting)
@@ -114,30 +113,29 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         from megatron.kernels import launch
 
-        q, k, v, out, lse, rows, seed = ctx.saved_tensors
         gradients = launch.backward(
-            grad, q, k, v, out, lse, rows, seed, ctx.setting, ctx.needs_input_grad[3]
+            grad, *ctx.saved_tensors, ctx.setting, need_rows=ctx.needs_input_grad[3]
         )
         return *gradients, None, None
 
 
-def refusal(use: Use) -> str | None:
+def refusal(request: Request) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
-    if use.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"computes in fp32 and does not serve {use.dtype}"
-    if use.head_size is not None and use.head_size > MAX_HEAD_SIZE:
-        return f"serves head sizes up to {MAX_HEAD_SIZE}, not {use.head_size}"
+    if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"computes in fp32 and does not serve {request.dtype}"
+    if request.head_size is not None and request.head_size > MAX_HEAD_SIZE:
+        return f"serves head sizes up to {MAX_HEAD_SIZE}, not {request.head_size}"
     from megatron.kernels.device import INTERPRETED
 
     if INTERPRETED:
-        if use.dtype == torch.bfloat16:
+        if request.dtype == torch.bfloat16:
             return "is wrong in bf16 in Triton's interpreter (TRITON_INTERPRET=1): write fp32 there"
         return None
-    if use.device_type != "cuda":
+    if request.device_type != "cuda":
         return "needs a CUDA GPU (or Triton's slow interpreter: TRITON_INTERPRET=1, for tests)"
     if torch.version.hip is not None:
         return "is written for NVIDIA GPUs"
@@ -146,10 +144,10 @@ def refusal(use: Use) -> str | None:
     return None
 
 
-def remark(use: Use) -> str:
+def remark(request: Request) -> str:
     from megatron.kernels.device import INTERPRETED
 
-    how = [f"kernel {functions_of(use.pos)[1]}"] if use.pos.kind == "distance" else []
+    how = [f"kernel {functions_of(request.pos)[1]}"] if request.pos.kind == "distance" else []
     return ", ".join([*how, *(["in Triton's slow interpreter"] if INTERPRETED else [])])
 
 

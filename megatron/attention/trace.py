@@ -1,13 +1,13 @@
-"""An embedding's torch formula read as an expression: written once, compiled everywhere.
+"""Reads an embedding's torch formula as a symbolic expression.
 
-``read`` runs ``bias`` and ``weight`` on a few numbers under torch's tracer, takes the operations
-that they made, and says them again in sympy, with one symbol for the distance and one for each
-column of theta. From the expression follow the Triton device functions with their derivatives
-(``megatron.kernels.codegen``) and FlexAttention's score_mod (``flex``).
+`read` runs `bias` and `weight` on a few numbers under torch's tracer, and translates the recorded
+operations into sympy, with one symbol for the distance and one for each column of theta. Two things
+are derived from the expression: the Triton device functions with their derivatives
+(`megatron.kernels.codegen`), and FlexAttention's score_mod (`flex`).
 
 Only formulas of one distance and one head at a time have such an expression; a lookup in a table,
-as T5's, has none. What was read is evaluated at other numbers and compared with the embedding
-before it is believed.
+like T5's, has none. Before an expression is used, it is evaluated at other numbers and compared
+with the embedding.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 
 class Unreadable(ValueError):
-    """The formula is no expression in d and theta; the message says where reading stopped."""
+    """The formula is no expression in d and theta; the message names the operation that is not."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """b (None: 0) and w (None: 1) as expressions of ``distance`` and ``theta``."""
+    """b (None: 0) and w (None: 1) as expressions of `distance` and `theta`."""
 
     bias: sympy.Expr | None
     weight: sympy.Expr | None
@@ -47,10 +47,10 @@ class Formula:
 
 @lru_cache(maxsize=64)
 def read(pos: PositionalEmbedding) -> Formula:
-    """The embedding's formula; b = 0 and w = 1 for those that are no kernels of distance.
+    """The embedding's formula; b = 0 and w = 1 for embeddings that are no kernels of distance.
 
     Raises:
-        Unreadable: it has no expression; it can still be tabulated.
+        Unreadable: when it has no expression; it can still be tabulated.
     """
     import sympy
 
@@ -60,24 +60,26 @@ def read(pos: PositionalEmbedding) -> Formula:
     theta = tuple(
         sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)
     )
-    parts = [
-        Reader(distance, theta).expression(part, len(theta)) for part in (pos.bias, pos.weight)
-    ]
-    formula = Formula(*parts, distance, theta)
-    with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for first
+    reader = Reader(distance, theta)
+    formula = Formula(reader.expression(pos.bias), reader.expression(pos.weight), distance, theta)
+    with torch.inference_mode(False), torch.enable_grad():  # the first caller may have changed them
         confirm(pos, formula)
     return formula
 
 
 def assumed(low: float) -> dict[str, bool]:
-    """What sympy may take for granted of a column of theta."""
+    """What sympy may assume about a column of theta."""
     if low < 0:
         return {"real": True}
     return {"positive": True} if low > 0 else {"nonnegative": True}
 
 
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
-    """Compare with the embedding where it was not traced: values, theta's gradient, and digits."""
+    """Compare with the embedding at other inputs: values, theta's gradient, and digits in fp32.
+
+    Raises:
+        Unreadable: when they differ.
+    """
     generator = torch.Generator().manual_seed(1)
     theta_HN = torch.rand(5, len(formula.theta), generator=generator, dtype=torch.float64) + 0.2
     bounds = [(column.low, column.high) for column in pos.parameters]
@@ -87,29 +89,29 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
         if expression is None:
             continue
         try:
-            mine = torch_function(expression, (formula.distance, *formula.theta))
-            exact, own = (sample(function, theta_HN, d, dtype) for dtype in DTYPES)
-            got, single = (sample(by_columns(mine), theta_HN, d, dtype) for dtype in DTYPES)
+            read_function = torch_function(expression, (formula.distance, *formula.theta))
+            exact, exact32 = (sample(function, theta_HN, d, dtype) for dtype in DTYPES)
+            got, got32 = (sample(by_columns(read_function), theta_HN, d, dtype) for dtype in DTYPES)
         except (AttributeError, TypeError, RuntimeError) as error:  # Abs, or a complex number
             raise Unreadable(f"{expression} cannot be evaluated: {error}") from error
         if not all(torch.allclose(x, y, 1e-9, 1e-12) for x, y in zip(got, exact, strict=True)):
-            raise Unreadable(f"what was read, {expression}, is not what it computes")
-        lost, unavoidable = ((x[0] - exact[0]).abs() for x in (single, own))
+            raise Unreadable(f"the expression read, {expression}, is not what it computes")
+        lost, unavoidable = ((x[0] - exact[0]).abs() for x in (got32, exact32))
         if not (lost <= 8 * unavoidable + 1e-5 * exact[0].abs().clamp(min=1.0)).all():
             raise Unreadable(f"{expression} loses digits in fp32")
 
 
 def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of d and theta's columns as one of theta and d."""
+    """Turn a function of d and theta's columns into a function of theta and d."""
     return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
 
 
 def sample(
-    function: Callable[..., Tensor], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
+    function: Callable[..., Tensor | None], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """A formula's values in ``dtype``, and theta's gradient for unequal weights, both in fp64."""
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
-    # Further off an exponential may overflow, in torch's gradient too.
+    # At large distances an exponential may overflow, also in torch's gradient.
     value, near = (
         torch.as_tensor(function(theta_HN, some), dtype=dtype).expand(len(theta_HN), len(some))
         for some in (d, d[:4])
@@ -125,15 +127,15 @@ def sample(
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
     """The expression as a function of tensors of any (broadcastable) shape.
 
-    A plain function, without sympy: it is what ``torch.compile`` gets to read. Always the same
-    one, or that would compile anew at every call.
+    A plain function, without sympy, so that `torch.compile` can trace it. The result is cached:
+    with a new function, `torch.compile` would compile again at every call.
     """
     names = [symbol.name for symbol in arguments]
     return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", {"torch": torch})
 
 
-def torch_text(expression: sympy.Expr) -> str:
-    """The expression in Python and torch."""
+def torch_text(expression: Any) -> str:
+    """The sympy expression as Python code that calls torch."""
     if expression.is_number:
         return f"({float(expression)!r})"
     if expression.is_Symbol:
@@ -151,25 +153,30 @@ def torch_text(expression: sympy.Expr) -> str:
 
 
 class Columns(tuple):
-    """Some neighbouring columns of theta, as a tensor [H, len]; one is as good as its number."""
+    """Some neighbouring columns of theta: a tensor [H, len]. One column stands for its symbol."""
 
 
 class Reader:
-    """Interprets the graph of operations that torch's tracer records for one function.
+    """Interprets the graph of operations that torch's tracer records for a function.
 
-    A value is a sympy expression (the same for all heads and distances), ``Columns`` of theta, a
-    list of expressions, or a plain Python value.
+    A value in the graph is a sympy expression (the same for all heads and distances), `Columns` of
+    theta, a list of expressions, or a plain Python value.
     """
 
     def __init__(self, distance: sympy.Symbol, theta: tuple[sympy.Symbol, ...]):
         self.distance, self.theta = distance, theta
 
-    def expression(self, function: Callable[..., Tensor | None], columns: int) -> Any:
-        """The function's value, or None where it gives none."""
-        from torch.fx.experimental.proxy_tensor import make_fx
+    def expression(self, function: Callable[..., Tensor | None]) -> Any:
+        """The function's value as an expression, or None if the function returns None.
 
-        theta_HN = torch.linspace(0.3, 0.9, HEADS * columns, dtype=torch.float64)
-        theta_HN = theta_HN.view(HEADS, columns)
+        Raises:
+            Unreadable: when there is no such expression.
+        """
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.node import map_arg
+
+        theta_HN = torch.linspace(0.3, 0.9, HEADS * len(self.theta), dtype=torch.float64)
+        theta_HN = theta_HN.view(HEADS, len(self.theta))
         d = torch.tensor(DISTANCES, dtype=torch.float64)
         with torch.no_grad():
             example = function(theta_HN, d)
@@ -179,7 +186,7 @@ class Reader:
                 raise Unreadable(f"a formula's value is [heads, distances], not {example.shape}")
             try:
                 graph = make_fx(lambda theta, distance: function(theta, distance))(theta_HN, d)
-            except Exception as error:  # whatever a formula does that cannot be traced
+            except Exception as error:  # a formula may do anything, and torch has no common error
                 raise Unreadable(f"it cannot be traced: {error}") from error
         values: dict[Any, Any] = {}
         inputs = iter((Columns(self.theta), self.distance))
@@ -189,8 +196,8 @@ class Reader:
             elif node.op == "get_attr":
                 values[node] = self.number(getattr(graph, node.target))
             elif node.op == "call_function":
-                args = torch.fx.node.map_arg(node.args, values.__getitem__)
-                kwargs = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+                args = map_arg(node.args, values.__getitem__)
+                kwargs = map_arg(node.kwargs, values.__getitem__)
                 values[node] = self.operation(node.target, list(args), dict(kwargs))
             elif node.op == "output":
                 (result,) = node.args if isinstance(node.args, tuple) else (node.args,)
@@ -198,6 +205,7 @@ class Reader:
         raise Unreadable("the trace has no result")
 
     def number(self, constant: Tensor) -> Any:
+        """A tensor constant of the graph as a number."""
         if constant.numel() != 1:
             raise Unreadable(f"it holds a tensor of {constant.numel()} numbers")
         return exact(constant.item())
@@ -215,6 +223,7 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
+        """The value of one operation of the graph."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if name in SAME:
             return args[0]
@@ -245,7 +254,7 @@ SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "c
 
 
 def exact(value: float) -> Any:
-    """A sympy number: whole numbers and halves as such, so that powers are recognised."""
+    """A sympy number: integers and halves are exact, so that powers are recognised."""
     import sympy
 
     doubled = 2.0 * float(value)
@@ -256,7 +265,7 @@ def exact(value: float) -> Any:
 
 @lru_cache(maxsize=1)
 def elementary() -> dict[str, Callable[..., Any]]:
-    """What torch calls it -> what sympy makes of it."""
+    """torch's name of an operation -> its sympy counterpart."""
     import sympy as sp
 
     return {

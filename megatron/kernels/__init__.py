@@ -1,6 +1,6 @@
-"""Fused causal attention with a learnable kernel of distance, in Triton; no other package has it.
+"""Fused causal attention with a learnable kernel of distance, in Triton.
 
-``launch`` is the way in: ``forward`` and ``backward`` on tensors. ``formula`` turns the expression
-of a kernel of distance into the device functions that the passes take as compile-time constants,
-``table`` has such functions for kernels given by their values. ``blocks`` has the tile sizes.
+Other packages call `launch`: `forward` and `backward` on tensors. `codegen` turns the expression of
+a kernel of distance into device functions, which the passes take as compile-time constants.
+`tabulated` has such functions for kernels given by their values. `tile_sizes` has the tile sizes.
 """

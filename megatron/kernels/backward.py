@@ -1,16 +1,16 @@
 """Backward pass of fused causal attention: two passes over the scores, no atomics.
 
-    p_ij  = 2^(c y_ij - lse_i)              from the inputs again, nothing quadratic was kept
+    p_ij  = 2^(c y_ij - lse_i)              recomputed from the inputs: nothing quadratic was kept
     ds_ij = p_ij (do_i . v_j - delta_i)     delta_i = do_i . o_i
     dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
 
-``query_pass``: one program per M query rows sums dq and theta's gradients in registers, and leaves
-its part of the latter in a row of its own, to be added up in fixed order; it also computes delta.
-``key_pass``: one program per N keys sums dk and dv over all query heads that share them. Every
-result is written by one program in one order, so gradients are repeatable bit for bit.
+`query_pass`: one program per M query rows sums dq and theta's gradients in registers. It writes its
+sums of theta's gradients to a row of `sums`; the host adds these rows up in fixed order. It also
+computes delta. `key_pass`: one program per N keys sums dk and dv over all query heads that share
+the keys. One program writes each result, in one order, so gradients are repeatable bit for bit.
 
-Legend: see ``forward``; D = delta.
+Legend: see `forward`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def query_tile(
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def query_pass(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, part_ptr, theta_ptr, seed_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, sums_ptr, theta_ptr, seed_ptr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
+    do_b, do_h, do_t, dq_b, dq_h, dq_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, f_zeros: tl.constexpr, f_add: tl.constexpr,
     f_finish: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -69,7 +70,7 @@ def query_pass(
 ):  # fmt: skip
     """Program: (sequence and head, tile of query rows), rows counted from the last.
 
-    ``part`` is [programs, THETA], THETA the number of columns with a gradient (0: none is wanted).
+    `sums` is [programs, THETA], THETA the number of columns with a gradient (0: none is wanted).
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
@@ -84,8 +85,8 @@ def query_pass(
     seed = tl.load(seed_ptr) if DROPOUT else 0
 
     q = load_rows(q_ptr + b * q_b + h_q * q_h, m0, queries, q_t, True, M, E, P)
-    do = load_rows(do_ptr + b * g_b + h_q * g_h, m0, queries, g_t, True, M, E, P)
-    out = load_rows(out_ptr + b * o_b + h_q * o_h, m0, queries, o_t, True, M, E, P)
+    do = load_rows(do_ptr + b * do_b + h_q * do_h, m0, queries, do_t, True, M, E, P)
+    out = load_rows(out_ptr + b * out_b + h_q * out_h, m0, queries, out_t, True, M, E, P)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)
     i = m0 + tl.arange(0, M)
     per_row = item.to(tl.int64) * queries + i
@@ -114,22 +115,23 @@ def query_pass(
     store_rows(dq_ptr + b * dq_b + h_q * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
     if THETA:
         gradients = f_finish(acc, constants)
-        part = part_ptr + (item.to(tl.int64) * tiles + m0 // M) * THETA
+        sums = sums_ptr + (item.to(tl.int64) * tiles + m0 // M) * THETA
         for n in tl.static_range(THETA):
-            tl.store(part + n, gradients[n])
+            tl.store(sums + n, gradients[n])
 
 
 @triton.jit
 def key_tile(
     k, v, dk, dv,
-    q_base, do_base, lse_base, delta_base, q_stride, g_stride, m0, n0, offset, queries,
+    q_base, do_base, lse_base, delta_base, q_stride, do_stride, m0, n0, offset, queries,
     constants, c, seed, item, threshold, rescale,
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of query rows to dk and dv. It is [N, M], so that p and ds need no turning."""
+    """Add one tile of query rows to dk and dv. Scores are [N, M], so that p and ds need no
+    transpose."""
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
-    do = load_rows(do_base, m0, queries, g_stride, MASKED, M, E, P)
+    do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)
     row = m0 + tl.arange(0, M)
     if MASKED:
         lse = tl.load(lse_base + row, mask=row < queries, other=float("inf"))  # p = 0
@@ -139,7 +141,7 @@ def key_tile(
         delta = tl.load(delta_base + row)
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-    # What changes from tile to tile goes with the keys, which are fewer per thread.
+    # m0, which changes from tile to tile, is added to the keys: a thread has fewer of them.
     i = tl.arange(0, M)[None, :]
     j = (n0 - offset - m0) + tl.arange(0, N)[:, None]
     distance = table_distance(
@@ -168,7 +170,8 @@ def key_tile(
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def key_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -189,8 +192,8 @@ def key_pass(
     v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
     dk = tl.zeros([N, P], dtype=tl.float32)
     dv = tl.zeros([N, P], dtype=tl.float32)
-    # Tiles of rows in the past of some of these keys, then those that see all of them. A last tile
-    # that is not full is masked too, and is taken with the former.
+    # First tiles of rows that do not see all of these keys, and a last tile that is not full: both
+    # need a mask. Then the tiles of rows that see all of these keys.
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
     full = queries // M * M
@@ -202,21 +205,21 @@ def key_pass(
         h_q = h.to(tl.int64)
         constants = f_prepare(theta_ptr + h_q * width, width, scale)
         q_base = q_ptr + b_64 * q_b + h_q * q_h
-        do_base = do_ptr + b_64 * g_b + h_q * g_h
+        do_base = do_ptr + b_64 * do_b + h_q * do_h
         lse_base = lse_ptr + item.to(tl.int64) * queries
         delta_base = delta_ptr + item.to(tl.int64) * queries
         for tile in tl.range(0, masked):
             m0 = tl.where(tile < crossing, first + tile * M, full)
             dk, dv = key_tile(
                 k, v, dk, dv,
-                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, n0, offset, queries,
+                q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0, offset, queries,
                 constants, c, seed, item, threshold, rescale,
                 f_evaluate, WEIGHTED, DROPOUT, True, M, N, E, P,
             )  # fmt: skip
         for m0 in tl.range(whole, full, M):
             dk, dv = key_tile(
                 k, v, dk, dv,
-                q_base, do_base, lse_base, delta_base, q_t, g_t, m0, n0, offset, queries,
+                q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0, offset, queries,
                 constants, c, seed, item, threshold, rescale,
                 f_evaluate, WEIGHTED, DROPOUT, False, M, N, E, P,
             )  # fmt: skip

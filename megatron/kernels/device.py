@@ -1,6 +1,6 @@
 """Device functions that all passes share: fast special functions, loads, the dropout mask.
 
-On a GPU, ``lg2`` and ``rcp`` are single instructions (``tl.log2`` alone is a software routine of
+On a GPU, `lg2` and `rcp` are single instructions (`tl.log2` alone is a software routine of
 more than 20), exact to about 2^-22; flushing subnormal numbers to zero is part of that. In Triton's
 interpreter they are numpy's.
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether ``@triton.jit`` made functions for the interpreter: settled when Triton is imported."""
+"""Whether `@triton.jit` made functions for the interpreter: settled when Triton is imported."""
 
 LOG2_ZERO = tl.constexpr(-1e30)
 """lg2(0) where a formula needs it finite: 2^(p lg2 0) = 0 and 2^(p lg2 0) lg2 0 = 0 for p > 0."""
@@ -95,9 +95,9 @@ def load_rows(
     base, first, limit, stride, MASKED: tl.constexpr, ROWS: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, P]: rows first ... of a tensor with ``limit`` rows; zeros past it and past column E.
+    """[ROWS, P]: rows first ... of a tensor with `limit` rows; zeros past it and past column E.
 
-    Without MASKED all rows must exist. 64-bit offsets: ``first`` rows may be gigabytes away.
+    Without MASKED all rows must exist. 64-bit offsets: `first` rows may be gigabytes away.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -117,7 +117,7 @@ def load_rows(
 def store_rows(
     base, tile, first, limit, stride, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """The counterpart of ``load_rows``, always masked."""
+    """The counterpart of `load_rows`, always masked."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
     pointers = base + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
@@ -128,16 +128,16 @@ def store_rows(
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
     """Distances i - j within a tile, made to stay in a table: future ones are 0, rows past the last
-    are the last. ``i`` is relative to n0. Costs nothing where the result is not used."""
+    are the last. `i` is relative to n0. Costs nothing where the result is not used."""
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
-    """Dropout: [M, N] booleans of the queries ``query`` ... and the keys ``key`` ..., with
-    probability threshold / 2^24. ``key`` must be a multiple of 4.
+    """Dropout: [M, N] booleans of the queries `query` ... and the keys `key` ..., with
+    probability threshold / 2^24. `key` must be a multiple of 4.
 
-    Philox in counter mode: a score's bits depend on the seed, its sequence and head (``item``), its
+    Philox in counter mode: a score's bits depend on the seed, its sequence and head (`item`), its
     query and its key alone, never on the tiling, so every pass sees the same mask. One call serves
     four keys.
     """

@@ -3,16 +3,16 @@
     y_ij = s_ij w(d) + b(d) / scale     s_ij = q_i . k_j     d = query_offset + i - j >= 0
     out_i = sum_j p_ij v_j              p_ij = softmax_j(scale y_ij)
 
-One program computes M query rows of one head, n keys at a time, with the running maximum and sum of
+One program computes M query rows of one head, N keys at a time, with the running maximum and sum of
 the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2205.14135), to base 2:
-p = 2^(c y - c max y), c = scale log2 e. What the kernel of distance costs per score is in
-``formula``. Tiles wholly in the past take no mask, tiles wholly in the future are not visited. The
+p = 2^(c y - c max y), c = scale log2 e. `codegen` describes the cost of the kernel of distance per
+score. A tile with only past keys takes no mask; a tile with only future keys is not visited. The
 programs with the most keys start first.
 
-Beside ``out``, c max y + log2(sum) is kept for the backward pass: ``lse``, [B, H, T] fp32.
+In addition to `out`, c max y + log2(sum) is kept for the backward pass: `lse`, [B, H, T] fp32.
 
 Legend: B batch, H heads, T queries, S keys, E head size, P its padded size, M rows and N keys of a
-tile. ``f_``: the device functions of the kernel of distance.
+tile. `f_`: the device functions of the kernel of distance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Carry maximum, sum and weighted values over one tile of keys."""
+    """Update maximum, sum and weighted values with one tile of keys."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
@@ -60,7 +60,7 @@ def forward_tile(
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def forward_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -81,7 +81,7 @@ def forward_pass(
 
     q = load_rows(q_base, m0, queries, q_t, True, M, E, P)
     last = tl.minimum(offset + m0 + M, offset + queries)  # keys that the tile's last row sees
-    past = (offset + m0 + 1) // N * N  # keys that every row sees, in whole tiles
+    past = (offset + m0 + 1) // N * N  # keys in tiles that every row sees completely
     top = tl.full([M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, P], dtype=tl.float32)
@@ -100,8 +100,8 @@ def forward_pass(
             f_evaluate, DROPOUT, True, M, N, E, P,
         )  # fmt: skip
     out = acc * (rescale / total)[:, None]
-    o_base = out_ptr + b * o_b + h.to(tl.int64) * o_h
-    store_rows(o_base, out, m0, queries, o_t, M, E, P)
+    o_base = out_ptr + b * out_b + h.to(tl.int64) * out_h
+    store_rows(o_base, out, m0, queries, out_t, M, E, P)
     i = m0 + tl.arange(0, M)
     lse = top * c + tl.log2(total)
     tl.store(lse_ptr + item.to(tl.int64) * queries + i, lse, mask=i < queries)

@@ -1,7 +1,7 @@
 """Host side of the fused passes: shapes, strides, grids, and the sums that follow.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, W numbers
-per head that describe the kernel of distance (theta, or a table; see ``table``).
+per head that describe the kernel of distance (theta, or a table; see `tabulated`).
 """
 
 from __future__ import annotations
@@ -15,57 +15,70 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron.kernels import tabulated as table
 from megatron.kernels.backward import key_pass, query_pass
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.forward import forward_pass
-from megatron.kernels.tile_sizes import Blocks, Tile, choose, padded
+from megatron.kernels.tabulated import table_pass
+from megatron.kernels.tile_sizes import Tile, TileSizes, choose, padded
+
+PASSES: dict[str, Any] = {
+    "forward": forward_pass,
+    "query": query_pass,
+    "key": key_pass,
+    "table": table_pass,
+}
 
 LAUNCHES: Counter[str] = Counter()
 """How often each pass has been launched in this process."""
 
-
 OPTIONS = {"enable_fp_fusion": True}
-"""Products and sums may be fused: Triton's default, said because Triton means to change it."""
+"""Products and sums may be fused: Triton's default, written out because Triton may change it."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an attention call fixes beside its tensors.
+    """The parameters of an attention call that are not tensors.
 
     Attributes:
         functions: the kernel of distance.
-        scale: on the products of query and key, > 0.
+        scale: factor of the products of query and key, > 0.
         query_offset: position of the first query.
         dropout_p: probability of dropping a weight.
-        blocks: tile sizes; None for the committed choice.
+        tile_sizes: None for the committed choice.
     """
 
     functions: DeviceFunctions
     scale: float
     query_offset: int = 0
     dropout_p: float = 0.0
-    blocks: Blocks | None = None
+    tile_sizes: TileSizes | None = None
 
     @property
     def heavy(self) -> bool:
         return self.functions.heavy or self.dropout_p > 0.0
 
-    def tiles(self, q_BHTE: Tensor) -> Blocks:
-        if self.blocks is not None:
-            return self.blocks
+    def tiles(self, q_BHTE: Tensor) -> TileSizes:
+        if self.tile_sizes is not None:
+            return self.tile_sizes
         cuda = q_BHTE.is_cuda
         capability = torch.cuda.get_device_capability(q_BHTE.device) if cuda else (0, 0)
         return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], self.heavy)
 
-    def scalars(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> tuple:
-        """heads, group, queries, keys, offset, width, scale, threshold, rescale."""
+    def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
+        """The arguments of every pass that are numbers."""
         heads, queries = q_BHTE.shape[1:3]
         keep = 1.0 - self.dropout_p
-        return (
-            *(heads, heads // k_BKSE.shape[1], queries, k_BKSE.shape[2], self.query_offset),
-            *(rows_HW.shape[1], self.scale, round(keep * (1 << 24)), 1.0 / keep),
-        )
+        return {
+            "heads": heads,
+            "group": heads // k_BKSE.shape[1],
+            "queries": queries,
+            "keys": k_BKSE.shape[2],
+            "offset": self.query_offset,
+            "width": rows_HW.shape[1],
+            "scale": self.scale,
+            "threshold": round(keep * (1 << 24)),
+            "rescale": 1.0 / keep,
+        }
 
 
 def constants(
@@ -80,7 +93,7 @@ def constants(
     """Compile-time values of a pass ("forward", "query", "key" or "table").
 
     Args:
-        theta: whether theta's gradient is wanted (``query``).
+        theta: whether theta's gradient is wanted (by `query`).
     """
     values = {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
     values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
@@ -95,46 +108,59 @@ def constants(
     return values
 
 
-def keywords(
-    which: str, setting: Setting, tile: Tile, head_size: int, theta: bool
-) -> dict[str, Any]:
-    """Keyword arguments of a launch: compile-time values, and how to compile."""
-    dropout = setting.dropout_p > 0.0
-    values = constants(which, setting.functions, tile, head_size, dropout=dropout, theta=theta)
-    return values | {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
-
-
 def rows_contiguous(x: Tensor) -> Tensor:
-    """The passes step through heads, sequences and positions by strides, through E one by one;
-    within a tile by 32 bits."""
+    """x, or a copy of x that the passes can address: with strides for sequences, heads and
+    positions, but not for E, and with 32-bit offsets within a tile."""
     return x if x.stride(-1) == 1 and x.stride(2) < 1 << 23 else x.contiguous()
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """[B, H, T, E] in the memory order of [B, T, H, E], which a model wants next."""
+    """[B, H, T, E] in the memory order of [B, T, H, E], which the model's next layer needs."""
     batch, heads, length, size = x_BHTE.shape
     return x_BHTE.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
 def launch(
     which: str,
-    function: Any,
     programs: int,
     tile: Tile,
     setting: Setting,
-    q_BHTE: Tensor,
-    *args: Any,
-    theta: bool = False,
+    *,
+    seed: Tensor | None,
+    need_theta: bool = False,
+    **tensors: Tensor,
 ) -> None:
-    """Start a pass on q's device, which need not be the current one."""
+    """Start a pass on the tensors' device, which need not be the current one.
+
+    Args:
+        need_theta: see `constants`.
+        tensors: by the names of the pass's arguments (q for `q_ptr`, `q_b`, `q_h` and `q_t`).
+    """
     LAUNCHES[which] += 1
-    options = keywords(which, setting, tile, q_BHTE.shape[-1], theta)
-    with torch.cuda.device(q_BHTE.device) if q_BHTE.is_cuda else contextlib.nullcontext():
-        function[(programs,)](q_BHTE, *args, **options)
+    q, rows_HW = tensors["q"], tensors["theta"]
+    tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
+    arguments = pointers_and_strides(tensors) | setting.numbers(q, tensors["k"], rows_HW)
+    dropout = setting.dropout_p > 0.0
+    arguments |= constants(
+        which, setting.functions, tile, q.shape[-1], dropout=dropout, theta=need_theta
+    )
+    arguments |= {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        start(PASSES[which], programs, arguments)
 
 
-def strides(*tensors: Tensor) -> list[int]:
-    return [step for x in tensors for step in x.stride()[:3]]
+def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
+    function[(programs,)](**arguments)
+
+
+def pointers_and_strides(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`x_ptr` for each tensor x; also its strides `x_b`, `x_h`, `x_t` if it is [B, H, T, E]."""
+    arguments: dict[str, Any] = {}
+    for name, x in tensors.items():
+        arguments[f"{name}_ptr"] = x
+        if x.dim() == 4:
+            arguments[f"{name}_b"], arguments[f"{name}_h"], arguments[f"{name}_t"], _ = x.stride()
+    return arguments
 
 
 def forward(
@@ -153,12 +179,9 @@ def forward(
     if out.numel() == 0:
         return out, lse
     tile = setting.tiles(q).forward
-    launch(
-        *("forward", forward_pass, batch * heads * triton.cdiv(queries, tile.M), tile, setting),
-        *(q, k, v, out, lse, rows_HW, rows_HW if seed is None else seed),
-        *strides(q, k, v, out),
-        *setting.scalars(q, k, rows_HW),
-    )
+    programs = batch * heads * triton.cdiv(queries, tile.M)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
+    launch("forward", programs, tile, setting, seed=seed, **tensors)
     return out, lse
 
 
@@ -174,73 +197,44 @@ def backward(
     setting: Setting,
     need_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv in the inputs' dtype; the gradient of ``rows_HW`` in fp32, or None."""
+    """dq, dk, dv in the inputs' dtype; the gradient of `rows_HW` in fp32, or None."""
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
-    out, lse, functions = out_BHTE, lse_BHT, setting.functions
+    functions = setting.functions
     batch, heads, queries = q.shape[:3]
     key_heads, keys = k.shape[1:3]
     dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
-    need_theta = need_rows and not functions.tabulated
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), torch.zeros_like(rows_HW) if need_rows else None
-    blocks = setting.tiles(q)
-    delta = torch.empty_like(lse)
-    programs = batch * heads * triton.cdiv(queries, blocks.query.M)
+    tiles, delta = setting.tiles(q), torch.empty_like(lse_BHT)
+    need_theta = need_rows and not functions.tabulated
     columns = functions.num_theta if need_theta else 0
-    part = lse.new_empty(programs, max(1, columns))
-    seed_or_any = rows_HW if seed is None else seed
-    scalars = setting.scalars(q, k, rows_HW)
+    programs = batch * heads * triton.cdiv(queries, tiles.query.M)
+    sums = lse_BHT.new_empty(programs, max(1, columns))
+    shared = {"q": q, "k": k, "v": v, "do": grad, "lse": lse_BHT, "delta": delta, "theta": rows_HW}
+    own = {"out": out_BHTE, "dq": dq, "sums": sums}
     launch(
-        *("query", query_pass, programs, blocks.query, setting),
-        *(q, k, v, out, grad, dq, lse, delta, part, rows_HW, seed_or_any),
-        *strides(q, k, v, out, grad, dq),
-        *scalars,
-        theta=need_theta,
+        "query", programs, tiles.query, setting, seed=seed, need_theta=need_theta, **shared, **own
     )
-    launch(
-        *(
-            "key",
-            key_pass,
-            batch * key_heads * triton.cdiv(keys, blocks.key.N),
-            blocks.key,
-            setting,
-        ),
-        *(q, k, v, grad, dk, dv, lse, delta, rows_HW, seed_or_any),
-        *strides(q, k, v, grad, dk, dv),
-        *scalars,
-    )
+    programs = batch * key_heads * triton.cdiv(keys, tiles.key.N)
+    launch("key", programs, tiles.key, setting, seed=seed, **shared, dk=dk, dv=dv)
     drows = None
     if need_theta:
-        drows = part.view(batch, heads, -1, columns).sum((0, 2))
+        drows = sums.view(batch, heads, -1, columns).sum((0, 2))
     elif need_rows:
-        drows = table_gradient(q, k, v, grad, lse, delta, rows_HW, seed_or_any, setting)
+        drows = table_gradient(setting, seed, shared)
     return dq, dk, dv, drows
 
 
-def table_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows_HW: Tensor,
-    seed: Tensor,
-    setting: Setting,
-) -> Tensor:
-    """Gradient of a table [H, W]."""
+def table_gradient(setting: Setting, seed: Tensor | None, tensors: dict[str, Tensor]) -> Tensor:
+    """Gradient of a table [H, W], from the tensors that all backward passes share."""
+    q, rows_HW = tensors["q"], tensors["theta"]
     functions, tile = setting.functions, setting.tiles(q).table
     batch, heads, queries = q.shape[:3]
     tables, seen = functions.biased + functions.weighted, setting.query_offset + queries
     groups, R = triton.cdiv(seen, tile.M), tile.M
-    part = lse.new_empty(batch, heads, tables, groups, 2, R)
-    launch(
-        *("table", table.table_pass, batch * heads * groups, tile, setting),
-        *(q, k, v, grad, part, lse, delta, rows_HW, seed),
-        *strides(q, k, v, grad),
-        *setting.scalars(q, k, rows_HW),
-    )
-    near, far = part.sum(0).unbind(-2)  # [H, tables, G, R]: at D + e, and at D + e - R
+    sums = tensors["lse"].new_empty(batch, heads, tables, groups, 2, R)
+    launch("table", batch * heads * groups, tile, setting, seed=seed, **tensors, sums=sums)
+    near, far = sums.sum(0).unbind(-2)  # [H, tables, G, R]: at D + e, and at D + e - R
     near[:, :, :-1] += far[:, :, 1:]
     drows = rows_HW.new_zeros(heads, tables, rows_HW.shape[1] // tables)
     drows[..., :seen] = near.flatten(2)[..., :seen]

@@ -1,18 +1,19 @@
 """Kernels of distance given by their values: a table per head instead of a formula.
 
-Any torch function of the distance can be tabulated: T5's buckets, or a formula that ``formula``
-cannot express. "Theta" is then a row of numbers per head, b(d) / scale for d = 0 ... S-1, or w(d),
-or first the one and then the other. Theta's gradient is the gradient of the table, carried on by
-autograd to whatever the table was made from:
+Any torch function of the distance can be tabulated: T5's buckets, or a formula that `codegen`
+cannot express. "Theta" is then a row of numbers per head: b(d) / scale for d = 0 ... S-1, or w(d),
+or b's row followed by w's. Theta's gradient is the gradient of the table, which autograd carries
+back to the numbers that the table was computed from:
 
     sum of scale ds_ij over i - j = d  (of b / scale)     sum of scale ds_ij s_ij  (of w)
 
-``table_pass`` computes it, without atomics and in fixed order. A program walks the square tiles
+`table_pass` computes it, without atomics and in fixed order. A program walks the square tiles
 [R, R] whose upper left corner is at one distance D, a multiple of R. Row r and column c are at
-distance D + r - c: rotating row r so that column c comes to e = (r - c) mod R puts distance D + e
-(where e <= r) or D + e - R into column e, whose two parts are then plain sums.
+distance D + r - c. Rotating row r moves column c to column e = (r - c) mod R. Column e then holds
+distance D + e (where e <= r) and distance D + e - R (where e > r), and summing a column in these
+two groups sums over each distance.
 
-Legend: see ``forward``; G = tiles of distances.
+Legend: see `forward`; G = tiles of distances.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ def add(acc, ds, e):
 
 
 def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
-    """The functions for a table that holds b, w or both."""
+    """The device functions for a table of b, w or both."""
     evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
     return DeviceFunctions(
         prepare=prepare,
         evaluate=evaluate[bias, weight],
         zeros=zeros,
         add=add,
-        finish=add,  # never called: its sums are made by ``table_pass``
+        finish=add,  # never called: `table_pass` computes the sums
         num_theta=0,
         weighted=weight,
         tabulated=True,
@@ -83,52 +84,60 @@ def by_distance(x, R: tl.constexpr):
     return tl.sum(tl.where(near, turned, 0.0), axis=0), tl.sum(tl.where(near, 0.0, turned), axis=0)
 
 
+@triton.jit
+def store_sums(pointers, near, far, R: tl.constexpr):
+    tl.store(pointers, near)
+    tl.store(pointers + R, far)
+
+
+@triton.jit
+def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
+    """Rows `row` [R] of a tensor as [R, P]; 0 where `inside` is false, and past column E."""
+    column = tl.arange(0, P)[None, :]
+    pointers = base + row.to(tl.int64)[:, None] * stride + column
+    return tl.load(pointers, mask=inside[:, None] & (column < E), other=0.0)
+
+
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def table_pass(
-    q_ptr, k_ptr, v_ptr, do_ptr, part_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program: (sequence and head, tile of distances). ``part`` is [B, H, tables, G, 2, R]."""
+    """Program: (sequence and head, tile of distances). `sums` is [B, H, tables, G, 2, R]."""
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D
     b = (item // heads).to(tl.int64)
     h = item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
-    q_base, do_base = q_ptr + b * q_b + h_q * q_h, do_ptr + b * g_b + h_q * g_h
+    q_base, do_base = q_ptr + b * q_b + h_q * q_h, do_ptr + b * do_b + h_q * do_h
     k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
     constants = f_prepare(theta_ptr + h_q * width, width, scale)
     c = scale * LOG2E
     seed = tl.load(seed_ptr) if DROPOUT else 0
     column = tl.arange(0, R)
-    b_near = tl.zeros([R], dtype=tl.float32)
-    b_far = tl.zeros([R], dtype=tl.float32)
-    w_near = tl.zeros([R], dtype=tl.float32)
-    w_far = tl.zeros([R], dtype=tl.float32)
+    zeros_R = tl.zeros([R], dtype=tl.float32)
+    b_near, b_far, w_near, w_far = zeros_R, zeros_R, zeros_R, zeros_R
     # Tiles begin at positions that are multiples of R, so those of keys do too.
     for position in tl.range(tl.maximum(offset // R * R, far), offset + queries, R):
         m0 = position - offset
         n0 = position - far
         i = m0 + tl.arange(0, R)
         there = (i >= 0) & (i < queries)
-        row = tl.minimum(i, queries - 1)
         safe = tl.maximum(i, 0)
-        pointers = safe.to(tl.int64)[:, None]
-        e_column = tl.arange(0, P)[None, :]
-        inside = there[:, None] & (e_column < E)
-        q = tl.load(q_base + pointers * q_t + e_column, mask=inside, other=0.0)
-        do = tl.load(do_base + pointers * g_t + e_column, mask=inside, other=0.0)
+        q = load_inside(q_base, safe, there, q_t, E, P)
+        do = load_inside(do_base, safe, there, do_t, E, P)
         k = load_rows(k_base, n0, keys, k_t, True, R, E, P)
         v = load_rows(v_base, n0, keys, v_t, True, R, E, P)
         per_row = item.to(tl.int64) * queries + safe
         lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
         delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        distance = (offset + row - n0)[:, None] - column[None, :]
+        distance = (offset + tl.minimum(i, queries - 1) - n0)[:, None] - column[None, :]
         seen = (distance >= 0) & there[:, None]
         distance = tl.maximum(distance, 0)
         y = f_evaluate(s, 0.0, 0.0, distance, constants)[0]
@@ -146,11 +155,8 @@ def table_pass(
             w_near += near
             w_far += away
     tables: tl.constexpr = BIASED + WEIGHTED
-    part = part_ptr + (item.to(tl.int64) * tables * tiles + far // R) * (2 * R) + column
+    sums = sums_ptr + (item.to(tl.int64) * tables * tiles + far // R) * (2 * R) + column
     if BIASED:
-        tl.store(part, b_near)
-        tl.store(part + R, b_far)
+        store_sums(sums, b_near, b_far, R)
     if WEIGHTED:
-        part += (tables - 1) * tiles * (2 * R)
-        tl.store(part, w_near)
-        tl.store(part + R, w_far)
+        store_sums(sums + (tables - 1) * tiles * (2 * R), w_near, w_far, R)

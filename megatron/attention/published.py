@@ -1,0 +1,30 @@
+"""Eager attention with the released code's rounding (config key `published_numerics`).
+
+The formula is that of `eager`. Scores, kernels and weights are in the activations' dtype, rounded
+after each operation. Products are scaled before they are rounded, by one `baddbmm`.
+
+In the configuration this backend is called `eager`: `choice` takes it in place of `eager` where the
+embedding's numerics are `PublishedNumerics`.
+
+Legend and caution: see `eager`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.attention.backend import Backend, Call
+from megatron.attention.eager import attend_by_scores
+
+
+def published_eager(call: Call) -> Tensor:
+    """See `choice.AttentionFn`."""
+    flat_q, flat_k = call.q_BHTE.flatten(0, 1), call.k_BKSE.flatten(0, 1)
+    products = torch.baddbmm(flat_q.new_zeros(1), flat_q, flat_k.mT, beta=0, alpha=call.scale)
+    scores_BHTS = products.unflatten(0, call.q_BHTE.shape[:2])
+    theta_HN = call.theta.to(scores_BHTS.dtype) if call.has_kernel else None
+    return attend_by_scores(call, scores_BHTS, theta_HN)
+
+
+BACKEND = Backend("eager", published_eager)
