@@ -34,7 +34,7 @@ from benchmarks.attention_gpu import DTYPES, device_of
 from benchmarks.attention_variants import make_inputs
 from megatron.attention.fused import functions_of, tabulate
 from megatron.kernels import launch
-from megatron.kernels.tile_sizes import Blocks, Tile, family, padded
+from megatron.kernels.tile_sizes import Tile, TileSizes, family, padded
 from megatron.positional import load
 
 PASSES = ("forward", "query", "key")
@@ -65,16 +65,16 @@ class Problem:
         self.setting = launch.Setting(functions, scale)
         self.committed = self.setting.tiles(self.q)
 
-    def forward(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        setting = replace(self.setting, blocks=blocks)
+    def forward(self, tiles: TileSizes) -> tuple[Tensor, Tensor]:
+        setting = replace(self.setting, tile_sizes=tiles)
         return launch.forward(self.q, self.k, self.v, self.rows, None, setting)
 
-    def backward(self, blocks: Blocks, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        setting = replace(self.setting, blocks=blocks)
+    def backward(self, tiles: TileSizes, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
+        setting = replace(self.setting, tile_sizes=tiles)
         inputs = (self.grad, self.q, self.k, self.v, out, lse, self.rows)
         return launch.backward(*inputs, None, setting, True)
 
-    def call(self, which: str) -> Callable[[Blocks], tuple[Tensor, ...]]:
+    def call(self, which: str) -> Callable[[TileSizes], tuple[Tensor, ...]]:
         """What runs the pass, given tiles."""
         if which == "forward":
             return self.forward
@@ -83,27 +83,26 @@ class Problem:
     def exact(self) -> tuple[Tensor, Tensor]:
         return self.forward(self.committed)
 
-    def compile(self, which: str, blocks: Blocks) -> None:
-        """Compile for these tiles, if need be; within ``AsyncCompileMode``, begin to."""
+    def compile(self, which: str, tiles: TileSizes) -> None:
+        """Compile for these tiles, if needed; within `AsyncCompileMode`, start to."""
 
-        def warm_up(which, function, programs, tile, setting, q, *args: Any, theta: bool = False):
-            options = launch.keywords(which, setting, tile, q.shape[-1], theta)
-            function.warmup(q, *args, grid=(programs,), **options)
+        def warm_up(function: Any, programs: int, arguments: dict[str, Any]) -> None:
+            function.warmup(grid=(programs,), **arguments)
 
         call = self.call(which)
-        with mock.patch.object(launch, "launch", warm_up):
-            call(blocks)
+        with mock.patch.object(launch, "start", warm_up):
+            call(tiles)
 
-    def ms(self, which: str, blocks: Blocks) -> float:
+    def ms(self, which: str, tiles: TileSizes) -> float:
         """Median time; raises if a result is not that of the committed tiles."""
         function = self.call(which)
-        for got, expected in zip(function(blocks), function(self.committed), strict=True):
+        for got, expected in zip(function(tiles), function(self.committed), strict=True):
             error = (got.double() - expected.double()).abs().max()
             limit = 8 * torch.finfo(self.q.dtype).eps * max(1.0, expected.abs().max().item())
             if not error <= limit:
                 raise ArithmeticError(f"wrong: off by {error:.1e}, where {limit:.1e} is rounding")
-        host = self.clock.host_ms(lambda: function(blocks))
-        times = sorted(self.clock.device_ms(lambda: function(blocks), host) for _ in range(9))
+        host = self.clock.host_ms(lambda: function(tiles))
+        times = sorted(self.clock.device_ms(lambda: function(tiles), host) for _ in range(9))
         return times[4]
 
 
@@ -123,8 +122,8 @@ def neighbours(tile: Tile, square: bool) -> Iterator[Tile]:
 class Search:
     """Walks from tile to tile; remembers what it has seen."""
 
-    def __init__(self, problems: list[Problem], blocks: Blocks, deadline: float):
-        self.problems, self.blocks, self.deadline = problems, blocks, deadline
+    def __init__(self, problems: list[Problem], tiles: TileSizes, deadline: float):
+        self.problems, self.tiles, self.deadline = problems, tiles, deadline
         self.log: list[dict] = []
         self.complete = True
 
@@ -132,7 +131,7 @@ class Search:
         """Milliseconds of each problem, or None if the tile cannot be had."""
         row = {"pass": which, "tile": astuple(tile)}
         try:
-            times = [p.ms(which, replace(self.blocks, **{which: tile})) for p in self.problems]
+            times = [p.ms(which, replace(self.tiles, **{which: tile})) for p in self.problems]
         except Exception as error:  # too much shared memory, too many registers, ...
             if broken(error):
                 raise
@@ -146,11 +145,11 @@ class Search:
         with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for tile in tiles:
                 for problem in self.problems:
-                    problem.compile(which, replace(self.blocks, **{which: tile}))
+                    problem.compile(which, replace(self.tiles, **{which: tile}))
 
     def improve(self, which: str) -> None:
         """Set the best tile found for a pass."""
-        best = getattr(self.blocks, which)
+        best = getattr(self.tiles, which)
         base = self.score(which, best, None)
         if base is None:
             return
@@ -171,7 +170,7 @@ class Search:
                 best = found
                 break
             best = found
-        self.blocks = replace(self.blocks, **{which: best})
+        self.tiles = replace(self.tiles, **{which: best})
         print(f"  {which}: {best}, {best_share:.3f} of the committed tile's time", flush=True)
 
 
@@ -179,11 +178,9 @@ def share(times: list[float], base: list[float]) -> float:
     return sum(x / y for x, y in zip(times, base, strict=True)) / len(times)
 
 
-def row_text(key: tuple[int, int, bool], blocks: Blocks) -> str:
-    """As in blocks.py."""
-    tiles = [f"Tile({t.M}, {t.N}, {t.warps}, {t.stages})" for t in (
-        blocks.forward, blocks.query, blocks.key, blocks.table)]  # fmt: skip
-    return f"        {key}: Blocks(\n            {', '.join(tiles)}\n        ),"
+def row_text(key: tuple[int, int, bool], tiles: TileSizes) -> str:
+    """A row of `TABLE` as it is written in tile_sizes.py."""
+    return f"        {key}: sizes({', '.join(str(tile) for tile in astuple(tiles))}),"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -222,7 +219,7 @@ def write(found: dict[tuple[int, int, bool], Search], title: str, folder: Path) 
     """attention_tiles.json, every tile tried, and .md, the rows."""
     texts, log = [], []
     for key, search in found.items():
-        texts.append(row_text(key, search.blocks))
+        texts.append(row_text(key, search.tiles))
         if not search.complete:
             texts[-1] += "  # the time was up before the search ended"
         log += [{"row": key, **each} for each in search.log]

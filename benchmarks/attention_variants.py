@@ -100,11 +100,11 @@ def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
     length = q.shape[2]
     if not torch.is_grad_enabled():
         q, k, v, theta_HN = (x.detach() for x in (q, k, v, theta_HN))
-    score_mod = flex.score_mod_of(LOG, theta_HN, 0, length, table=True)
+    score_mod = flex.tabulated(LOG, theta_HN, 0, length)
     mask = flex.causal_mask(length, length, 0, q.device)
     function = flex.function_for(q.device.type)
     size = q.shape[-1]
-    options = {"scale": size**-0.5, "kernel_options": flex.kernel_options(LOG, size, table=True)}
+    options = {"scale": size**-0.5, "kernel_options": flex.table_options(LOG, size)}
     return function(q, k, v, score_mod=score_mod, block_mask=mask, **options)
 
 

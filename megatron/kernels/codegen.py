@@ -1,22 +1,22 @@
-"""From the expression of a kernel of distance to Triton device functions, derivatives included.
+"""Generates Triton device functions, with derivatives, from the expression of a kernel of distance.
 
-The logit of a query and a key at distance d is x = scale s w(d) + b(d), s being their product. The
-passes work in units of s: ``evaluate`` gives y = x / scale = s w + b / scale, the slope dy/ds = w,
-and for each theta_k a term: dx/dtheta_k without the factor that depends on theta and scale alone.
-Terms are summed over scores, and the factors applied to the sums.
+The logit of a query and a key at distance d is x = scale s w(d) + b(d), where s is their product.
+The passes compute in units of s: `evaluate` returns y = x / scale = s w + b / scale, the slope
+dy/ds = w, and for each theta_k a term: dx/dtheta_k without the factor that depends only on theta
+and scale. Terms are summed over scores, and the factors multiply the sums.
 
-What the generated code owes its speed to:
+Why the generated code is fast:
 
 - logarithms are to base 2 and exponentials of base 2, which a GPU has as single instructions; the
-  constants ln 2 and log2 e meet factors of theta and vanish into them;
-- everything without s and d is computed once per program (``prepare``);
+  constants ln 2 and log2 e are multiplied into the factors of theta;
+- `prepare` computes everything that depends on neither s nor d, once per program;
 - d is the difference of a row vector and a column vector (di - dj, one of them within the tile), so
   an affine A + B d costs one subtraction per score: (A + B di) - B dj. Both vectors are small, so
-  no digits are lost, however far the tile is from the diagonal.
+  no digits are lost, even far from the diagonal.
 
-Powers d^p (and products with their logarithm) are 0 at d = 0, as in torch's derivative of pow.
+Powers d^p (and their products with a logarithm) are 0 at d = 0, as in torch's derivative of pow.
 
-Sources are kept in ``linecache``, where Triton (and a traceback) finds them.
+Sources are stored in `linecache`, where Triton (and a traceback) finds them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ for _name in ("sin", "cos"):
 
 
 class NotExpressible(ValueError):
-    """The expression has a function that the generator does not know, or a power that it would get
-    wrong for some theta; the message names it."""
+    """The expression has a function without a counterpart in the generated code, or a power that
+    would be wrong for some theta; the message names the function or the power."""
 
 
 @dataclass(frozen=True)
 class DeviceFunctions:
-    """A kernel of distance as the passes take it: jitted functions, and what to expect of them.
+    """A kernel of distance as the passes take it: jitted functions and their properties.
 
     Attributes:
         prepare: (row of theta, its length, scale) -> c, the constants of a head.
@@ -61,7 +61,7 @@ class DeviceFunctions:
             gradients of theta from them.
         num_theta: columns of theta that have a gradient.
         weighted: whether w is not 1.
-        tabulated: whether "theta" is a table over distances (see ``table``), and then
+        tabulated: whether "theta" is a table over distances (see `tabulated`).
         biased: whether the table has b.
         source: the generated text.
     """
@@ -79,7 +79,7 @@ class DeviceFunctions:
 
     @property
     def heavy(self) -> bool:
-        """Whether it wants more registers than a logarithm with two parameters."""
+        """Whether the passes need more registers than for a logarithm with two parameters."""
         return self.weighted or self.tabulated or self.num_theta > 2
 
 
@@ -93,7 +93,7 @@ def device_functions(
     """Generate the functions for b (None: 0) and w (None: 1).
 
     Raises:
-        NotExpressible: b or w has no counterpart here.
+        NotExpressible: when b or w has no counterpart in the generated code.
     """
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     b = sympy.S.Zero if bias is None else bias
@@ -119,7 +119,7 @@ def device_functions(
 
 
 def lower(expr: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    """log, exp and general powers in terms of ``lg2`` and ``ex2``."""
+    """Rewrite log, exp and general powers in terms of `lg2` and `ex2`."""
     if not expr.args:
         return expr
     args = [lower(arg, d) for arg in expr.args]
@@ -135,7 +135,7 @@ def lower(expr: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Whether d is in an exponent: such an expression soon leaves the range of ``rcp``."""
+    """Whether d is in an exponent: such an expression soon leaves the range of `rcp`."""
     powers = (part.exp for part in expr.atoms(sympy.exp, sympy.Pow))
     return any(exponent.has(d) for exponent in powers)
 
@@ -143,8 +143,11 @@ def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
     """Refuse a power by logarithms whose base may be negative, or 0 in a derivative.
 
-    d^p with p = 0 at d = 0 has the derivative 0 log 0; (x d)^p with x = 0 has p (x d)^p / x: theta
-    comes to lie on such a bound exactly.
+    At d = 0, d^p with p = 0 has the derivative 0 log 0. With x = 0, (x d)^p has p (x d)^p / x.
+    Theta can reach such a bound exactly.
+
+    Raises:
+        NotExpressible: when the power is refused.
     """
     base, exponent = power.args
     near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
@@ -159,18 +162,18 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
 
 
 def direct(exponent: sympy.Expr) -> bool:
-    """Whether a power is best written as products, a root, or the reciprocal of these."""
+    """Whether a power is written as a product, a root, or the reciprocal of one of these."""
     return exponent in HALVES or (exponent.is_Integer and abs(exponent) <= 4)
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    near = arg.subs(d, 0)  # not so for what may be negative: its NaN is to be seen
+    near = arg.subs(d, 0)  # an argument that may be negative is not guarded: NaN must show
     guarded = near.is_nonnegative and not near.is_positive
     return (LG2_OR_FINITE if guarded else LG2)(lowered)
 
 
 class Writer:
-    """Collects the statements of ``prepare`` (scalars) and of ``evaluate`` (tiles)."""
+    """Collects the statements of `prepare` (scalars) and of `evaluate` (tiles)."""
 
     def __init__(self, s: sympy.Symbol, d: sympy.Symbol, theta: tuple, scale: sympy.Symbol):
         self.s, self.d, self.scale = s, d, scale
@@ -181,7 +184,7 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """An expression without s and d: a literal, or an entry of c."""
+        """Text of an expression without s and d: a literal, or an entry of c."""
         if expr.is_number:
             return repr(float(expr))
         if expr not in self.constants:
@@ -190,7 +193,7 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: sympy.Expr) -> str:
-        """Text of a scalar expression; computed once, so as exactly as may be."""
+        """Text of a scalar expression; it is computed only once, so with exact functions."""
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
@@ -205,7 +208,7 @@ class Writer:
         return f"{self.call(expr, SCALAR_CALLS)}({', '.join(args)})"
 
     def tile(self, expr: sympy.Expr) -> str:
-        """Name (or literal) of an expression's value for a tile, emitting what it needs."""
+        """Name (or literal) of an expression's value for a tile; emits its statements first."""
         if not expr.has(self.s, self.d):
             return self.constant(expr)
         if expr not in self.names:
@@ -214,7 +217,8 @@ class Writer:
             self.lines.append(f"x{len(self.lines)} = {text}")
         return self.names[expr]
 
-    def text(self, expr: sympy.Expr) -> str:
+    def text(self, expr: Any) -> str:
+        """The right-hand side of the statement that computes an expression for a tile."""
         slopes, others = [], []
         for arg in sympy.Add.make_args(expr):
             factor, rest = arg.as_independent(self.s, self.d, as_Add=False)
@@ -228,25 +232,25 @@ class Writer:
             return " + ".join(self.product(factor, rest) for factor, rest in others)
         if expr.is_Mul:
             return self.product(*others[0])
-        if expr.is_Pow and expr.exp < -1:  # 1/x as often as needed: x^4 may leave rcp's range
+        if expr.is_Pow and expr.exp < -1:  # a product of 1/x: x^4 may leave rcp's range
             return power(-expr.exp, self.tile(1 / expr.base), "")
         if expr.is_Pow:
             return power(expr.exp, self.tile(expr.base), "rcp({})")
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
     def affine(self, slope: sympy.Expr, offset: sympy.Expr) -> str:
-        """offset + slope d."""
+        """Text of offset + slope d."""
         k = "" if slope == 1 else f"{self.constant(slope)} * "
         start = "" if offset == 0 else f"{self.constant(offset)} + "
         return f"(({start}{k}di) - {k}dj)"
 
     def product(self, factor: sympy.Expr, rest: sympy.Expr) -> str:
-        """factor (a constant) times the factors of ``rest``."""
+        """Text of factor (a constant) times the factors of `rest`."""
         if rest == 1:
             return self.constant(factor)
         if factor != 1:
             return f"{self.constant(factor)} * {self.tile(rest)}"
-        *front, last = sympy.Mul.make_args(rest)  # the front once more may be shared
+        *front, last = sympy.Mul.make_args(rest)  # the front may be shared
         return f"{self.tile(sympy.Mul(*front))} * {self.tile(last)}" if front else self.tile(last)
 
     def call(self, expr: sympy.Expr, calls: dict[str, str]) -> str:
@@ -274,7 +278,7 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Text of a power that is ``direct``."""
+    """Text of a power that is `direct`."""
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
     text = "(" + " * ".join([base] * abs(int(exponent))) + ")"
@@ -288,7 +292,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """The jitted functions of a source text; equal texts have equal names, so caches hit."""
+    """The jitted functions of a source text; equal texts have equal names, so that caches hit."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<kernel of distance {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

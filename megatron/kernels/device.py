@@ -1,10 +1,10 @@
 """Device functions that all passes share: fast special functions, loads, the dropout mask.
 
-On a GPU, `lg2` and `rcp` are single instructions (`tl.log2` alone is a software routine of
-more than 20), exact to about 2^-22; flushing subnormal numbers to zero is part of that. In Triton's
-interpreter they are numpy's.
+On a GPU, `lg2` and `rcp` are single instructions, exact to about 2^-22, which flush subnormal
+numbers to zero (`tl.log2` is a software routine of more than 20 instructions). In Triton's
+interpreter they are numpy's functions.
 
-Legend: M query rows, n keys of a tile, E head size, P the next power of two >= max(E, 16).
+Legend: M query rows, N keys of a tile, E head size, P the next power of two >= max(E, 16).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether `@triton.jit` made functions for the interpreter: settled when Triton is imported."""
+"""Whether `@triton.jit` makes functions for the interpreter: fixed when Triton is imported."""
 
 LOG2_ZERO = tl.constexpr(-1e30)
-"""lg2(0) where a formula needs it finite: 2^(p lg2 0) = 0 and 2^(p lg2 0) lg2 0 = 0 for p > 0."""
+"""lg2(0) in formulas that need a finite one: 2^(p lg2 0) = 0, 2^(p lg2 0) lg2 0 = 0 for p > 0."""
 
 if INTERPRETED:
 
@@ -60,8 +60,8 @@ else:
 
     @triton.jit
     def rcp(x):
-        """1 / x for 1e-19 < |x| < 1e19, for two numbers at the price of one special function and
-        three products: 1/a = b / (ab). The special-function unit is what the passes wait for."""
+        """1 / x for 1e-19 < |x| < 1e19: two numbers with one special function and three products,
+        by 1/a = b / (ab). The passes spend most time on the special-function unit."""
         return tl.inline_asm_elementwise(
             "{ .reg .f32 r; mul.f32 r, $2, $3; rcp.approx.ftz.f32 r, r; "
             "mul.f32 $0, r, $3; mul.f32 $1, r, $2; }",
@@ -83,8 +83,8 @@ else:
 
     @triton.jit
     def opaque(x):
-        """x, but the compiler does not see that: it makes s + b(d) / scale a product that starts
-        from b, and b then occupies registers while the product runs."""
+        """x, in a form that the compiler cannot see through. Otherwise it would compute
+        s + b(d) / scale by a product that starts from b, and b would occupy registers meanwhile."""
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -95,9 +95,10 @@ def load_rows(
     base, first, limit, stride, MASKED: tl.constexpr, ROWS: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, P]: rows first ... of a tensor with `limit` rows; zeros past it and past column E.
+    """[ROWS, P]: the rows from `first` on of a tensor with `limit` rows; zeros past row `limit` and
+    past column E.
 
-    Without MASKED all rows must exist. 64-bit offsets: `first` rows may be gigabytes away.
+    Without MASKED all rows must exist. The offset is 64-bit: row `first` may be gigabytes away.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -127,19 +128,19 @@ def store_rows(
 
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
-    """Distances i - j within a tile, made to stay in a table: future ones are 0, rows past the last
-    are the last. `i` is relative to n0. Costs nothing where the result is not used."""
+    """Distances i - j within a tile, clamped to the entries of a table: 0 for future keys, and the
+    last row's for rows past the last. `i` is relative to n0. Free where the result is not used."""
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
-    """Dropout: [M, N] booleans of the queries `query` ... and the keys `key` ..., with
-    probability threshold / 2^24. `key` must be a multiple of 4.
+    """Dropout: [M, N] booleans for the queries from `query` on and the keys from `key` on, true
+    with probability threshold / 2^24. `key` must be a multiple of 4.
 
-    Philox in counter mode: a score's bits depend on the seed, its sequence and head (`item`), its
-    query and its key alone, never on the tiling, so every pass sees the same mask. One call serves
-    four keys.
+    Philox in counter mode: a score's bits depend only on the seed, its sequence and head (`item`),
+    its query and its key, not on the tiling, so every pass draws the same mask. One call of the
+    generator serves four keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
     counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))

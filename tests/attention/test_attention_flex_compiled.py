@@ -14,6 +14,7 @@ from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
 from torch.nn.attention import flex_attention
 
 from megatron.attention import attend, flex
+from megatron.attention.backend import Call
 from megatron.positional import load
 
 
@@ -35,14 +36,14 @@ def test_gradients_of_the_compiled_function(name, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = torch.randn(4, 1, 2, 40, 16, generator=generator).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v, pos.initial_theta(2, generator) + 0.1)]
-    options = {"scale": 0.3, "dropout_p": 0.0, "query_offset": 0}
-    out = flex.flex(*inputs[:3], pos, inputs[3], **options)
+    call = Call(*inputs[:3], pos, inputs[3], scale=0.3, dropout_p=0.0, query_offset=0)
+    out = flex.flex(call)
     expected = attend(*inputs[:3], pos, inputs[3], scale=0.3, backend="eager")
     gradients = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
     for got, exact in zip(*gradients, strict=True):
         assert (got - exact).abs().max() < 2e-6 * max(1.0, exact.abs().max())
     compiled_once = len(graphs)
-    again = flex.flex(*inputs[:3], pos, inputs[3], **options)
+    again = flex.flex(call)
     assert torch.equal(again, out) and len(graphs) == compiled_once
     joint = [
         module.graph
@@ -67,6 +68,6 @@ def test_an_evaluation_in_inference_mode_may_come_first():
 def test_what_is_looked_up_is_not_copied_three_stages_ahead(size, stages):
     options = {f"{key}_num_stages": value for key, value in stages.items()}
     assert flex.kernel_options(load("rpe"), size) == options
-    assert flex.kernel_options(load("kerple_log"), size, table=True) == options
+    assert flex.table_options(load("kerple_log"), size) == options
     assert flex.kernel_options(load("kerple_log"), size) is None
-    assert flex.kernel_options(load("none"), size, table=True) is None
+    assert flex.kernel_options(load("none"), size) is None

@@ -6,7 +6,7 @@ import pytest
 import sympy
 import torch
 
-from megatron.attention.flex import score_mod_of
+from megatron.attention.flex import score_mod_of, tabulated
 from megatron.attention.trace import Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding, ThetaParameter, load, names
 
@@ -92,14 +92,14 @@ def test_several_ways_to_write_the_same():
     torch.testing.assert_close(values[0], -theta[:, :1] * torch.log1p(theta[:, 1:] * d))
 
 
-@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("make", [score_mod_of, tabulated])
 @pytest.mark.parametrize("name", DISTANCE)
-def test_score_mod(name, table):
-    """Score by score against the formula; rpe is a table either way."""
+def test_score_mod(name, make):
+    """Score by score against the formula; rpe is a table in both."""
     pos = load(name)
     theta = pos.initial_theta(3, torch.Generator().manual_seed(1))
     offset, length = 4, 9
-    score_mod = score_mod_of(pos, theta, offset, offset + length, table)
+    score_mod = make(pos, theta, offset, offset + length)
     score = torch.tensor(0.7)
     for h in range(3):
         for i in range(length):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.attention import AttentionError, attend, choose, flex
+from megatron.attention.backend import Request
 from megatron.attention.choice import BACKENDS
 from megatron.attention.fused import functions_of
 from megatron.attention.sdpa import refusal as sdpa_refusal
@@ -41,7 +42,7 @@ def test_every_pair_works_or_is_refused_with_what_works(name, backend, dtype):
 def test_sdpa_evaluates_with_a_mask(name):
     case = make(name, 1, 2, LENGTH, 64, dtype=BF16)
     inputs = (*(x.detach() for x in case.inputs[:3]), case.pos, case.inputs[3].detach())
-    if sdpa_refusal(choose("eager", case.pos, device_type="cuda", dtype=BF16, training=False).use):
+    if sdpa_refusal(Request(case.pos, "cuda", BF16, training=False)):
         with pytest.raises(AttentionError, match="multiplies scores"):
             attend(*inputs, scale=0.35, backend="sdpa")
         return

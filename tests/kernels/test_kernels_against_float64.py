@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.attention.fused import functions_of
 from megatron.kernels.launch import Setting, backward, forward
-from megatron.kernels.tile_sizes import Blocks, Tile
+from megatron.kernels.tile_sizes import Tile, TileSizes
 from megatron.positional import load, names
 from tests.kernels.cases import DEVICE, TOLERANCE, check, make
 
@@ -62,12 +62,12 @@ def test_distances_past_two_to_the_22(name):
     case.inputs[3] = case.inputs[3].detach().clamp(max=0.3).requires_grad_()
     pos, offset, theta = case.pos, FAR + 17, case.inputs[3]
     q, k, v = (x.detach() for x in case.inputs[:3])
-    wide = Blocks(*[Tile(4, 65_536, 4, 1)] * 3, Tile(16, 16, 4, 1))
+    wide = TileSizes(*[Tile(4, 65_536, 4, 1)] * 3, Tile(16, 16, 4, 1))
     functions, _ = functions_of(pos)
     rows = theta.detach()
     if functions.tabulated:
         rows = pos.bias(rows, torch.arange(offset + 3, device=DEVICE)) / 0.35
-    setting = Setting(functions, 0.35, offset, blocks=wide)
+    setting = Setting(functions, 0.35, offset, tile_sizes=wide)
     out, lse = forward(q, k, v, rows, None, setting)
     want_theta = not functions.tabulated  # its pass takes square tiles: far too many here
     got = backward(case.grad, q, k, v, out, lse, rows, None, setting, want_theta)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import attend
 from megatron.attention.fused import functions_of
 from megatron.kernels.launch import LAUNCHES, Setting, forward
-from megatron.kernels.tile_sizes import Blocks, Tile
+from megatron.kernels.tile_sizes import Tile, TileSizes
 from megatron.positional import load, names
 from tests.kernels.cases import DEVICE, TOLERANCE, assert_close, make
 
@@ -66,8 +66,8 @@ def test_the_mask_does_not_depend_on_the_tiling():
     seed = torch.tensor([12345], device=DEVICE)
     masks = []
     for M, N in ((16, 16), (16, 64), (64, 32)):
-        blocks = Blocks(*[Tile(M, N, 4, 1)] * 4)
-        setting = Setting(functions_of(case.pos)[0], 0.35, 0, 0.5, blocks)
+        tiles = TileSizes(*[Tile(M, N, 4, 1)] * 4)
+        setting = Setting(functions_of(case.pos)[0], 0.35, 0, 0.5, tiles)
         masks.append(forward(q, k, v, theta, seed, setting)[0] != 0)
     assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
 

@@ -15,7 +15,7 @@ from benchmarks.attention import parser
 from benchmarks.attention_gpu import interleaved, plan, spread
 from benchmarks.attention_report import compared, markdown
 from benchmarks.attention_tiles import Search, neighbours, row_text
-from megatron.kernels.tile_sizes import TABLE, Blocks, Tile
+from megatron.kernels.tile_sizes import TABLE, Tile, TileSizes, sizes
 from tests.helpers.paths import ROOT
 
 TINY = ("--device", "interpreter", "--dtype", "fp32", "--heads", "1", "--head-sizes", "16",
@@ -132,47 +132,46 @@ def test_goals_beside_what_was_measured():
 class Bowl:
     """Times with a minimum at M = 128, N = 32, 8 warps, 2 stages; five stages do not fit."""
 
-    compiled: list[Blocks] = []
+    compiled: list[TileSizes] = []
 
-    def compile(self, which: str, blocks: Blocks) -> None:
-        self.compiled.append(blocks)
+    def compile(self, which: str, tiles: TileSizes) -> None:
+        self.compiled.append(tiles)
 
-    def ms(self, which: str, blocks: Blocks) -> float:
-        tile = getattr(blocks, which)
+    def ms(self, which: str, tiles: TileSizes) -> float:
+        tile = getattr(tiles, which)
         assert tile.M * tile.N <= 128 * 128
-        assert blocks in self.compiled or tile == Tile(64, 128, 4, 4)
+        assert tiles in self.compiled or tile == Tile(64, 128, 4, 4)
         if tile.stages == 5:
             raise RuntimeError("out of resource: shared memory")
         return 1.0 + abs(tile.M - 128) + abs(tile.N - 32) + (8 - tile.warps) + abs(tile.stages - 2)
 
 
 def test_the_search_walks_to_the_best_tile():
-    blocks = Blocks(*[Tile(64, 128, 4, 4)] * 4)
-    search = Search([Bowl()], blocks, deadline=float("inf"))
+    tiles = TileSizes(*[Tile(64, 128, 4, 4)] * 4)
+    search = Search([Bowl()], tiles, deadline=float("inf"))
     search.improve("key")
-    assert search.blocks.key == Tile(128, 32, 8, 2) and search.complete
-    assert search.blocks.forward == blocks.forward
+    assert search.tiles.key == Tile(128, 32, 8, 2) and search.complete
+    assert search.tiles.forward == tiles.forward
     assert any("shared memory" in row.get("why", "") for row in search.log)
     assert len(search.log) < 50  # of a grid of 700
     search.deadline = 0.0
     search.improve("query")
-    assert search.blocks.query == blocks.query and not search.complete
+    assert search.tiles.query == tiles.query and not search.complete
 
 
 def test_a_search_in_the_interpreter(tmp_path):
     """The time is up after the committed tiles' own times: every pass of a row has been called."""
     shown = benchmark(*TINY, "--tiles", "--minutes", "0.001", "--out", str(tmp_path))
     page = (tmp_path / "attention_tiles.md").read_text()
-    committed = row_text((4, 16, False), Blocks(*[Tile(16, 16, 4, 1)] * 4))
+    committed = row_text((4, 16, False), TileSizes(*[Tile(16, 16, 4, 1)] * 4))
     assert committed + "  # the time was up" in page and page in shown
     log = json.loads((tmp_path / "attention_tiles.json").read_text())
     assert {row["pass"] for row in log if row["ms"]} >= {"forward", "query", "key"}
 
 
 def test_rows_are_as_in_the_committed_table():
-    key, blocks = (2, 64, False), TABLE[90][2, 64, False]
-    names = {"Blocks": Blocks, "Tile": Tile}
-    assert eval("{" + row_text(key, blocks) + "}", names) == {key: blocks}
+    key, tiles = (2, 64, False), TABLE[90][2, 64, False]
+    assert eval("{" + row_text(key, tiles) + "}", {"sizes": sizes}) == {key: tiles}
     assert {(t.M, t.N) for t in neighbours(Tile(64, 64, 8, 2), square=True)} == {
         (32, 32),
         (64, 64),
