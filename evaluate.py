@@ -53,11 +53,11 @@ def main() -> int:
             raise PermissionError("no permission to write there")
     except OSError as error:
         return refuse(f"error: results in {out}: {error}; give --out DIR", 1)
-    from megatron.engine.evaluation.by_length import evaluate
+    from megatron.engine.evaluation.by_length import evaluate_checkpoint
     from megatron.engine.job.exit import user_errors
 
     with user_errors() as outcome:
-        evaluate(config, Path(load), config.evaluation.eval_lengths, out=args.out)
+        evaluate_checkpoint(config, Path(load), config.evaluation.eval_lengths, out=args.out)
     return outcome.code
 
 

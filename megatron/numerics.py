@@ -20,9 +20,17 @@ class Numerics:
 
     Attributes:
         published: rounds as the released code does.
+        counts_empty_step: without ZeRO, DeepSpeed's first step with zero gradients counts in Adam's
+            bias correction.
     """
 
     published = False
+    counts_empty_step = False
+
+    @property
+    def projects_master(self) -> bool:
+        """Whether theta's bounds clamp the fp32 master too, not only the model's 16-bit copy."""
+        return True
 
     def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which inputs of `dtype` are computed with."""
@@ -51,6 +59,11 @@ class PublishedNumerics(Numerics):
 
     dtype: torch.dtype
     published = True
+    counts_empty_step = True
+
+    @property
+    def projects_master(self) -> bool:
+        return self.dtype == torch.float32
 
     def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

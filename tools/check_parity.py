@@ -186,9 +186,9 @@ def training_case(
 @cache
 def groups_of(tp: int) -> Groups:
     """The process groups of this job; all its processes share one tensor-parallel model."""
-    from megatron.engine.job import join
+    from megatron.engine.job.join import join_job
 
-    return join.start().divided(model_size=tp)
+    return join_job().divided(model_size=tp)
 
 
 def needs_ranks(run: Run) -> bool:

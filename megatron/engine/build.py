@@ -1,7 +1,7 @@
-"""From a validated config to the things that it describes: model, tokenizer, data.
+"""Build the model and the tokenizer that a config describes.
 
-What it builds sees plain values. Of the config object itself know, beside it, only the parts of a
-job: `run`, `start`, `job_data`, `job_engine`, `own_part`, `alike`, `extrapolate`, `neox_export`.
+The classes built here take plain values. Besides this module, only modules of `engine` import the
+config object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from megatron.data.corpora.builtin import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.engine.training.schedule import Schedule
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
 from megatron.parallel import ALONE, TensorGroup
@@ -156,18 +155,6 @@ def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, A
         **block,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",
     }
-
-
-def schedule_of(config: Config) -> Schedule:
-    """The config's learning-rate curve."""
-    decay_iters = config.lr.decay_iters or max(1, config.training.train_iters)
-    return Schedule(
-        start_lr=config.optimizer.lr,
-        end_iter=decay_iters,
-        warmup_iter=config.lr.warmup * decay_iters,
-        decay_style=config.lr.decay_style,
-        min_lr=config.lr.min_lr,
-    )
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:

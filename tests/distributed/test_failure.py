@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.engine.errors import CheckpointError, RunLogError
-from megatron.engine.job import failure
-from megatron.engine.job import join as distributed
+from megatron.engine.job import failure, join
 from megatron.engine.job.exit import user_errors
 from tests.helpers.loose import SOON, run
 
@@ -117,13 +116,13 @@ def test_on_each_machine_one_process_says_what_happened_elsewhere(monkeypatch, c
 def joins(rank, minutes):
     if minutes:
         os.environ["DEEPSPEED_TIMEOUT"] = minutes
-    distributed.start()
+    join.join_job()
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     print(backend.options._timeout.total_seconds())
-    distributed.stop()
+    join.leave_job()
 
 
-@pytest.mark.parametrize(("said", "minutes"), [(None, distributed.LONGEST_WAIT), ("90", 90)])
+@pytest.mark.parametrize(("said", "minutes"), [(None, join.LONGEST_WAIT), ("90", 90)])
 def test_ranks_wait_long_for_what_one_does_alone(said, minutes):
     codes, texts, _ = run(joins, said)
     assert codes == [0, 0] and [float(text) for text in texts] == [60 * minutes] * 2

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron.engine.job import agreement as alike
+from megatron.engine.job import agreement
 from tests.helpers.jobs import write_config, write_shards
 from tests.helpers.loose import SOON, only_line_about_it, run
 from tests.helpers.paths import ROOT
@@ -25,7 +25,7 @@ def prefix(tmp_path_factory):
 def job(rank, config, folder, faults):
     """`train.py`, where `faults[rank]` gives this rank other circumstances than the rest."""
     fault = faults.get(rank, {})
-    alike.PATIENCE = 1
+    agreement.PATIENCE = 1
     os.chdir(fault.get("folder", folder))  # `save` is relative, as it often is
     if "largest_file" in fault:
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault["largest_file"],) * 2)

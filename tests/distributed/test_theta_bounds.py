@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 from megatron.attention import choose
-from megatron.engine.training import optimizer as optim
+from megatron.engine.training.deepspeed_engine import build_engine, engine_config
+from megatron.engine.training.optimizer import build_optimizer, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, Schedule
+from megatron.engine.training.theta import TrainedTheta
 from megatron.model import GPT, BlockShape, GPTShape
+from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import load
 from tests.helpers.jobs import PRECISIONS, STAGES
 from tests.helpers.launch import run_ranks
@@ -27,11 +30,11 @@ class Pushed(nn.Module):
         return self.gpt(inputs, targets).mean() + self.push * theta.sum()
 
 
-def push(groups, stage, precision, bound, copy_only=False):
+def push(groups, stage, precision, bound, numerics=WIDE):
     """[(copy, master before projection, master after)] of three steps."""
     import deepspeed
 
-    pos = load("kerple_power")
+    pos = load("kerple_power", numerics=numerics)
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     block = BlockShape(hidden_size=32, num_heads=4)
     gpt = GPT(GPTShape(num_layers=2, vocab_size=64, block=block, max_positions=16), pos, attend, 1)
@@ -40,8 +43,8 @@ def push(groups, stage, precision, bound, copy_only=False):
         start = low if bound == "low" else high.clamp(max=2.0)
         gpt.theta.copy_(start.expand_as(gpt.theta))
     model = Pushed(gpt, PUSHES[bound])
-    optimizer = optim.build_optimizer("adam", optim.parameter_groups(model, 0.01), lr=0.1)
-    config = optim.engine_config(
+    optimizer = build_optimizer("adam", parameter_groups(model, 0.01), lr=0.1)
+    config = engine_config(
         micro_batch=2,
         accumulation=1,
         world_size=groups.world_size,
@@ -50,22 +53,18 @@ def push(groups, stage, precision, bound, copy_only=False):
         zero_stage=stage,
         zero_options={},
     )
-    engine = optim.build_engine(
-        model,
-        optimizer,
-        AnnealingLR(optimizer, Schedule(0.1, 100)),
-        config,
-        count_empty_step=copy_only,
-    )
+    schedule = AnnealingLR(optimizer, Schedule(0.1, 100))
+    engine = build_engine(model, optimizer, schedule, config, groups, numerics=numerics)
+    trained = TrainedTheta(engine, gpt.theta, pos, groups)
     seen = []
     for step in range(3):
         tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(step))
         loss = engine(tokens[:, :-1], tokens[:, 1:])
         engine.backward(loss)
         engine.step()
-        before = optim.full_theta(engine, gpt.theta)
-        optim.project_theta(engine, gpt.theta, low, high, copy_only=copy_only)
-        after = optim.full_theta(engine, gpt.theta)
+        before = trained.master()
+        trained.project()
+        after = trained.master()
         with deepspeed.zero.GatheredParameters([gpt.theta], enabled=stage == 3):
             copy = gpt.theta.detach().clone()
         seen.append((copy, before, after))
@@ -73,7 +72,10 @@ def push(groups, stage, precision, bound, copy_only=False):
 
 
 def all_pushes(groups):
-    alone = {(stage, "bf16", "alone"): push(groups, stage, "bf16", "low", True) for stage in STAGES}
+    published = PublishedNumerics(torch.bfloat16)
+    alone = {
+        (stage, "bf16", "alone"): push(groups, stage, "bf16", "low", published) for stage in STAGES
+    }
     return alone | {
         (stage, precision, bound): push(groups, stage, precision, bound)
         for stage in STAGES

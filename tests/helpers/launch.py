@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from megatron.engine.job import join as distributed
+from megatron.engine.job import join
 
 PRELOADED = [
     "megatron.engine.run",
@@ -68,10 +68,10 @@ def _rank(rank, world_size, port, results, function, args):
         MASTER_PORT=str(port),
     )
     try:
-        groups = distributed.start()
+        groups = join.join_job()
         value = function(groups, *args)
         groups.barrier()
         results.put((rank, None, pickle.dumps(value)))
-        distributed.stop()
+        join.leave_job()
     except BaseException:
         results.put((rank, traceback.format_exc(), None))

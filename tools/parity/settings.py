@@ -21,7 +21,7 @@ from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.data.samples.loader import sample_counts
-from megatron.engine.build import schedule_of
+from megatron.engine.training.schedule import schedule_of
 from tools.parity.result import Result
 
 RATES = 1e-12

@@ -25,9 +25,10 @@ from megatron.config import Config
 from megatron.engine.build import build_model
 from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.training.job_engine import job_engine
+from megatron.engine.training.deepspeed_engine import job_engine
 from megatron.engine.training.loop import train_step
-from megatron.engine.training.optimizer import full_theta, parameter_groups, project_theta
+from megatron.engine.training.optimizer import parameter_groups
+from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel import Groups
 from tools.parity.models import (
     case_config,
@@ -100,8 +101,8 @@ class TrainingCase:
     def run(self, tokens: np.ndarray) -> None:
         """Train on tokens [steps, micro-batches, batch, seq + 1]."""
         self.engine.train()
-        theta, pos = self.model.theta, self.model.pos
-        copy_only = self.config.training.precision != "fp32"
+        theta = self.model.theta
+        trained = TrainedTheta(self.engine, theta, self.model.pos, self.groups)
         self._note_kernel("kernel", theta)
         for step_tokens in tokens:
             self._note("lr_used", self.engine.optimizer.param_groups[0]["lr"])
@@ -113,8 +114,8 @@ class TrainingCase:
             self._note("lr_after", self.engine.optimizer.param_groups[0]["lr"])
             self._note_kernel("before clamp", theta)
             if theta is not None:
-                self._note_kernel("master", full_theta(self.engine, theta))
-                project_theta(self.engine, theta, *pos.bounds(), copy_only=copy_only)
+                self._note_kernel("master", trained.master())
+                trained.project()
             self._note_kernel("kernel", theta)
 
     def check_groups(self, manifest: dict, result: Result) -> None:

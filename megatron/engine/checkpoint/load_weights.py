@@ -24,7 +24,7 @@ from megatron.positional import PositionalEmbedding
 from megatron.positional.rotary import frequencies
 
 if TYPE_CHECKING:
-    from megatron.engine.training.own_part import Model
+    from megatron.engine.training.pipeline import Model
 
 THETA = "embedding.theta"
 

@@ -25,14 +25,14 @@ from megatron.engine.checkpoint.usable import usable
 from megatron.engine.job.agreement import require_one_folder
 from megatron.engine.neox.counters import counters
 from megatron.engine.neox.read import is_published
-from megatron.engine.training.optimizer import own_hyperparameters
+from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.parallel import Groups
 
 if TYPE_CHECKING:
     import deepspeed
 
-    from megatron.engine.training.own_part import Model
+    from megatron.engine.training.pipeline import Model
 
 About = dict[str, dict[str, Any]]
 """What a checkpoint says of its run: model and data, which must agree, its layout, its weights."""
@@ -77,7 +77,7 @@ class Start:
         if self.resumes:
             same = {subject: about[subject] for subject in checkpoint.WAYS_OUT}
             checkpoint.require_same(self.folder, self.tag, same)
-            with own_hyperparameters(annealing):
+            with keep_hyperparameters(annealing):
                 self.progress = checkpoint.restore(
                     engine, groups, self.folder, self.tag, about, self.save or self.folder
                 )

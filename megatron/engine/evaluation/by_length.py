@@ -1,31 +1,152 @@
-"""Perplexity at every length as table, CSV and pictures, from a live engine or a checkpoint."""
+"""Perplexity by sequence length. Each token is predicted from all earlier tokens of its sequence.
+
+    loss(L)   = mean over sequences s and positions t of -log p(x_{s,t+1} | x_{s,<=t})   [nats]
+    ppl(L)    = exp(loss(L))
+    bits/byte = loss(L) * tokens / (ln 2 * bytes)
+    stderr(L) = std over sequences of their mean loss / sqrt(sequences)
+
+Sequences do not overlap, and every length reads the same span of text. Two baselines show the same
+model without long range: the text split into pieces of c tokens (each token has 1 ... c
+predecessors, c / 2 on average), and single tokens with exactly c predecessors.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
-from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import DTYPES, build_model, identity_of, tokenizer_of
 from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.evaluation.losses import LossFn, by_length, limited_context
-from megatron.engine.evaluation.report import LengthResult, write_extrapolation, write_kernels
-from megatron.engine.job import join as distributed
-from megatron.engine.text import SPLITS, evaluation_text
+from megatron.engine.errors import CheckpointError
+from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
+from megatron.engine.evaluation.report import (
+    CSV_FILE,
+    KERNELS_FILE,
+    LengthResult,
+    write_extrapolation,
+    write_kernels,
+)
+from megatron.engine.job.join import joined_job
+from megatron.engine.text import SPLITS, Shards, evaluation_text
 from megatron.parallel import Groups, build_groups
 from megatron.positional import PositionalEmbedding
 
 
-def evaluate(
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model as the evaluation sees it.
+
+    Attributes:
+        loss_fn: gives each target's loss.
+        pos: its positional embedding, drawn if it is a kernel of distance.
+        theta_HN: the kernel's parameters [heads, n] in fp32 on the CPU; None if none is learned.
+    """
+
+    loss_fn: LossFn
+    pos: PositionalEmbedding
+    theta_HN: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """The text to measure on.
+
+    Attributes:
+        splits: [train, valid, test] as ranges of documents.
+    """
+
+    shards: Shards
+    splits: Sequence[tuple[int, int]]
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A model, the text that it is measured on, and how.
+
+    Attributes:
+        read: length -> int64 [n, length + 1], the sequences of that length.
+        token_bytes: token ids -> UTF-8 bytes that each stands for.
+        batch_tokens: tokens in a forward pass, about.
+    """
+
+    loss_fn: LossFn
+    read: Callable[[int], np.ndarray]
+    token_bytes: Callable[[np.ndarray], np.ndarray]
+    batch_tokens: int
+    groups: Groups
+
+    def at_length(self, length: int) -> LengthResult:
+        """The result for sequences of `length` tokens."""
+        sequences = self.read(length)
+        losses = losses_of_sequences(
+            self.loss_fn, sequences, self.groups, batch_tokens=self.batch_tokens
+        )
+        return summarise(length, losses, sequences[:, 1:], self.token_bytes)
+
+    def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
+        """The results for each of `lengths`, in order; `say` prints a line after each."""
+        results = []
+        for length in lengths:
+            start = time.monotonic()
+            result = self.at_length(length)
+            rate = result.sequences * length / (time.monotonic() - start)
+            say(
+                f"length {length}: perplexity {result.perplexity:.4f} over {result.sequences} "
+                f"sequences ({rate:,.0f} tokens/s)"
+            )
+            results.append(result)
+        return results
+
+    def with_context(self, context: int, *, length: int, targets: int) -> LengthResult:
+        """The result for tokens with exactly `context` predecessors.
+
+        Args:
+            length: the tokens are taken evenly from the sequences of this length.
+            targets: how many tokens are scored, about.
+        """
+        windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
+        windows = windows.reshape(-1, context + 1)
+        windows = np.ascontiguousarray(windows[:: max(1, len(windows) // targets)])
+        losses = losses_of_sequences(
+            self.loss_fn, windows, self.groups, batch_tokens=self.batch_tokens, last_only=True
+        )
+        return summarise(context, losses, windows[:, -1:], self.token_bytes)
+
+
+def summarise(
+    length: int,
+    losses: np.ndarray,
+    scored: np.ndarray,
+    token_bytes: Callable[[np.ndarray], np.ndarray],
+) -> LengthResult:
+    """Statistics of the mean losses of sequences; `scored` holds their target tokens."""
+    loss = float(losses.mean())
+    bytes_scored = int(token_bytes(scored.ravel()).sum())
+    stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else math.nan
+    return LengthResult(
+        length=length,
+        sequences=len(losses),
+        loss=loss,
+        perplexity=math.exp(loss),
+        bits_per_byte=loss * scored.size / (math.log(2) * bytes_scored),
+        stderr=stderr,
+    )
+
+
+def evaluate_checkpoint(
     config: Config,
     load: Path,
     lengths: Sequence[int],
@@ -33,32 +154,35 @@ def evaluate(
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[LengthResult]:
-    """Evaluate the newest checkpoint in `load` at `lengths` (alone, or in a torchrun job).
+    """Evaluate the newest checkpoint in `load`, in this process alone or in a torchrun job.
 
     Args:
-        out: folder for the CSV and the pictures; None writes them into `load`.
+        lengths: sequence lengths in tokens.
+        out: folder for the CSV and the plots; None writes them into `load`.
+        say: prints one text; called on the main rank.
 
     Raises:
-        CheckpointError: there is no checkpoint in `load`, or it does not fit the config.
+        CheckpointError: `load` holds no checkpoint, or it does not fit the config.
     """
     if "RANK" in os.environ:
-        with distributed.job(backend=config.parallel.distributed_backend) as groups:
-            return _evaluate(config, groups, load, lengths, out, say)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return _evaluate(config, build_groups(device), load, lengths, out, say)
+        with joined_job(backend=config.parallel.distributed_backend) as groups:
+            return _evaluate_checkpoint(config, groups, load, lengths, out or load, say)
+    groups = build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return _evaluate_checkpoint(config, groups, load, lengths, out or load, say)
 
 
-def _evaluate(
+def _evaluate_checkpoint(
     config: Config,
     groups: Groups,
     load: Path,
     lengths: Sequence[int],
-    out: Path | None,
+    out: Path,
     say: Callable[[str], None],
 ) -> list[LengthResult]:
+    say = say if groups.is_main else lambda text: None
     tag = checkpoint.newest(load)
     if tag is None:
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
         )
     tokenizer = tokenizer_of(config)
@@ -68,104 +192,72 @@ def _evaluate(
     notes = load_weights(model, load, tag, identity_of(config, model, tokenizer))
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     shards, splits = evaluation_text(config, tokenizer)
-    if groups.is_main:
-        say("\n".join([f"evaluating {load / tag}", *notes]))
-    return extrapolate(
-        config,
-        groups,
-        loss_fn=model,
-        pos=model.pos,
-        theta_HN=None if model.theta is None else model.theta.detach().float().cpu(),
-        shards=shards,
-        splits=splits,
-        tokenizer=tokenizer,
-        run_dir=out or load,
-        lengths=lengths,
-        say=say if groups.is_main else lambda text: None,
-    )
+    say("\n".join([f"evaluating {load / tag}", *notes]))
+    theta_HN = None if model.theta is None else model.theta.detach().float().cpu()
+    text = EvaluationText(shards, splits, tokenizer)
+    measured = MeasuredModel(model, model.pos, theta_HN)
+    return evaluate_lengths(config, groups, measured, text, lengths, run_dir=out, say=say)
 
 
-def extrapolate(
+def evaluate_lengths(
     config: Config,
     groups: Groups,
-    *,
-    loss_fn: LossFn,
-    pos: PositionalEmbedding,
-    theta_HN: torch.Tensor | None,
-    shards: ShardReader,
-    splits: Sequence[tuple[int, int]],
-    tokenizer: Tokenizer,
-    run_dir: Path,
+    model: MeasuredModel,
+    text: EvaluationText,
     lengths: Sequence[int],
+    *,
+    run_dir: Path,
     say: Callable[[str], None],
 ) -> list[LengthResult]:
-    """Evaluate `loss_fn` at `lengths`; print the table and write the files into `run_dir`."""
-    chosen = config.evaluation
-    lengths = sorted(set(lengths))
-    documents = splits[SPLITS.index(chosen.eval_split)]
-    span = eval_span(shards, documents, lengths, chosen.eval_tokens)
+    """Evaluate `model` at `lengths`; print the table and write the files into `run_dir`.
+
+    Raises:
+        DataError: the text is shorter than the longest sequence.
+    """
+    chosen, lengths = config.evaluation, sorted(set(lengths))
+    documents = text.splits[SPLITS.index(chosen.eval_split)]
+    span = eval_span(text.shards, documents, lengths, chosen.eval_tokens)
     if span == 0:
         raise DataError(
             f"the {chosen.eval_split} split ({documents[1] - documents[0]} documents) is shorter "
             f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
             "larger part of `split`"
         )
-    results = by_length(
-        loss_fn,
-        lambda length: eval_sequences(shards, documents, length, span),
-        lengths,
+    measurement = Measurement(
+        model.loss_fn,
+        lambda length: eval_sequences(text.shards, documents, length, span),
+        text.tokenizer.token_bytes,
+        chosen.eval_batch_tokens,
         groups,
-        token_bytes=tokenizer.token_bytes,
-        batch_tokens=chosen.eval_batch_tokens,
-        say=say,
     )
-    train_length = config.model.seq_length
+    results = measurement.at_lengths(lengths, say)
     baselines = {}
     if context := chosen.eval_context_baseline:
-        options = {
-            "token_bytes": tokenizer.token_bytes,
-            "batch_tokens": chosen.eval_batch_tokens,
+        baselines = {
+            f"the text cut into pieces of {context} tokens": measurement.at_length(context),
+            f"the {context} tokens before each scored one": measurement.with_context(
+                context, length=max(lengths), targets=max(1, span // context)
+            ),
         }
-        [cut] = by_length(
-            loss_fn,
-            lambda length: eval_sequences(shards, documents, length, span),
-            [context],
-            groups,
-            **options,
-        )
-        baselines[f"the text cut into pieces of {context} tokens"] = cut
-        baselines[f"the {context} tokens before each scored one"] = limited_context(
-            loss_fn,
-            eval_sequences(shards, documents, max(lengths), span),
-            context,
-            groups,
-            targets=max(1, span // context),
-            **options,
-        )
     if groups.is_main:
+        train_length = config.model.seq_length
         title = f"{config.model.pos_emb}, trained at {train_length}"
         say(
             write_extrapolation(
                 results, run_dir, train_length=train_length, baselines=baselines, title=title
             )
         )
-        if pos.kind == "distance":
-            draw_kernels(pos, theta_HN, config, max(lengths), run_dir / "kernels.png")
-        say(f"written to {run_dir}: extrapolation.csv and pictures")
+        if model.pos.kind == "distance":
+            _draw_kernels(model, config, max(lengths), run_dir / KERNELS_FILE)
+        say(f"written to {run_dir}: {CSV_FILE} and pictures")
     return results
 
 
-def draw_kernels(
-    pos: PositionalEmbedding,
-    theta_HN: torch.Tensor | None,
-    config: Config,
-    longest: int,
-    path: Path,
-) -> None:
-    """Plot each head's b_h(d) (and w_h(d)) up to `longest`."""
+def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path) -> None:
+    """Plot b_h(d) and w_h(d) of each head up to distance `longest`."""
+    pos, theta_HN = model.pos, model.theta_HN
     if theta_HN is None:  # fixed slopes
-        heads = config.model.num_attention_heads
-        theta_HN = pos.initial_theta(heads, torch.Generator())
+        theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     distances = torch.logspace(0, math.log10(longest), 400).long().unique()
     bias, weight = pos.bias(theta_HN, distances), pos.weight(theta_HN, distances)
     write_kernels(

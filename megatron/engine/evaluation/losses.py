@@ -1,33 +1,45 @@
-"""Perplexity by sequence length, each token predicted from all that precedes it in its sequence.
-
-    loss(L)   = mean over sequences s and positions t of -log p(x_{s,t+1} | x_{s,<=t})   [nats]
-    ppl(L)    = exp(loss(L))
-    bits/byte = loss(L) * tokens / (ln 2 * bytes)
-    stderr(L) = std over sequences of their mean loss / sqrt(sequences)
-
-Sequences do not overlap, and every length reads the same span of text. Two baselines show the same
-model without long range: the text cut into pieces of c tokens (each token has 1 ... c predecessors,
-c / 2 on average), and single tokens given exactly c predecessors.
-"""
+"""Losses of batches and of sequences, in nats per token, with the same result on every rank."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
+import deepspeed
 import numpy as np
 import torch
 
-from megatron.engine.evaluation.report import LengthResult
+from megatron.engine.training.loop import next_batches
+from megatron.engine.training.pipeline import PipelineLosses
 from megatron.parallel import Groups
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(inputs [B, T], targets [B, T]) -> loss of each target [B, T], nats."""
 
 
+def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
+    """The engine's model as a `LossFn` that works on every rank."""
+    return engine if groups.pipe_size == 1 else PipelineLosses(engine, groups)
+
+
 @torch.no_grad()
-def mean_losses(
+def loss_of_batches(
+    engine: deepspeed.DeepSpeedEngine,
+    batches: Iterator[np.ndarray],
+    count: int,
+    groups: Groups,
+) -> float:
+    """Mean loss over the next `count` micro-batches of every rank."""
+    engine.eval()
+    loss_fn = loss_function(engine, groups)
+    total = torch.zeros((), device=groups.device)
+    for inputs, targets in next_batches(batches, count, groups):
+        total += loss_fn(inputs, targets).mean().float()
+    engine.train()
+    return groups.sum_over_data(total).item() / (count * groups.data_size)
+
+
+@torch.no_grad()
+def losses_of_sequences(
     loss_fn: LossFn,
     sequences: np.ndarray,
     groups: Groups,
@@ -35,13 +47,13 @@ def mean_losses(
     batch_tokens: int,
     last_only: bool = False,
 ) -> np.ndarray:
-    """Mean loss of each row of `sequences` int64 [n, L + 1], float64 [n], equal on every rank.
+    """Mean loss of each row of `sequences` int64 [n, L + 1], as float64 [n].
 
-    Rows are dealt to the ranks in batches of about `batch_tokens` tokens. Every rank runs the same
-    number of forward passes, as parameter sharding (ZeRO-3) needs.
+    The ranks share the rows, in batches of about `batch_tokens` tokens. Every rank runs the same
+    number of forward passes, because ZeRO-3 gathers the weights in each.
 
     Args:
-        last_only: score the last position alone.
+        last_only: score only the last position.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)
@@ -57,76 +69,3 @@ def mean_losses(
             scored = token_losses[:, -1] if last_only else token_losses.mean(1)
             losses[where] = scored.cpu()
     return groups.sum_over_data(losses.to(groups.device)).cpu().numpy()
-
-
-def by_length(
-    loss_fn: LossFn,
-    read: Callable[[int], np.ndarray],
-    lengths: Sequence[int],
-    groups: Groups,
-    *,
-    token_bytes: Callable[[np.ndarray], np.ndarray],
-    batch_tokens: int,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[LengthResult]:
-    """Evaluate at each of `lengths`, in order.
-
-    Args:
-        read: length -> int64 [n, length + 1], the sequences of that length.
-        token_bytes: token ids -> UTF-8 bytes that each stands for.
-        say: receives one progress line a length.
-    """
-    results = []
-    for length in lengths:
-        start = time.monotonic()
-        sequences = read(length)
-        losses = mean_losses(loss_fn, sequences, groups, batch_tokens=batch_tokens)
-        result = summarise(length, losses, sequences[:, 1:], token_bytes)
-        results.append(result)
-        seconds = time.monotonic() - start
-        say(
-            f"length {length}: perplexity {result.perplexity:.4f} over {len(sequences)} sequences "
-            f"({sequences[:, 1:].size / seconds:,.0f} tokens/s)"
-        )
-    return results
-
-
-def limited_context(
-    loss_fn: LossFn,
-    sequences: np.ndarray,
-    context: int,
-    groups: Groups,
-    *,
-    targets: int,
-    token_bytes: Callable[[np.ndarray], np.ndarray],
-    batch_tokens: int,
-) -> LengthResult:
-    """The same model given exactly `context` preceding tokens for each scored token.
-
-    Windows are taken evenly from `sequences` int64 [n, L + 1], about `targets` of them.
-    """
-    windows = np.lib.stride_tricks.sliding_window_view(sequences, context + 1, axis=1)
-    windows = windows.reshape(-1, context + 1)
-    windows = np.ascontiguousarray(windows[:: max(1, len(windows) // targets)])
-    losses = mean_losses(loss_fn, windows, groups, batch_tokens=batch_tokens, last_only=True)
-    return summarise(context, losses, windows[:, -1:], token_bytes)
-
-
-def summarise(
-    length: int,
-    losses: np.ndarray,
-    scored: np.ndarray,
-    token_bytes: Callable[[np.ndarray], np.ndarray],
-) -> LengthResult:
-    """Statistics of per-sequence mean losses; `scored` holds the target tokens."""
-    loss = float(losses.mean())
-    bytes_scored = int(token_bytes(scored.ravel()).sum())
-    stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else math.nan
-    return LengthResult(
-        length=length,
-        sequences=len(losses),
-        loss=loss,
-        perplexity=math.exp(loss),
-        bits_per_byte=loss * scored.size / (math.log(2) * bytes_scored),
-        stderr=stderr,
-    )

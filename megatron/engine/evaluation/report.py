@@ -1,16 +1,16 @@
-"""What an evaluation shows: the table by length, ``extrapolation.csv``, and the two plots.
+"""Output of an evaluation: the table by length, `extrapolation.csv`, and the two plots.
 
-For a length with n sequences of mean losses l_i (nats per target token)::
+For a length with n sequences of mean losses l_i (nats per target token):
 
     loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
     bits_per_byte = loss / ln 2 * (target tokens / bytes they stand for)
 
-Whoever measures fills ``LengthResult``; here it is only shown. Errors of the derived columns are
-first-order: perplexity * stderr, and bits_per_byte * stderr / loss.
+`by_length` computes each `LengthResult`; this module only formats them. Errors of the derived
+columns are first-order: perplexity * stderr, and bits_per_byte * stderr / loss.
 
-Every file is written under a temporary name and renamed, so a reader never sees half of one.
-matplotlib is imported inside the functions (it costs half a second that training does not owe) and
-used without pyplot: a bare ``Figure`` draws with Agg, needs no display and leaves no global state.
+matplotlib is imported inside the functions, because the import takes half a second that training
+does not need. It is used without pyplot: a bare `Figure` draws with Agg, needs no display and
+leaves no global state.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import csv
 import io
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from megatron.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ CSV_FILE, PLOT_FILE, KERNELS_FILE = "extrapolation.csv", "extrapolation.png", "k
 
 @dataclass(frozen=True)
 class LengthResult:
-    """One evaluated length. The field names, in order, are the columns of ``extrapolation.csv``."""
+    """One evaluated length. The field names, in order, are the columns of `extrapolation.csv`."""
 
     length: int  # target tokens in a sequence
     sequences: int
@@ -62,21 +63,27 @@ def write_extrapolation(
     baselines: Mapping[str, LengthResult] | None = None,
     title: str,
 ) -> str:
-    """Write ``extrapolation.csv`` and ``extrapolation.png`` into ``run_dir`` and return the table.
+    """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
 
-    ``baselines`` are the same model with little context, by description: lines that a model which
-    uses its context must stay below. They are in the table and the plot, not in the CSV. Raises
-    ValueError for no rows or a length that occurs twice.
+    Args:
+        train_length: training length in tokens, marked in the plot.
+        baselines: description -> the same model with little context. A model that uses its context
+            stays below these lines. They are in the table and the plot, not in the CSV.
+
+    Raises:
+        ValueError: there are no rows, or a length occurs twice.
     """
     rows = sorted(rows, key=lambda row: row.length)
     lengths = [row.length for row in rows]
     if not rows or len(set(lengths)) != len(lengths):
-        raise ValueError(f"one result for each length is wanted, not {lengths}")
+        raise ValueError(f"each length must have one result; the lengths are {lengths}")
     baselines = baselines or {}
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / CSV_FILE, _csv(rows).encode())
-    _replace(folder / PLOT_FILE, _png(_extrapolation_figure(rows, train_length, baselines, title)))
+    write_bytes(folder / CSV_FILE, _csv(rows).encode())
+    write_bytes(
+        folder / PLOT_FILE, _png(_extrapolation_figure(rows, train_length, baselines, title))
+    )
     return _table(rows, train_length, baselines, title)
 
 
@@ -87,16 +94,17 @@ def write_kernels(
     train_length: int,
     path: Path | str,
 ) -> None:
-    """Draw each head's b_h(d), and w_h(d) where there is one, over distance on a log axis.
+    """Draw b_h(d) and w_h(d) of each head over distance on a log axis.
 
     Args:
         bias_by_head: [H, n], or None for a kernel that only multiplies.
-        distances: [n], tokens; d = 0 has no place on a log axis and is left out.
+        distances: [n], in tokens; d = 0 has no place on a log axis and is left out.
         weights: [H, n] factors on the scores, or None.
-        train_length: training length, marked; what lies beyond it was never seen in training.
+        train_length: training length in tokens, marked in the plot.
         path: the PNG to write.
 
-    Raises ValueError for shapes that do not fit, or when neither bias nor weight is given.
+    Raises:
+        ValueError: the shapes do not fit, or there is neither bias nor weight.
     """
     distance_n = np.asarray(distances, dtype=np.float64)
     panels = [
@@ -113,7 +121,7 @@ def write_kernels(
             )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, _png(_kernels_figure(panels, distance_n, train_length)))
+    write_bytes(path, _png(_kernels_figure(panels, distance_n, train_length)))
 
 
 def _csv(rows: Sequence[LengthResult]) -> str:
@@ -131,7 +139,7 @@ def _table(
     title: str,
 ) -> str:
     head = ("length", "x train", "sequences", "loss", "perplexity", "bits per byte")
-    cells = [head]
+    cells: list[tuple[str, ...]] = [head]
     for row in (*rows, *baselines.values()):
         cells.append(
             (
@@ -156,7 +164,7 @@ def _table(
 
 
 def _measured(value: float, error: float, digits: int) -> str:
-    """Value ± error; a single sequence has no error to show."""
+    """Value ± error; only the value for a single sequence, which has no error."""
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
@@ -234,13 +242,3 @@ def _png(figure: Figure) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=150)
     return out.getvalue()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write ``content`` under a temporary name in the same folder and rename it to ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
 
 
-def require_alike(groups: Groups, subject: str, values: Mapping[str, Any]) -> None:
+def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -> None:
     """Compare `values` over the ranks; every rank must call it.
 
     Raises:

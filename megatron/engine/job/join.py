@@ -1,4 +1,4 @@
-"""Joining (or being) a job: the one place that starts torch.distributed and quiets DeepSpeed.
+"""Join a job of processes, or be a job of one: starts torch.distributed and silences DeepSpeed.
 
 Importing this module imports DeepSpeed.
 """
@@ -21,41 +21,41 @@ from megatron.engine.job import failure
 from megatron.parallel import Groups, build_groups
 
 LONGEST_WAIT = 60
-"""Minutes that ranks wait for rank 0, which converts checkpoints and indexes text alone, unless
-DEEPSPEED_TIMEOUT says it: DeepSpeed's own 10 are too few for large ones. A rank that fails is
-noticed at once anyway (`parallel.failure`)."""
+"""Minutes that ranks wait for rank 0 while it converts checkpoints and indexes text, unless
+DEEPSPEED_TIMEOUT is set. DeepSpeed's default of 10 is too short for large ones. The failure of a
+rank is noticed at once anyway (`failure`)."""
 
 
 @contextmanager
-def job(*, backend: str | None = None, verbose: bool = False) -> Iterator[Groups]:
-    """A job from `start` to `stop`, in which the failure of one rank ends all.
+def joined_job(*, backend: str | None = None, verbose: bool = False) -> Iterator[Groups]:
+    """Be a member of the job; the failure of one rank ends all of them.
 
-    After an error its groups are left as they are, for all ranks would have to leave them together:
-    the caller ends the process (`errors.user_errors`).
+    After an error in a job of several processes, its groups stay open, because all ranks would have
+    to close them together. The caller then ends the process (`exit.user_errors`).
     """
-    watch = failure.Watch() if failure.is_member() else None
-    try:
-        groups = start(backend=backend, verbose=verbose)
-        yield groups
-    except BaseException:
-        if watch is None:
-            stop()
-        raise
+    if not failure.is_member():
+        try:
+            yield join_job(backend=backend, verbose=verbose)
+        finally:
+            leave_job()
+        return
+    watch = failure.Watch()
+    groups = join_job(backend=backend, verbose=verbose)
+    yield groups
     groups.barrier()
-    if watch is not None:
-        watch.stop()
-    stop()
+    watch.stop()
+    leave_job()
 
 
-def start(*, backend: str | None = None, verbose: bool = False) -> Groups:
+def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     """Join the job that the environment describes (torchrun's variables), or be a job of one.
 
     Args:
         backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
-        verbose: let DeepSpeed's own messages through.
+        verbose: show DeepSpeed's own messages.
 
     Raises:
-        StartError: nccl was asked for on a machine without CUDA.
+        StartError: the config asks for nccl, and the machine has no CUDA.
     """
     deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
     for handler in deepspeed.utils.logger.handlers:
@@ -67,12 +67,12 @@ def start(*, backend: str | None = None, verbose: bool = False) -> Groups:
             "the key out to let the device decide"
         )
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    # DeepSpeed compiles a shared-memory collective when it starts on a CPU, which takes a C++
-    # compiler, ninja and most of a minute, and gloo does the same work. init_distributed builds it
-    # only when this table says that the machine could.
+    # On a CPU, DeepSpeed compiles a shared-memory collective at start. That takes a C++ compiler,
+    # ninja and most of a minute, and gloo does the same work. init_distributed compiles it only if
+    # this table says that the machine can.
     __compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized() and "RANK" not in os.environ:
-        # A job of one needs no port: nothing to collide with on a shared machine.
+        # A job of one needs no port, so nothing can collide with it on a shared machine.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT))
@@ -85,8 +85,8 @@ def start(*, backend: str | None = None, verbose: bool = False) -> Groups:
     return build_groups(device)
 
 
-def stop() -> None:
-    """Leave the job."""
+def leave_job() -> None:
+    """Close the process groups; all ranks must call it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """The training loop.
 
 One step: accumulate gradients over the micro-batches, clip, update, advance the schedule, project
-theta onto its bounds. The loop owns no state that a checkpoint does not hold, so a resumed run
-takes the same steps as one that was never interrupted.
+theta onto its bounds. The loop has no state that a checkpoint does not hold, so a resumed run takes
+the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -17,20 +18,17 @@ import numpy as np
 import torch
 
 from megatron.engine.errors import DivergedError
-from megatron.engine.evaluation.losses import LossFn
-from megatron.engine.training.diverged import MEND, least_scale_told
 from megatron.engine.training.log import RunLog
-from megatron.engine.training.optimizer import (
-    all_finite,
-    all_heads,
-    gradient_norm,
-    mark_cut_gradients,
-    project_theta,
-)
-from megatron.engine.training.pipeline import PipelineLosses, train_batch
+from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
+from megatron.engine.training.pipeline import train_batch
+from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel import Groups
 
-Bounds = tuple[torch.Tensor, torch.Tensor]
+ADVICE = (
+    "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "
+    "gradient_clipping"
+)
+_SCALE_EXHAUSTED = "loss scale already at minimum"  # DeepSpeed's bare Exception under ZeRO
 
 
 @dataclass(frozen=True)
@@ -43,25 +41,30 @@ class LoopSettings:
     train_batch_size: int
     log_interval: int
     eval_interval: int
-    eval_iters: int
     save_interval: int | None
     extra_save_iters: tuple[int, ...] = ()
     exit_interval: int | None = None
     skips_overflow: bool = False
-    clamps_copy_only: bool = False
+
+    def leaves_after(self, step: int) -> bool:
+        return self.exit_interval is not None and step % self.exit_interval == 0
+
+    def saves_after(self, step: int) -> bool:
+        """Whether `step` is to be saved, even if it is not the last one."""
+        at_interval = bool(self.save_interval) and step % self.save_interval == 0
+        return at_interval or step in self.extra_save_iters
 
 
 @dataclass
 class Meter:
-    """What happened since the last log line."""
+    """Losses and time since the last log line."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
-    steps: int = 0
 
     def reset(self) -> None:
         self.losses.clear()
-        self.seconds, self.steps = 0.0, 0
+        self.seconds = 0.0
 
 
 def next_batches(
@@ -78,9 +81,13 @@ def train_step(
     batches: Iterator[np.ndarray],
     accumulation: int,
     groups: Groups,
-) -> tuple[torch.Tensor, float | None]:
-    """One update. Returns this rank's mean loss (a 0-d tensor, not synchronised) and the gradient's
-    norm before clipping."""
+) -> tuple[torch.Tensor, float | torch.Tensor | None]:
+    """Take one optimizer step.
+
+    Returns:
+        This rank's mean loss (a 0-d tensor, not synchronised), and the norm of the gradient before
+        clipping.
+    """
     if groups.pipe_size > 1:
         loss = train_batch(engine, list(next_batches(batches, accumulation, groups)))
         return loss, engine.get_global_grad_norm()
@@ -91,10 +98,10 @@ def train_step(
         total += loss.detach().float()
         engine.backward(loss)
         if not engine.zero_optimization() and engine.is_gradient_accumulation_boundary():
-            mark_cut_gradients(engine.module)
+            mark_sharded_gradients(engine.module)
             if not engine.bfloat16_enabled():
-                # Without ZeRO the engine does not say the norm in fp32, and says it times the loss
-                # scale in fp16.
+                # Without ZeRO the engine has no norm in fp32, and in fp16 a norm that is multiplied
+                # by the loss scale.
                 scale = getattr(engine.optimizer, "loss_scale", 1.0)
                 norm = gradient_norm(engine.module, groups.model) / scale
         engine.step()
@@ -103,127 +110,134 @@ def train_step(
     return total / accumulation, norm
 
 
-def losses_of(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
-    """The engine's model as a function to evaluate, on every rank."""
-    return engine if groups.pipe_size == 1 else PipelineLosses(engine, groups)
+@contextmanager
+def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
+    """Around training step `step`: raise if fp16's loss scale cannot be lowered any further.
 
-
-@torch.no_grad()
-def validation_loss(
-    engine: deepspeed.DeepSpeedEngine,
-    batches: Iterator[np.ndarray],
-    count: int,
-    groups: Groups,
-) -> float:
-    """Mean loss over `count` micro-batches on every rank, in nats per token."""
-    engine.eval()
-    loss_fn = losses_of(engine, groups)
-    total = torch.zeros((), device=groups.device)
-    for inputs, targets in next_batches(batches, count, groups):
-        total += loss_fn(inputs, targets).mean().float()
-    engine.train()
-    return groups.sum_over_data(total).item() / (count * groups.data_size)
-
-
-def train_loop(
-    engine: deepspeed.DeepSpeedEngine,
-    batches: Iterator[np.ndarray],
-    settings: LoopSettings,
-    groups: Groups,
-    log: RunLog,
-    *,
-    first_step: int,
-    theta: torch.nn.Parameter | None,
-    theta_names: tuple[str, ...],
-    theta_bounds: Bounds | None,
-    validate: Callable[[int], float | None],
-    save: Callable[[int], None],
-) -> None:
-    """Run steps first_step + 1 ... train_iters.
-
-    Args:
-        validate: step -> validation loss, called every `eval_interval` steps.
-        save: step -> None, called every `save_interval` steps, at `extra_save_iters`, at the end.
+    Under ZeRO the engine itself raises if a step overflows at the least scale. Without ZeRO it
+    would silently skip every later step.
 
     Raises:
-        DivergedError: the loss is not finite; the last checkpoint is left as it is.
+        DivergedError: the gradients overflow at the least loss scale.
     """
-    engine.train()
-    meter = Meter()
-    master = None
-    for step in range(first_step + 1, settings.train_iters + 1):
-        start = time.monotonic()
-        lr = engine.optimizer.param_groups[0]["lr"]
-        with least_scale_told(engine, step):
-            loss, norm = train_step(engine, batches, settings.accumulation, groups)
-        if theta is not None and theta_bounds is not None:
-            only = settings.clamps_copy_only
-            master = project_theta(engine, theta, *theta_bounds, copy_only=only)
-        meter.losses.append(loss)
-        meter.steps += 1
-        leaves = settings.exit_interval is not None and step % settings.exit_interval == 0
-        last = step == settings.train_iters or leaves
-        interval = settings.save_interval
-        saves = (interval and step % interval == 0) or step in settings.extra_save_iters or last
-        logs = step % settings.log_interval == 0 or last
-        if logs or saves:
-            mean = groups.sum_over_data(torch.stack(meter.losses).mean()) / groups.data_size
-            mean = mean.item()
-            if not math.isfinite(mean) and not settings.skips_overflow:
-                raise DivergedError(f"the loss is {mean} at step {step}; {MEND}")
-        # The loss was computed before the update: a checkpoint must not hold what came out of it.
-        if saves and not all_finite(engine.module, groups):
-            raise DivergedError(f"weights are no longer finite after step {step}; {MEND}")
-        meter.seconds += time.monotonic() - start
-        if logs:
-            whole = None if master is None else all_heads(master, groups)
-            _report(log, step, mean, lr, norm, meter, settings, whole, theta_names)
-            meter.reset()
-        if step % settings.eval_interval == 0:
-            value = validate(step)
-            if value is not None:
-                text = f"  validation at step {step}: loss {value:.4f}, ppl {math.exp(value):.3f}"
-                log.metrics(step, {"validation/loss": value}, text=text)
-        if saves:
-            save(step)
-        if leaves and step < settings.train_iters:
-            log.line(f"leaving at step {step}: exit_interval {settings.exit_interval}")
+    scaling = getattr(engine.optimizer, "loss_scale_config", None)  # without ZeRO
+    least = scaling and scaling.dynamic_loss_scale and scaling.cur_scale == scaling.min_loss_scale
+    try:
+        yield
+    except Exception as error:
+        if _SCALE_EXHAUSTED not in str(error):
+            raise
+    else:
+        if not (least and engine.optimizer.overflow):
             return
+    scale = engine.optimizer.loss_scale
+    lower = ", lower min_loss_scale" if scale > 1 else ""
+    raise DivergedError(
+        f"fp16: the gradients overflow at step {step} even at the least loss scale, {scale:g}, so "
+        f"no step can be taken any more; {ADVICE}{lower}, or train a new run in bf16, which does "
+        "not overflow (bf16: {enabled: true}; `finetune: true` takes this run's weights)"
+    )
 
 
-def _report(
-    log: RunLog,
-    step: int,
-    loss: float,
-    lr: float,
-    norm: float | torch.Tensor | None,
-    meter: Meter,
-    settings: LoopSettings,
-    master_HN: torch.Tensor | None,
-    theta_names: tuple[str, ...],
-) -> None:
-    rate = meter.steps * settings.train_batch_size * settings.seq_length / meter.seconds
-    eta = (settings.train_iters - step) * meter.seconds / meter.steps
-    values = {"train/loss": loss, "train/lr": lr, "train/tokens_per_second": rate}
-    text = f"step {step}/{settings.train_iters} | loss {loss:.4f} | lr {lr:.2e}"
-    if norm is not None:
-        values["train/grad_norm"] = float(norm)
-        text += f" | grad norm {float(norm):.3f}"
-    text += f" | {rate:,.0f} tokens/s | ETA {_clock(eta)}"
-    if master_HN is not None:
-        columns = dict(zip(theta_names, master_HN.T, strict=True))
-        if len(columns) > 4:  # a table, such as T5's
-            columns = {"table": master_HN}
-        ranges = []
-        for name, column in columns.items():
-            low, high = column.min().item(), column.max().item()
-            values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
-            ranges.append(f"{name} {low:.3g}..{high:.3g}")
-        text += " | theta " + ", ".join(ranges)
-    log.metrics(step, values, text=text)
+class TrainingLoop:
+    """Takes steps; logs, validates and saves where `settings` ask for it."""
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        groups: Groups,
+        theta: TrainedTheta,
+        settings: LoopSettings,
+        log: RunLog,
+    ):
+        self.engine, self.groups, self.theta = engine, groups, theta
+        self.settings, self.log = settings, log
+        self._meter = Meter()
+
+    def run(
+        self,
+        batches: Iterator[np.ndarray],
+        first_step: int,
+        *,
+        validate: Callable[[int], float | None],
+        save: Callable[[int], None],
+    ) -> None:
+        """Take steps first_step + 1 ... train_iters, or as far as the first `exit_interval`.
+
+        Args:
+            batches: micro-batches of this rank, int64 [micro, T + 1].
+            first_step: steps taken before.
+            validate: step -> validation loss, called every `eval_interval` steps.
+            save: step -> None, called every `save_interval` steps, at `extra_save_iters` and at the
+                end.
+
+        Raises:
+            DivergedError: the loss or a weight is not finite. The last checkpoint stays as it is.
+        """
+        settings, meter = self.settings, self._meter
+        self.engine.train()
+        for step in range(first_step + 1, settings.train_iters + 1):
+            start = time.monotonic()
+            lr = self.engine.optimizer.param_groups[0]["lr"]
+            with explained_overflow(self.engine, step):
+                loss, norm = train_step(self.engine, batches, settings.accumulation, self.groups)
+            self.theta.project()
+            meter.losses.append(loss)
+            leaves = settings.leaves_after(step)
+            last = step == settings.train_iters or leaves
+            saves = last or settings.saves_after(step)
+            logs = last or step % settings.log_interval == 0
+            mean = self._finite_loss(step) if logs or saves else math.nan
+            # The loss was computed before the update, so it does not show what the update did.
+            if saves and not all_finite(self.engine.module, self.groups):
+                raise DivergedError(f"weights are no longer finite after step {step}; {ADVICE}")
+            meter.seconds += time.monotonic() - start
+            if logs:
+                self._log_step(step, mean, lr, norm)
+                meter.reset()
+            if step % settings.eval_interval == 0:
+                self._log_validation(step, validate(step))
+            if saves:
+                save(step)
+            if leaves and step < settings.train_iters:
+                self.log.line(f"leaving at step {step}: exit_interval {settings.exit_interval}")
+                return
+
+    def _finite_loss(self, step: int) -> float:
+        """Mean loss over all ranks since the last log line."""
+        losses = torch.stack(self._meter.losses)
+        mean = (self.groups.sum_over_data(losses.mean()) / self.groups.data_size).item()
+        if not math.isfinite(mean) and not self.settings.skips_overflow:
+            raise DivergedError(f"the loss is {mean} at step {step}; {ADVICE}")
+        return mean
+
+    def _log_step(
+        self, step: int, loss: float, lr: float, norm: float | torch.Tensor | None
+    ) -> None:
+        settings = self.settings
+        seconds = self._meter.seconds / len(self._meter.losses)
+        rate = settings.train_batch_size * settings.seq_length / seconds
+        values = {"train/loss": loss, "train/lr": lr, "train/tokens_per_second": rate}
+        text = f"step {step}/{settings.train_iters} | loss {loss:.4f} | lr {lr:.2e}"
+        if norm is not None:
+            values["train/grad_norm"] = float(norm)
+            text += f" | grad norm {float(norm):.3f}"
+        eta = (settings.train_iters - step) * seconds
+        text += f" | {rate:,.0f} tokens/s | ETA {_clock(eta)}"
+        if ranges := self.theta.ranges():
+            for name, (low, high) in ranges.items():
+                values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
+            shown = (f"{name} {low:.3g}..{high:.3g}" for name, (low, high) in ranges.items())
+            text += " | theta " + ", ".join(shown)
+        self.log.metrics(step, values, text=text)
+
+    def _log_validation(self, step: int, loss: float | None) -> None:
+        if loss is not None:
+            text = f"  validation at step {step}: loss {loss:.4f}, ppl {math.exp(loss):.3f}"
+            self.log.metrics(step, {"validation/loss": loss}, text=text)
 
 
 def _clock(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}"
+    total = round(seconds)
+    hours, minutes = divmod(total // 60, 60)
+    return f"{hours}:{minutes:02d}:{total % 60:02d}"

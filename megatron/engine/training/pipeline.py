@@ -1,7 +1,8 @@
-"""The model's layers in DeepSpeed's pipeline, behind the interface of the plain model and engine.
+"""This rank's shard of the model, and the model's layers as a DeepSpeed pipeline.
 
-Stages are cut between blocks. Batches come from the loop on every stage, so that all count the same
-samples; only the first reads tokens from them and only the last targets.
+`Pipeline` and `PipelineLosses` have the interface of the plain model and engine. Stages are split
+between blocks. Every stage takes the same batches from the loop, so that all count the same
+samples; only the first stage reads the tokens, and only the last one the targets.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megatron.attention import AttentionFn
+from megatron.config import Config
+from megatron.engine.build import attention_of, build_model, positional_of, shape_of
+from megatron.engine.training.theta import THETA
+from megatron.model import GPT
 from megatron.model.gpt import GPTShape, logits_group
 from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
@@ -32,7 +37,7 @@ class Pipeline(PipelineModule):
     """This rank's stage of the model, with the parameter names of `megatron.model.GPT`.
 
     Attributes:
-        layer_names: of all layers of the model; the names of DeepSpeed's files count them.
+        layer_names: names of all layers of the model. DeepSpeed's file names use their positions.
     """
 
     def __init__(
@@ -50,11 +55,11 @@ class Pipeline(PipelineModule):
         logits_tp = logits_group(shape, groups.model)
 
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            """Mean loss to train on; each target's loss where no gradient is asked for."""
+            """Mean loss for training; each target's loss [B, T] where gradients are off."""
             losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
             return losses_BT.mean() if torch.is_grad_enabled() else losses_BT
 
-        self.layer_names = [layer.name for layer in layers]  # parameters are named by them
+        self.layer_names = [layer.name for layer in layers]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its partition
             super().__init__(
                 [_spec(layer) for layer in layers],
@@ -68,7 +73,7 @@ class Pipeline(PipelineModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the plain model names them: `layers.3.mlp...`, not `5.mlp...`."""
+        """The parameters by the plain model's names: `layers.3.mlp...`, not `5.mlp...`."""
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             head, _, rest = name.partition(".")
             if head == "tied_modules":
@@ -77,15 +82,39 @@ class Pipeline(PipelineModule):
             else:
                 yield f"{self.layer_names[int(head)]}.{rest}", param
 
-    @torch.no_grad()  # the broadcast of a parameter would be noted for autograd
+    @torch.no_grad()  # autograd would record the broadcast of a parameter
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The learned kernel parameters, on the stage that has them (the first); else None."""
-        named = dict(self.named_parameters())
-        return named.get("embedding.theta")
+        """The kernel's parameters on the first stage; None on the others, or if none is learned."""
+        return dict(self.named_parameters()).get(THETA)
+
+
+Model = GPT | Pipeline
+
+
+def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
+    """Build this rank's tensor-parallel shard of the model, or of its pipeline stage."""
+    if groups.pipe_size == 1:
+        device = groups.device.type
+        return build_model(
+            config, vocab_size, device_type=device, tp=groups.model, cp=groups.context
+        )
+    pos = positional_of(config)
+    attend = attention_of(config, pos, groups.device.type)
+    return Pipeline(shape_of(config, vocab_size), pos, attend, config.training.seed, groups)
+
+
+def count_parameters(model: Model, groups: Groups) -> int:
+    """Count the numbers in the full model, tied ones once."""
+    local = sum(
+        getattr(p, "ds_numel", p.numel()) * getattr(p, "cut_size", 1)
+        for p in model.parameters()
+        if not getattr(p, "ds_pipe_replicated", False)
+    )
+    return sum(groups.gather_from_pipe(local))
 
 
 def _spec(layer: Layer) -> LayerSpec:
@@ -98,7 +127,7 @@ def _spec(layer: Layer) -> LayerSpec:
 
 
 def _key(name: str) -> str:
-    """Torch allows no dot in a module's name."""
+    """A name without dots, which torch does not allow in a module's name."""
     return name.replace(".", "/")
 
 
@@ -107,15 +136,15 @@ def _from_key(key: str) -> str:
 
 
 def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tensor:
-    """One update from the step's micro-batches; this pipeline's mean loss, on all its stages."""
+    """Take one optimizer step; return the mean loss of this pipeline, on all its stages."""
     engine.train_batch(iter(batches))
     return engine.dp_group_loss
 
 
 class PipelineLosses:
-    """(inputs [B, T], targets [B, T]) -> loss of each target [B, T], on every stage.
+    """(inputs [B, T], targets [B, T]) -> loss of each target [B, T] in nats, on every stage.
 
-    Shapes may change from call to call, which DeepSpeed's buffers must be told.
+    B and T may change between calls: DeepSpeed's buffers are reset each time.
     """
 
     def __init__(self, engine: PipelineEngine, groups: Groups):
@@ -127,8 +156,8 @@ class PipelineLosses:
     def __call__(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         engine = self.engine
         engine.reset_activation_shape()
-        engine.total_loss = None  # it adds up the losses of a batch, now of another shape
-        padding = (0, -inputs_BT.shape[1] % self.multiple)  # causal attention never sees it
+        engine.total_loss = None  # DeepSpeed would add to the last call's loss, of another shape
+        padding = (0, -inputs_BT.shape[1] % self.multiple)  # causal attention ignores it
         batch = iter([(F.pad(inputs_BT, padding), F.pad(targets_BT, padding))])
         found = engine.eval_batch(batch, reduce_output=None, bcast_loss=False, num_micro_batches=1)
         engine.reset_activation_shape()

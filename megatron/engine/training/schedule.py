@@ -8,8 +8,8 @@ With n = min(step, E - W), warm-up length W and E = lr_decay_iters:
     exponential        start * exp(-0.693 m / E)
     constant           start
 
-and never below min_lr after warm-up. The rate therefore freezes W steps before E, and a cosine does
-not quite reach its floor: that is how the released checkpoints were trained.
+and never below min_lr after warm-up. The rate therefore stays constant for the last W steps before
+E, and a cosine ends slightly above zero: the released checkpoints were trained this way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
+
+from megatron.config import Config
 
 STYLES = ("constant", "linear", "cosine", "exponential")
 
@@ -37,7 +39,7 @@ class Schedule:
             raise ValueError(f"lr_decay_style {self.decay_style!r} is not one of {STYLES}")
 
     def __call__(self, step: int) -> float:
-        """Rate in force after `step` optimizer steps (so step 0 is the first update's rate)."""
+        """Rate after `step` optimizer steps: the first update uses the rate of step 0."""
         n = min(step, self.end_iter - self.warmup_iter)
         if self.warmup_iter > 0 and step <= self.warmup_iter:
             return self.start_lr * n / self.warmup_iter
@@ -53,12 +55,24 @@ class Schedule:
         return max(lr, self.min_lr)
 
 
-class AnnealingLR:
-    """Writes a Schedule's rate into an optimizer's parameter groups; the engine steps it.
+def schedule_of(config: Config) -> Schedule:
+    """The config's learning-rate curve."""
+    decay_iters = config.lr.decay_iters or max(1, config.training.train_iters)
+    return Schedule(
+        start_lr=config.optimizer.lr,
+        end_iter=decay_iters,
+        warmup_iter=config.lr.warmup * decay_iters,
+        decay_style=config.lr.decay_style,
+        min_lr=config.lr.min_lr,
+    )
 
-    On resume this run's curve goes on from the checkpoint's step count, so that a longer or
-    gentler run is one changed key; with `use_checkpoint` (GPT-NeoX's
-    `use_checkpoint_lr_scheduler`) the checkpoint's curve is kept instead.
+
+class AnnealingLR:
+    """Writes the rate of a `Schedule` into an optimizer; the DeepSpeed engine steps it.
+
+    A resumed run continues its configured curve at the checkpoint's step, so that one changed key
+    makes a longer or gentler run. With `use_checkpoint` (GPT-NeoX's `use_checkpoint_lr_scheduler`)
+    it continues the checkpoint's curve instead.
     """
 
     def __init__(
@@ -69,7 +83,7 @@ class AnnealingLR:
         self.write()
 
     def step(self, increment: int | None = None) -> None:
-        """Advance by one optimizer step. (`increment` is the engine's sample count: not used.)"""
+        """Advance by one optimizer step. DeepSpeed passes `increment`; it is not used."""
         self.num_iters += 1
         self.write()
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from megatron.config import load_config
-from megatron.engine.build import schedule_of
 from megatron.engine.checkpoint import manifest
 from megatron.engine.checkpoint import relayout as universal
 from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.resume import choose_start
 from megatron.engine.checkpoint.usable import usable
-from megatron.engine.training.schedule import AnnealingLR
+from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.parallel import build_groups
 from tests.helpers.jobs import digest, rows, write_config, write_shards
 from tests.helpers.paths import ROOT

@@ -15,13 +15,13 @@ import torch
 from megatron.config import load_config
 from megatron.data.samples.index import build_sample_index
 from megatron.data.samples.split import open_splits
-from megatron.engine.build import build_model, schedule_of
+from megatron.engine.build import build_model
 from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.resume import choose_start
-from megatron.engine.evaluation.by_length import evaluate
+from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.text import JobData
-from megatron.engine.training.schedule import AnnealingLR
+from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.parallel import Groups
 from tests.engine.test_jobs import call, rows, write_config, write_shards
 from tests.helpers.paths import FIXTURES
@@ -135,7 +135,7 @@ def test_finetune_starts_at_0_from_the_weights(tmp_path, prefix, run):
 def test_evaluate_reads_the_folder(tmp_path, prefix, run):
     config = load_config([config_at(tmp_path, prefix, run, train_iters=1, eval_tokens=512)])
     said = []
-    evaluate(config, run, [16, 32], out=tmp_path / "out", say=said.append)
+    evaluate_checkpoint(config, run, [16, 32], out=tmp_path / "out", say=said.append)
     assert said[0] == f"evaluating {run / 'global_step50000'}"
     assert len((tmp_path / "out" / "extrapolation.csv").read_text().splitlines()) == 3
 

@@ -80,7 +80,7 @@ def test_an_exploding_perplexity_gets_a_log_axis():
 @pytest.mark.parametrize("lengths", [[], [128, 128]])
 def test_rows_must_be_one_for_each_length(tmp_path, lengths):
     results = [result(length, 1.5) for length in lengths]
-    with pytest.raises(ValueError, match="one result for each length"):
+    with pytest.raises(ValueError, match="each length must have one result"):
         write_extrapolation(results, tmp_path, train_length=128, title="t")
     assert list(tmp_path.iterdir()) == []
 

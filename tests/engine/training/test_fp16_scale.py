@@ -14,10 +14,9 @@ from deepspeed.runtime.precision_config import get_float16_config
 
 from megatron.config import load_config
 from megatron.engine.errors import DivergedError
-from megatron.engine.job import join as distributed
+from megatron.engine.job import join
 from megatron.engine.training import loop
-from megatron.engine.training.job_engine import FP16_OPTIONS
-from megatron.engine.training.optimizer import engine_config
+from megatron.engine.training.deepspeed_engine import FP16_OPTIONS, engine_config
 
 BASE = """
 num_layers: 1
@@ -33,9 +32,9 @@ optimizer: {type: Adam, params: {lr: 0.1}}
 @pytest.fixture(scope="module")
 def job():
     """The scaler asks for its rank when a step overflows."""
-    distributed.start()
+    join.join_job()
     yield
-    distributed.stop()
+    join.leave_job()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
 
@@ -130,6 +129,12 @@ class PlainOptimizer(FP16_Optimizer):
         self._update_scale(overflow)
 
 
+def run_loop(engine, settings):
+    theta = SimpleNamespace(project=lambda: None)
+    training = loop.TrainingLoop(engine, None, theta, settings, None)
+    training.run(iter(()), 0, validate=None, save=None)
+
+
 @pytest.mark.parametrize("kind", [ZeroOptimizer, PlainOptimizer])
 def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, kind):
     """Steps 1 and 2 lower the scale to the least, step 3 fits, step 4 is beyond help."""
@@ -146,13 +151,10 @@ def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, ki
     monkeypatch.setattr(loop, "train_step", step)
     settings = loop.LoopSettings(
         train_iters=5, accumulation=1, seq_length=8, train_batch_size=1, log_interval=9,
-        eval_interval=9, eval_iters=0, save_interval=None, skips_overflow=True,
+        eval_interval=9, save_interval=None, skips_overflow=True,
     )  # fmt: skip
     with pytest.raises(DivergedError) as error:
-        loop.train_loop(
-            engine, iter(()), settings, None, None, first_step=0, theta=None, theta_names=(),
-            theta_bounds=None, validate=None, save=None,
-        )  # fmt: skip
+        run_loop(engine, settings)
     text = str(error.value)
     assert len(done) == 4
     assert "overflow at step 4 even at the least loss scale, 2, " in text
@@ -169,7 +171,4 @@ def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
     monkeypatch.setattr(loop, "train_step", step)
     settings = SimpleNamespace(train_iters=1, accumulation=1)
     with pytest.raises(ValueError, match="^another matter$"):
-        loop.train_loop(
-            engine, iter(()), settings, None, None, first_step=0, theta=None, theta_names=(),
-            theta_bounds=None, validate=None, save=None,
-        )  # fmt: skip
+        run_loop(engine, settings)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.attention import choose
-from megatron.engine.training.optimizer import build_optimizer, engine_config, parameter_groups
+from megatron.engine.training.deepspeed_engine import engine_config
+from megatron.engine.training.optimizer import build_optimizer, parameter_groups
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.positional import load
 

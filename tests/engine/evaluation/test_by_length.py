@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.engine.evaluation.losses import by_length, limited_context, mean_losses, summarise
+from megatron.engine.evaluation.by_length import Measurement, summarise
+from megatron.engine.evaluation.losses import losses_of_sequences
 from megatron.parallel import build_groups
 
 GROUPS = build_groups(torch.device("cpu"))
@@ -25,14 +26,14 @@ def sequences(n, length):
 @pytest.mark.parametrize("batch_tokens", [1, 7, 16, 10**6])
 def test_every_sequence_is_scored_once_whatever_the_batch(batch_tokens):
     rows = sequences(7, 4)
-    losses = mean_losses(loss_of, rows, GROUPS, batch_tokens=batch_tokens)
+    losses = losses_of_sequences(loss_of, rows, GROUPS, batch_tokens=batch_tokens)
     expected = rows[:, 1:].mean(1) / 10 + np.mean([1, 1 / 2, 1 / 3, 1 / 4])
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 def test_last_only_scores_the_last_target():
     rows = sequences(5, 4)
-    losses = mean_losses(loss_of, rows, GROUPS, batch_tokens=8, last_only=True)
+    losses = losses_of_sequences(loss_of, rows, GROUPS, batch_tokens=8, last_only=True)
     np.testing.assert_allclose(losses, rows[:, -1] / 10 + 1 / 4, rtol=1e-6)
 
 
@@ -46,19 +47,14 @@ def test_summary():
     assert (result.length, result.sequences) == (10, 4)
 
 
-def test_by_length_keeps_the_order_and_says_each_line():
-    said = []
-    results = by_length(
-        loss_of,
-        lambda length: sequences(32 // length, length),
-        [4, 8],
-        GROUPS,
-        token_bytes=np.ones_like,
-        batch_tokens=16,
-        say=said.append,
+def test_lengths_keep_their_order_and_each_prints_a_line():
+    printed = []
+    measurement = Measurement(
+        loss_of, lambda length: sequences(32 // length, length), np.ones_like, 16, GROUPS
     )
-    assert [r.length for r in results] == [4, 8] and len(said) == 2
-    assert "length 4: perplexity" in said[0]
+    results = measurement.at_lengths([4, 8], printed.append)
+    assert [(r.length, r.sequences) for r in results] == [(4, 8), (8, 4)]
+    assert len(printed) == 2 and "length 4: perplexity" in printed[0]
 
 
 def test_the_limited_context_sees_exactly_that_many_tokens():
@@ -69,14 +65,11 @@ def test_the_limited_context_sees_exactly_that_many_tokens():
         seen.append((inputs.clone(), targets.clone()))
         return torch.zeros(inputs.shape)
 
-    result = limited_context(
-        spy, rows, 3, GROUPS, targets=1000, token_bytes=np.ones_like, batch_tokens=30
-    )
+    measurement = Measurement(spy, lambda length: rows, np.ones_like, 30, GROUPS)
+    result = measurement.with_context(3, length=19, targets=1000)
     inputs = torch.cat([i for i, _ in seen])
     assert inputs.shape == (2 * 17, 3) and result.length == 3 and result.sequences == 34
     assert torch.equal(inputs[0], torch.tensor([0, 1, 2]))
     assert torch.equal(torch.cat([t for _, t in seen])[0], torch.tensor([1, 2, 3]))
-    fewer = limited_context(
-        spy, rows, 3, GROUPS, targets=10, token_bytes=np.ones_like, batch_tokens=30
-    )
+    fewer = measurement.with_context(3, length=19, targets=10)
     assert 10 <= fewer.sequences <= 17

@@ -1,0 +1,45 @@
+"""`train_iters: 0`: the losses that the published program prints, on the batches that it reads."""
+
+from __future__ import annotations
+
+import math
+
+import deepspeed
+
+from megatron.config import Config
+from megatron.engine.evaluation.losses import loss_of_batches
+from megatron.engine.text import JobData
+from megatron.engine.training.log import RunLog
+from megatron.parallel import Groups
+
+
+def log_published_losses(
+    config: Config,
+    data: JobData,
+    engine: deepspeed.DeepSpeedEngine,
+    groups: Groups,
+    log: RunLog,
+    step: int,
+) -> None:
+    """Log loss and perplexity on `valid` and `test` for a model trained for `step` steps.
+
+    Every rank must call it.
+    """
+    wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps
+    for name in ("valid", "test"):
+        loader = data.held_out_at(name, iteration=step)
+        count = 0 if loader is None else min(wanted, loader.batches_left)
+        if loader is None or count == 0:
+            log.line(f"{name}: the split holds no batch to evaluate")
+            continue
+        first = loader.consumed_samples
+        loss = loss_of_batches(engine, loader, count, groups)
+        short = f", all that are left of {wanted} batches" if count < wanted else ""
+        sequences = count * loader.micro_batch * loader.dp_size
+        text = (
+            f"{name} loss at iteration {step}: {loss:.6f} | perplexity "
+            f"{math.exp(loss):.4f} | {sequences} sequences of "
+            f"{config.model.seq_length_val} tokens, from sample {first} on{short}"
+        )
+        values = {f"final/{name}_loss": loss, f"final/{name}_ppl": math.exp(loss)}
+        log.metrics(step, values, text=text)

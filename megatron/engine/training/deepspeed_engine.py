@@ -1,0 +1,187 @@
+"""The DeepSpeed engine of one job, built from the config's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.config import Config
+from megatron.engine.build import numerics_of
+from megatron.engine.training.optimizer import build_optimizer, parameter_groups
+from megatron.engine.training.schedule import AnnealingLR, schedule_of
+from megatron.numerics import WIDE, Numerics
+from megatron.parallel import Groups
+
+FP16_OPTIONS = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+)
+
+
+def job_engine(
+    config: Config, model: nn.Module, groups: Groups
+) -> tuple[deepspeed.DeepSpeedEngine, AnnealingLR]:
+    """Wrap `model` for training; returns the engine and its learning-rate schedule."""
+    c = config
+    optimizer = build_optimizer(
+        c.optimizer.type,
+        parameter_groups(
+            model, c.optimizer.weight_decay, decay_theta=c.optimizer.weight_decay_positional
+        ),
+        lr=c.optimizer.lr,
+        betas=tuple(c.optimizer.betas),
+        eps=c.optimizer.eps,
+        momentum=c.optimizer.momentum,
+    )
+    annealing = AnnealingLR(
+        optimizer, schedule_of(c), use_checkpoint=c.lr.use_checkpoint_lr_scheduler
+    )
+    communication = "fp32" if c.parallel.fp32_allreduce else c.parallel.communication_data_type
+    settings = engine_config(
+        micro_batch=c.batch.train_micro_batch_size_per_gpu,
+        accumulation=c.batch.gradient_accumulation_steps,
+        world_size=groups.replica_size,
+        precision=c.training.precision,
+        gradient_clipping=c.optimizer.gradient_clipping,
+        zero_stage=c.parallel.zero_stage,
+        zero_options=dict(c.parallel.zero),
+        grad_accum_dtype=c.training.grad_accum_dtype,
+        communication_dtype=communication,
+        fp16_options={key: getattr(c.training, key) for key in FP16_OPTIONS},
+    )
+    engine = build_engine(
+        model, optimizer, annealing, settings, groups, numerics=numerics_of(config)
+    )
+    return engine, annealing
+
+
+def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
+    """What the files of a checkpoint depend on, as JSON values.
+
+    `sub_group_size` is the count of numbers that ZeRO-3 stores in one piece of its state, None for
+    DeepSpeed's default. Files written with one size cannot be loaded with another.
+    """
+    parallel = config.parallel
+    size = parallel.zero.get("sub_group_size", 10**9)
+    return {
+        "data_parallel_size": groups.data_size,
+        "model_parallel_size": groups.model.size,
+        "pipe_parallel_size": groups.pipe_size,
+        "context_parallel_size": groups.context.size,
+        "zero_stage": parallel.zero_stage,
+        "sub_group_size": size if parallel.zero_stage == 3 and size != 10**9 else None,
+        "precision": config.training.precision,
+        "optimizer": config.optimizer.type,
+        "weight_decay_positional": config.optimizer.weight_decay_positional,
+    }
+
+
+def engine_config(
+    *,
+    micro_batch: int,
+    accumulation: int,
+    world_size: int,
+    precision: str,
+    gradient_clipping: float,
+    zero_stage: int,
+    zero_options: dict[str, Any],
+    grad_accum_dtype: str | None = None,
+    communication_dtype: str | None = None,
+    fp16_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    It always sets `gradient_clipping`: parts of DeepSpeed default it to 1.0.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro_batch * accumulation * world_size,
+        "gradient_clipping": gradient_clipping,
+        "zero_optimization": {"stage": zero_stage, **zero_options},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16", **(fp16_options or {})},
+        # With partitioning, only the first tensor sent between stages may have a gradient; theta is
+        # the second.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+    }
+    if grad_accum_dtype:
+        config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
+    if communication_dtype:
+        config["communication_data_type"] = communication_dtype
+    return config
+
+
+def build_engine(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: AnnealingLR,
+    config: dict[str, Any],
+    groups: Groups,
+    *,
+    numerics: Numerics = WIDE,
+) -> deepspeed.DeepSpeedEngine:
+    """Wrap model, optimizer and learning-rate schedule in a DeepSpeed engine.
+
+    DeepSpeed allocates the optimizer's state by a step with zero gradients. This function sets the
+    rate to zero for that step, so that no weight moves. Without ZeRO the step would still count in
+    Adam's bias correction, so its state is dropped, unless `numerics` counts it.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline brings its own
+    mpu = Mpu(groups) if needs_mpu else None
+    deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep the previous engine's
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, mpu=mpu
+    )
+    if hasattr(engine.optimizer, "fp32_groups") and not numerics.counts_empty_step:
+        engine.optimizer.optimizer.state.clear()
+    schedule.write()
+    return engine
+
+
+class Mpu:
+    """The "model parallel unit" that DeepSpeed's plain engine asks for, over `Groups`.
+
+    The names are DeepSpeed's. Its data-parallel ranks are the replicas of `Groups`. Model parallel
+    and tensor model parallel mean the same here.
+    """
+
+    def __init__(self, groups: Groups):
+        self.groups = groups
+
+    def get_model_parallel_rank(self) -> int:
+        return self.groups.model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.groups.model.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.groups.model.group
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.groups.replica_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.groups.replica_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.groups.replicas
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.groups.replicas)
