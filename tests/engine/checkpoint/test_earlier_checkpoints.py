@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config import load_config
 from megatron.engine.checkpoint.exchange import export_checkpoint
-from megatron.engine.evaluation.by_length import evaluate
+from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.run import Job
 from tests.helpers.jobs import tensors_digest
 from tests.helpers.launch import run_ranks
@@ -56,7 +56,7 @@ def test_it_resumes_with_the_numbers_of_the_unbroken_run(resumed, name):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_evaluation_gives_the_table_by_length(resumed, name, tmp_path):
-    results = evaluate(config_of(resumed, name), resumed / name, [16, 32], out=tmp_path)
+    results = evaluate_checkpoint(config_of(resumed, name), resumed / name, [16, 32], out=tmp_path)
     header, *expected = [line.split(",") for line in EXPECTED["extrapolation"][name]]
     column = header.index("loss")
     there = {int(row[0]): float(row[column]) for row in expected}
