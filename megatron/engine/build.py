@@ -81,7 +81,7 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         init_std=m.init_method_std,
         position_offset=m.opt_pos_emb_offset,
         checkpoint_activations=m.checkpoint_activations,
-        cut_output_inputs=m.output_layer_parallelism == "row",
+        row_parallel_output=m.output_layer_parallelism == "row",
     )
 
 
@@ -144,7 +144,7 @@ def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, A
     block = shape.pop("block")
     for name in ("init_method", "output_init_method", "init_std"):
         del shape[name]
-    for name in ("checkpoint_activations", "cut_output_inputs"):
+    for name in ("checkpoint_activations", "row_parallel_output"):
         del shape[name]
     for name in ("attention_dropout", "hidden_dropout", "numerics"):
         del block[name]

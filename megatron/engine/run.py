@@ -58,7 +58,7 @@ class Job:
             model_size=parallel.model_parallel_size,
             pipe_size=parallel.pipe_parallel_size,
             context_size=parallel.context_parallel_size,
-            cuts_sequence=parallel.sequence_parallel,
+            sequence_parallel=parallel.sequence_parallel,
         )
         self.config, self.groups = config, groups
         save = config.checkpoint.save

@@ -33,7 +33,7 @@ from megatron.parallel import (
     RowLinear,
     TensorGroup,
     add_partial,
-    exchange,
+    all_to_all,
     rank_dropout,
 )
 from megatron.positional import PositionalEmbedding
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
         s = self.shape
         qkv = self.query_key_value(x_BTD)
         qkv = qkv.unflatten(-1, (-1, 3 * s.head_size)).transpose(1, 2)  # [B, H, T, 3E]
-        qkv = exchange(qkv, self.cp, cut=1, join=2)  # fewer heads, all positions
+        qkv = all_to_all(qkv, self.cp, split=1, join=2)  # fewer heads, all positions
         if theta_HN is not None:
             theta_HN = theta_HN.chunk(self.cp.size)[self.cp.rank]
         q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
                 scale=1.0 / math.sqrt(s.head_size),
                 dropout_p=dropout_p,
             )
-        out_BHTE = exchange(out_BHTE, self.cp, cut=2, join=1)
+        out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
         return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
 
 

@@ -33,21 +33,21 @@ from megatron.model.norm import build_norm
 from megatron.parallel import (
     ALONE,
     ColumnLinear,
-    Cut,
     HiddenDropout,
     RowLinear,
+    Sharding,
     TensorGroup,
     VocabEmbedding,
-    collect_from,
+    all_gather,
     copy_to,
     gather_from,
-    mark_cut,
+    mark_sharding,
     named_generator,
     token_losses,
 )
 from megatron.positional import PositionalEmbedding
 
-BY_HEADS = Cut(0)
+BY_HEADS = Sharding(0)
 LOGITS_AT_ONCE = 1 << 26
 """Logits held at a time when no gradient is asked for (256 MB in fp32)."""
 
@@ -61,7 +61,7 @@ class GPTShape:
         max_positions: rows of the position table (`learned` only).
         position_offset: added to every position of `learned`, within those rows (OPT uses 2).
         checkpoint_activations: recompute each block in the backward pass.
-        cut_output_inputs: cut an untied output layer by its inputs (published: "row"), not by
+        row_parallel_output: cut an untied output layer by its inputs (published: "row"), not by
             tokens. The same function.
     """
 
@@ -75,7 +75,7 @@ class GPTShape:
     init_std: float = 0.02
     position_offset: int = 0
     checkpoint_activations: bool = False
-    cut_output_inputs: bool = False
+    row_parallel_output: bool = False
 
 
 class FixedTheta(nn.Module):
@@ -102,7 +102,7 @@ class FixedTheta(nn.Module):
 def initial_theta(pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup) -> torch.Tensor:
     """Theta's first values for this rank's heads, fp32; drawn for all heads."""
     theta_HN = pos.initial_theta(heads, named_generator(seed, "embedding.theta"))
-    return BY_HEADS.part(theta_HN, tp.rank, tp.size)
+    return BY_HEADS.slice(theta_HN, tp.rank, tp.size)
 
 
 class EmbeddingLayer(nn.Module):
@@ -135,7 +135,7 @@ class EmbeddingLayer(nn.Module):
             theta_HN = initial_theta(pos, heads, seed, tp)
             if pos.learnable:
                 self.theta = nn.Parameter(theta_HN)
-                mark_cut(self.theta, BY_HEADS, tp)
+                mark_sharding(self.theta, BY_HEADS, tp)
             else:
                 self.fixed_theta = FixedTheta(theta_HN)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
@@ -144,7 +144,7 @@ class EmbeddingLayer(nn.Module):
         x_BTD = x if self.word_embeddings is None else self.word_embeddings(x)
         if self.pos.kind == "input":
             before = self.cp.rank
-            if self.tp.sequence:
+            if self.tp.splits_sequence:
                 before = before * self.tp.size + self.tp.rank
             first = before * x_BTD.shape[1]
             positions_T = torch.arange(first, first + x_BTD.shape[1], device=x_BTD.device)
@@ -155,11 +155,11 @@ class EmbeddingLayer(nn.Module):
         if self.pos.name != "learned":
             table = self.pos.table(positions_T, x_BTD.shape[-1], x_BTD.dtype)
             return table.to(x_BTD.dtype)
-        parts = self.cp.size * (self.tp.size if self.tp.sequence else 1)
+        parts = self.cp.size * (self.tp.size if self.tp.splits_sequence else 1)
         self.require_positions(int(positions_T[-1]) + 1 - (parts - 1))
         table = self.position_embeddings.weight
         rows_T = (positions_T + self.offset).clamp(max=table.shape[0] - 1)  # padding may lie beyond
-        if self.tp.sequence:
+        if self.tp.splits_sequence:
             table = copy_to(table, self.tp)  # its rows serve other positions on other ranks
         return F.embedding(rows_T, table)
 
@@ -231,19 +231,19 @@ class GPT(nn.Module):
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
             logits = gather_from(self._logits(x_BTD), self.logits_tp)
-            return collect_from(logits, self.cp, 1)[:, :length]
+            return all_gather(logits, self.cp, 1)[:, :length]
         # Without gradients the logits of a long sequence need not exist all at once.
-        width, parts = x_BTD.shape[1], self.tp.size if self.tp.sequence else 1
+        width, parts = x_BTD.shape[1], self.tp.size if self.tp.splits_sequence else 1
         if not torch.is_grad_enabled():
             width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * parts * self.shape.vocab_size))
         targets_BRT = self._own_positions(targets_BT).unflatten(1, (parts, -1))  # R: parts
         pieces = zip(x_BTD.split(width, 1), targets_BRT.split(width, 2), strict=True)
         losses_BRT = torch.cat([self._losses(x, targets) for x, targets in pieces], dim=2)
-        return collect_from(losses_BRT.flatten(1), self.cp, 1)[:, :length]
+        return all_gather(losses_BRT.flatten(1), self.cp, 1)[:, :length]
 
     def _own_positions(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence, padded behind (which causal attention never sees)."""
-        parts = self.cp.size * (self.tp.size if self.tp.sequence else 1)
+        parts = self.cp.size * (self.tp.size if self.tp.splits_sequence else 1)
         padded_BT = F.pad(tokens_BT, (0, -tokens_BT.shape[1] % parts))
         return padded_BT.chunk(self.cp.size, 1)[self.cp.rank]
 
@@ -267,11 +267,11 @@ def output_layer(shape: GPTShape, tp: TensorGroup) -> tuple[type[nn.Linear], dic
     """Class and arguments of the output layer of untied weights."""
     sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
     sizes |= {"tp": tp, "bias": False}
-    if shape.cut_output_inputs:
+    if shape.row_parallel_output:
         return RowLinear, sizes | {"scatter": True}
     return ColumnLinear, sizes
 
 
 def logits_group(shape: GPTShape, tp: TensorGroup) -> TensorGroup:
     """The group over which the logits' vocabulary is cut."""
-    return ALONE if shape.cut_output_inputs and not shape.tie_weights else tp
+    return ALONE if shape.row_parallel_output and not shape.tie_weights else tp

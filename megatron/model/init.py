@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import init
 
-from megatron.parallel import named_generator, own_part, whole_shape
+from megatron.parallel import full_shape, local_slice, named_generator
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPTShape
@@ -85,10 +85,10 @@ def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, 
             method = shape.output_init_method if residual else shape.init_method
             value = draw(
                 method,
-                whole_shape(param),
+                full_shape(param),
                 named_generator(seed, name),
                 std=shape.init_std,
                 num_layers=shape.num_layers,
                 hidden_size=shape.block.hidden_size,
             )
-            param.copy_(own_part(param, value))
+            param.copy_(local_slice(param, value))

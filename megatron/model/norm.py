@@ -65,7 +65,7 @@ def norm_layer(
     name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
 ) -> tuple[type[nn.Module], dict[str, Any]]:
     """Class and arguments of the norm called `name` in a config: layernorm, rmsnorm, scalenorm."""
-    tp = tp if tp.sequence else ALONE
+    tp = tp if tp.splits_sequence else ALONE
     own = {"eps": eps, "tp": tp, "numerics": numerics}
     if name == "layernorm":
         return LayerNorm, {"dim": dim, "eps": eps, "tp": tp}

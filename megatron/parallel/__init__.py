@@ -1,36 +1,44 @@
-"""Process groups, cut layers, named random streams, the loss: collectives live here alone."""
+"""Process groups, sharded layers, named random streams, the loss. All collectives are here."""
 
-from megatron.parallel.collectives import add_partial, collect_from, copy_to, exchange, gather_from
-from megatron.parallel.cuts import Cut, cut_of, cuts_of, mark_cut, own_part, whole_of, whole_shape
+from megatron.parallel.collectives import add_partial, all_gather, all_to_all, copy_to, gather_from
 from megatron.parallel.groups import ALONE, Groups, TensorGroup, build_groups
 from megatron.parallel.layers import ColumnLinear, HiddenDropout, RowLinear, VocabEmbedding
 from megatron.parallel.loss import token_losses
 from megatron.parallel.rng import named_generator, rank_dropout, rng_state, set_rng_state
+from megatron.parallel.sharding import (
+    Sharding,
+    full_shape,
+    local_slice,
+    mark_sharding,
+    sharding_of,
+    shardings_of,
+    unsharded,
+)
 
 __all__ = [
     "ALONE",
     "ColumnLinear",
-    "Cut",
     "Groups",
     "HiddenDropout",
     "RowLinear",
+    "Sharding",
     "TensorGroup",
     "VocabEmbedding",
     "add_partial",
+    "all_gather",
+    "all_to_all",
     "build_groups",
-    "collect_from",
     "copy_to",
-    "cut_of",
-    "cuts_of",
-    "exchange",
+    "full_shape",
     "gather_from",
-    "mark_cut",
+    "local_slice",
+    "mark_sharding",
     "named_generator",
-    "own_part",
     "rank_dropout",
     "rng_state",
     "set_rng_state",
+    "sharding_of",
+    "shardings_of",
     "token_losses",
-    "whole_of",
-    "whole_shape",
+    "unsharded",
 ]

@@ -1,12 +1,12 @@
-"""Who talks to whom: frozen values that are passed to whoever needs them.
+"""Process groups as frozen values, passed to the code that needs them.
 
 Ranks are counted as in GPT-NeoX and DeepSpeed's topology, tensor-parallel ranks innermost:
 
     rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * model_size
            + model_rank
 
-Data-parallel ranks read different samples; the ranks of a context group share one sample's
-positions out. To the engine both hold replicas of the same weights, whose gradients it averages.
+Data-parallel ranks read different samples. The ranks of a context group hold different positions of
+the same sample. Both hold replicas of the same weights, and the engine averages their gradients.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ class TensorGroup:
     """The ranks that hold one layer together, each a slice of it (Megatron's tensor parallelism).
 
     Attributes:
-        group: their process group; None where a rank holds everything itself.
-        rank, size: position among them.
-        cuts_sequence: between the layers that are cut, each rank has its own part of the positions
-            (Megatron's sequence parallelism).
+        group: their process group; None in a group of one.
+        rank, size: this rank's position in the group, and how many ranks it has.
+        sequence_parallel: between the sharded layers, each rank holds other positions of the
+            sequence (Megatron's sequence parallelism).
     """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    cuts_sequence: bool = False
+    sequence_parallel: bool = False
 
     @property
-    def sequence(self) -> bool:
+    def splits_sequence(self) -> bool:
         """Whether this group's ranks hold different positions."""
-        return self.cuts_sequence and self.size > 1
+        return self.sequence_parallel and self.size > 1
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's `tensor` (of one shape), in the order of ranks; without gradients."""
         if self.size == 1:
             return [tensor]
-        parts = [torch.empty_like(tensor.detach()).contiguous() for _ in range(self.size)]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
-        return parts
+        gathered = [torch.empty_like(tensor.detach()).contiguous() for _ in range(self.size)]
+        dist.all_gather(gathered, tensor.detach().contiguous(), group=self.group)
+        return gathered
 
 
 ALONE = TensorGroup()
-"""No tensor parallelism."""
+"""A group of one: no parallelism."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Groups:
         device: where this rank's tensors live.
         replicas: the group of all data- and context-parallel ranks; None stands for the world.
         model: the tensor-parallel group.
-        context: the group that cuts the sequence (Ulysses).
-        pipe: the group of this rank's pipeline; None where there is one stage.
-        pipe_rank, pipe_size: this rank's stage, and how many there are.
+        context: the group that splits the sequence (Ulysses).
+        pipe: the group of this rank's pipeline; None if there is one stage.
+        pipe_rank, pipe_size: this rank's stage, and the number of stages.
     """
 
     rank: int
@@ -90,53 +90,54 @@ class Groups:
 
     def divided(
         self, *, model_size: int = 1, pipe_size: int = 1, context_size: int = 1,
-        cuts_sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> Groups:  # fmt: skip
-        """The groups of this job cut into tensor-, context- and pipeline-parallel parts.
+        """This job's ranks divided into tensor-, context- and pipeline-parallel groups.
 
-        Every rank must call it, with the same sizes; new process groups are made.
+        Creates process groups: every rank must call it, with the same sizes.
 
         Args:
-            cuts_sequence: of the tensor-parallel group.
+            sequence_parallel: whether a tensor-parallel group splits the sequence, too.
 
         Raises:
-            ValueError: the world is not a multiple of the parts.
+            ValueError: The number of ranks is not a multiple of the product of the sizes.
         """
-        sizes = (pipe_size, -1, context_size, model_size)
-        parts = model_size * pipe_size * context_size
-        if parts == 1:
+        replica_ranks = model_size * pipe_size * context_size
+        if replica_ranks == 1:
             return self
-        if self.world_size % parts:
+        if self.world_size % replica_ranks:
             raise ValueError(
                 f"{self.world_size} ranks cannot form groups of {pipe_size} stages x "
                 f"{context_size} x {model_size}"
             )
-        ranks = np.arange(self.world_size).reshape(sizes)
+        ranks = np.arange(self.world_size).reshape(pipe_size, -1, context_size, model_size)
         ((pipe_rank, data_rank, context_rank, model_rank),) = np.argwhere(ranks == self.rank)
         return replace(
             self,
-            data=self._own(ranks, 1),
+            data=self._group_along(ranks, 1),
             data_rank=int(data_rank),
             data_size=ranks.shape[1],
-            replicas=self._own(ranks, 1, 2),
-            model=TensorGroup(self._own(ranks, 3), int(model_rank), model_size, cuts_sequence),
-            context=TensorGroup(self._own(ranks, 2), int(context_rank), context_size),
-            pipe=self._own(ranks, 0) if pipe_size > 1 else None,
+            replicas=self._group_along(ranks, 1, 2),
+            model=TensorGroup(
+                self._group_along(ranks, 3), int(model_rank), model_size, sequence_parallel
+            ),
+            context=TensorGroup(self._group_along(ranks, 2), int(context_rank), context_size),
+            pipe=self._group_along(ranks, 0) if pipe_size > 1 else None,
             pipe_rank=int(pipe_rank),
             pipe_size=pipe_size,
         )
 
-    def _own(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Make the groups of the ranks that differ along `axes` alone; returns this rank's."""
+    def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
+        """Create the groups of ranks that differ along `axes` alone, and return this rank's."""
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
-        made = [(each, dist.new_group(each)) for each in members]
-        return next(group for each, group in made if self.rank in each)
+        created = [(each, dist.new_group(each)) for each in members]
+        return next(group for each, group in created if self.rank in each)
 
     @property
     def replica_rank(self) -> int:
-        """Position in `replicas`."""
+        """This rank's position in `replicas`."""
         return self.data_rank * self.context.size + self.context.rank
 
     @property
@@ -162,7 +163,7 @@ class Groups:
             dist.barrier()
 
     def gather_from_job(self, value: Any) -> list[Any]:
-        """Each rank's `value`, on every rank (pickled: for small things only)."""
+        """Each rank's `value`, on every rank (pickled: for small values only)."""
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
@@ -170,7 +171,7 @@ class Groups:
         return found
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
-        """Each stage's `value`, on every stage (pickled: for small things only)."""
+        """Each stage's `value`, on every stage (pickled: for small values only)."""
         if self.pipe_size == 1:
             return [value]
         found: list[Any] = [None] * self.pipe_size
@@ -178,12 +179,12 @@ class Groups:
         return found
 
     def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
-        """The entries of all stages' `value`."""
+        """The entries of all stages' dictionaries `value`."""
         return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
 
 
 def build_groups(device: torch.device) -> Groups:
-    """Groups of the running job; a process that joined no group is a job of one."""
+    """Groups of the running job; a process without a process group is a job of one rank."""
     if not dist.is_initialized():
         return Groups(0, 1, None, 0, 1, device)
     rank, size = dist.get_rank(), dist.get_world_size()

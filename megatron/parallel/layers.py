@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from megatron.numerics import WIDE, Numerics
 from megatron.parallel.collectives import (
-    enter_cut,
+    enter_sharded,
     gather_from,
-    leave_cut,
+    leave_sharded,
     reduce_from,
     scatter_to,
     share_of,
 )
-from megatron.parallel.cuts import Cut, mark_cut
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.rng import rank_dropout
+from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class ColumnLinear(nn.Linear):
@@ -45,10 +45,10 @@ class ColumnLinear(nn.Linear):
         self.to_empty(device="cpu")
         self.tp, self.numerics = tp, numerics
         for param in self.parameters():
-            mark_cut(param, Cut(0, blocks), tp)
+            mark_sharding(param, Sharding(0, blocks), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.numerics.linear(enter_cut(x, self.tp), self.weight, self.bias)
+        return self.numerics.linear(enter_sharded(x, self.tp), self.weight, self.bias)
 
 
 class RowLinear(nn.Linear):
@@ -66,18 +66,18 @@ class RowLinear(nn.Linear):
         super().__init__(in_features // tp.size, out_features, bias=bias, device="meta")
         self.to_empty(device="cpu")
         self.tp, self.scatter, self.numerics = tp, scatter, numerics
-        mark_cut(self.weight, Cut(1), tp)
+        mark_sharding(self.weight, Sharding(1), tp)
 
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
         """With `partial` the ranks' results are left for the caller to add up."""
         if self.scatter:
-            x = gather_from(x, self.tp, 1) if self.tp.sequence else x
+            x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
             x = scatter_to(x, self.tp)
         bias = None if self.bias is None else share_of(self.bias, self.tp)
         y = self.numerics.linear(x, self.weight, bias)
         if partial:
             return y
-        return reduce_from(y, self.tp) if self.scatter else leave_cut(y, self.tp)
+        return reduce_from(y, self.tp) if self.scatter else leave_sharded(y, self.tp)
 
 
 class VocabEmbedding(nn.Embedding):
@@ -91,18 +91,18 @@ class VocabEmbedding(nn.Embedding):
         super().__init__(vocab_size // tp.size, hidden_size, device="meta")
         self.to_empty(device="cpu")
         self.tp = tp
-        mark_cut(self.weight, Cut(0), tp)
+        mark_sharding(self.weight, Sharding(0), tp)
 
     def forward(self, x: Tensor, project: bool = False) -> Tensor:
         if project:
-            return F.linear(enter_cut(x, self.tp), self.weight)
+            return F.linear(enter_sharded(x, self.tp), self.weight)
         if self.tp.size == 1:
             return super().forward(x)
         rows = self.num_embeddings
         local = x - self.tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         vectors = super().forward(local.masked_fill(elsewhere, 0))
-        return leave_cut(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+        return leave_sharded(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
 
 
 class HiddenDropout(nn.Dropout):
@@ -113,7 +113,7 @@ class HiddenDropout(nn.Dropout):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and self.p and self.tp.sequence):
+        if not (self.training and self.p and self.tp.splits_sequence):
             return super().forward(x)
         with rank_dropout(self.tp, x.device):
             return super().forward(x)

@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.parallel import cut_of, whole_of
+from megatron.parallel import sharding_of, unsharded
 from tests.distributed.test_pipeline import DROPOUT, train
 from tests.distributed.test_tensor_parallel import VARIANTS, build
 from tests.helpers.jobs import cell, digest, rewind, rows, write_shards
 from tests.helpers.launch import run_ranks
 
 LAYOUTS = {  # ranks, how they are divided
-    "sequence parallel": (2, {"model_size": 2, "cuts_sequence": True}),
+    "sequence parallel": (2, {"model_size": 2, "sequence_parallel": True}),
     "Ulysses": (2, {"context_size": 2}),
-    "both": (4, {"model_size": 2, "context_size": 2, "cuts_sequence": True}),
+    "both": (4, {"model_size": 2, "context_size": 2, "sequence_parallel": True}),
 }
 LENGTHS = (12, 13)  # the second is padded and cut again
 
@@ -29,7 +29,7 @@ def results(model, length, groups=None):
         grads[name] = param.grad
         if groups is not None:
             dist.all_reduce(param.grad, group=groups.replicas)
-            grads[name] = whole_of(param, param.grad / groups.replica_size, groups.model)
+            grads[name] = unsharded(param, param.grad / groups.replica_size, groups.model)
     with torch.no_grad():
         quiet = model(tokens[:, :-1], tokens[:, 1:])
         logits = model(tokens[:, :-1])
@@ -87,7 +87,7 @@ def hidden_states(groups, layout):
     attention.attend = spy
     model.eval()(torch.ones(1, 12, dtype=torch.long))
     theta = model.theta.detach()
-    assert cut_of(model.theta) is not None
+    assert sharding_of(model.theta) is not None
     return seen[0].detach(), heads[0][0], heads[0][1].detach(), theta
 
 

@@ -10,7 +10,15 @@ import torch
 from megatron.attention import choose
 from megatron.engine.checkpoint.saved import newest, read_record, read_weights
 from megatron.model import GPT, BlockShape, GPTShape
-from megatron.parallel import ALONE, Cut, cut_of, cuts_of, gather_from, own_part, token_losses
+from megatron.parallel import (
+    ALONE,
+    Sharding,
+    gather_from,
+    local_slice,
+    sharding_of,
+    shardings_of,
+    token_losses,
+)
 from megatron.positional import load
 from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
 from tests.helpers.launch import run_ranks
@@ -45,14 +53,14 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
         hidden_dropout=dropout,
     )
     rows = v.get("rows", 16)
-    shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], cut_output_inputs=v["row"])
+    shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], row_parallel_output=v["row"])
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
     model = GPT(shape, pos, attend, 1, tp=tp or ALONE, cp=cp).double()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("bias"):
-                whole = torch.linspace(-0.3, 0.4, param.numel() * getattr(param, "cut_size", 1))
-                param.copy_(own_part(param, whole))
+                whole = torch.linspace(-0.3, 0.4, param.numel() * getattr(param, "shard_count", 1))
+                param.copy_(local_slice(param, whole))
     return model
 
 
@@ -63,7 +71,7 @@ def losses_and_gradients(model, tp):
     (losses * torch.linspace(0.5, 1.5, losses.numel()).view_as(losses)).sum().backward()
     grads = {}
     for name, param in model.named_parameters():
-        cut = cut_of(param)
+        cut = sharding_of(param)
         alone = cut is None or tp is None
         grads[name] = param.grad if alone else cut.join(tp.gather(param.grad))
     with torch.no_grad():
@@ -77,10 +85,12 @@ def cut_models(groups):
     for name, changes in VARIANTS.items():
         model = build(tp, **changes)
         weights = {
-            key: param.detach() if cut_of(param) is None else cut_of(param).join(tp.gather(param))
+            key: param.detach()
+            if sharding_of(param) is None
+            else sharding_of(param).join(tp.gather(param))
             for key, param in model.named_parameters()
         }
-        found[name] = weights, losses_and_gradients(model, tp), sorted(cuts_of(model))
+        found[name] = weights, losses_and_gradients(model, tp), sorted(shardings_of(model))
     return found
 
 
@@ -116,7 +126,7 @@ def extreme_losses(groups):
     tp = groups.divided(model_size=2).model
     whole = torch.tensor([[[-500.0, 3.0, 0.0, 900.0], [2.0, 1.0, -900.0, 1.0]]])
     targets = torch.tensor([[3, 0]])
-    part = Cut(2).part(whole, tp.rank, 2).requires_grad_()
+    part = Sharding(2).slice(whole, tp.rank, 2).requires_grad_()
     losses = token_losses(part, targets, tp)
     losses.sum().backward()
     joined = gather_from(part.grad, tp)

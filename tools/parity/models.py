@@ -34,7 +34,7 @@ from megatron.engine.neox import read as neox_checkpoint
 from megatron.model import GPT
 from megatron.model.gpt import BY_HEADS
 from megatron.numerics import PublishedNumerics
-from megatron.parallel import ALONE, TensorGroup, whole_of
+from megatron.parallel import ALONE, TensorGroup, unsharded
 from tools.parity.result import Result
 
 EMBEDDING = "0.word_embeddings.weight"
@@ -145,7 +145,7 @@ class ModelCase:
         self.model = model.to(DTYPES[precision])
         if coarse and layout.FIXED in stored.buffers:  # rounded before they were clamped
             slopes = stored.buffers[layout.FIXED].float().view(-1, 1)
-            slopes = BY_HEADS.part(slopes, tp.rank, tp.size)
+            slopes = BY_HEADS.slice(slopes, tp.rank, tp.size)
             self.model.embedding.fixed_theta.value.copy_(slopes)
         load_weights(self.model, checkpoint, tag)
         self.model.to(self.device)
@@ -243,7 +243,7 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
             out |= positional_tensors(model, tensor)
         else:
             index, published = layout.published_place(name, model.shape.num_layers)
-            out[f"{index}.{published}"] = whole_of(params[name], tensor, model.layers[0].tp)
+            out[f"{index}.{published}"] = unsharded(params[name], tensor, model.layers[0].tp)
     return out
 
 

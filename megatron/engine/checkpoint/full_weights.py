@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import safe_load
-from megatron.parallel import Cut, Groups, cuts_of, own_part, whole_shape
+from megatron.parallel import Groups, Sharding, full_shape, local_slice, shardings_of
 
 Weights = dict[str, Tensor]
 
@@ -33,10 +33,10 @@ def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
     """What `kerple.json` keeps about the weights' files; every rank must call it.
 
     shapes: parameter name -> shape, whole.
-    cuts: parameter name -> [dimension, blocks], see `megatron.parallel.Cut`.
+    cuts: parameter name -> [dimension, blocks], see `megatron.parallel.Sharding`.
     layers: names of a pipeline's layers, in the order of its files.
     """
-    cuts = {name: [cut.dim, cut.blocks] for name, cut in cuts_of(model).items()}
+    cuts = {name: [cut.dim, cut.blocks] for name, cut in shardings_of(model).items()}
     return {
         "shapes": {name: list(shape) for name, shape in whole_shapes(model, groups).items()},
         "cuts": groups.union_over_pipe(cuts),
@@ -64,7 +64,7 @@ def read_whole(folder: Path, tag: str, record: Mapping[str, Any]) -> Weights:
     if len(ranks) == 1:
         return first
     return {
-        name: Cut(*cuts[name]).join([rank[name] for rank in ranks]) if name in cuts else value
+        name: Sharding(*cuts[name]).join([rank[name] for rank in ranks]) if name in cuts else value
         for name, value in first.items()
     }
 
@@ -103,7 +103,7 @@ def _read_stage3(folder: Path, tag: str, rank: int) -> Weights:
 
 def whole_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size]:
     """Parameter name -> shape before it was cut, of the whole model (None: a job of one)."""
-    own = {name: whole_shape(param) for name, param in model.named_parameters()}
+    own = {name: full_shape(param) for name, param in model.named_parameters()}
     return own if groups is None else groups.union_over_pipe(own)
 
 
@@ -111,4 +111,4 @@ def whole_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Siz
 def fill(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Copy each whole weight's own part into `model`, before an engine takes it."""
     for name, param in model.named_parameters():
-        param.copy_(own_part(param, stored[name]))
+        param.copy_(local_slice(param, stored[name]))

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.engine.training.theta import THETA
-from megatron.parallel import Groups, TensorGroup, cut_of
+from megatron.parallel import Groups, TensorGroup, sharding_of
 
 
 def parameter_groups(
@@ -86,9 +86,9 @@ def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
     The norm of a 16-bit tensor computed in its own dtype is wrong by percents.
     """
     params = [param for param in model.parameters() if param.grad is not None]
-    square = _square([p.grad for p in params if tp.size == 1 or cut_of(p) is None])
+    square = _square([p.grad for p in params if tp.size == 1 or sharding_of(p) is None])
     if tp.size > 1:
-        sliced = _square([p.grad for p in params if cut_of(p) is not None])
+        sliced = _square([p.grad for p in params if sharding_of(p) is not None])
         square = square + torch.stack(tp.gather(sliced)).sum()
     return square.sqrt()
 
@@ -101,7 +101,7 @@ def mark_sharded_gradients(model: nn.Module) -> None:
     looks for it on gradients; without this function it would clip by the first rank's norm.
     """
     for param in model.parameters():
-        if param.grad is not None and cut_of(param) is not None:
+        if param.grad is not None and sharding_of(param) is not None:
             param.grad.model_parallel = True
 
 

@@ -110,7 +110,7 @@ def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
 def count_parameters(model: Model, groups: Groups) -> int:
     """Count the numbers in the full model, tied ones once."""
     local = sum(
-        getattr(p, "ds_numel", p.numel()) * getattr(p, "cut_size", 1)
+        getattr(p, "ds_numel", p.numel()) * getattr(p, "shard_count", 1)
         for p in model.parameters()
         if not getattr(p, "ds_pipe_replicated", False)
     )
@@ -149,7 +149,7 @@ class PipelineLosses:
 
     def __init__(self, engine: PipelineEngine, groups: Groups):
         self.engine, self.groups = engine, groups
-        self.multiple = groups.model.size if groups.model.sequence else 1
+        self.multiple = groups.model.size if groups.model.splits_sequence else 1
         self.last = dist.get_global_rank(groups.pipe, groups.pipe_size - 1)
 
     @torch.no_grad()
