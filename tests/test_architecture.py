@@ -11,6 +11,7 @@ rules. The last tests show, on made-up trees, that the checker sees each kind of
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.sources import parsed, sources
 
 FLOORS = {
     "config": 0,
@@ -45,10 +48,8 @@ SHELVES = {
     },
 }  # fmt: skip
 """Floors inside a package, of its sub-packages and modules."""
-MAX_LINES = 300
 TORCH_ALONE = ("positional", "attention", "model", "parallel")
 HEAVY = ("deepspeed", "pydantic", "triton", "yaml", "wandb", "tokenizers", "matplotlib", "tqdm")
-SKIPPED = {"data", "runs", "venv"}  # folders at the root that hold no source of ours
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Import:
 
 
 def imports(path: Path, root: Path) -> Iterator[Import]:
-    """Every import of ``path``, relative ones made absolute."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    """Every import of `path`, relative ones made absolute."""
+    tree = parsed(path)
     package = path.relative_to(root).with_suffix("").parts[:-1]
 
     def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
@@ -86,7 +87,7 @@ def imports(path: Path, root: Path) -> Iterator[Import]:
 
 
 def own_package(path: Path, root: Path) -> str | None:
-    """``config`` for megatron/config/load.py, ``""`` for megatron/x.py, None outside megatron."""
+    """`config` for megatron/config/load.py, empty for megatron/x.py, None outside megatron."""
     parts = path.relative_to(root).parts
     if parts[0] != "megatron":
         return None
@@ -166,25 +167,13 @@ def broken_rule(own: str | None, found: Import) -> str | None:
     return None
 
 
-def sources(root: Path) -> list[Path]:
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if parts[0] not in SKIPPED and not any(part.startswith(".") for part in parts):
-            found.append(path)
-    return found
-
-
 def violations(root: Path) -> list[str]:
-    """One line for each broken rule in the tree: ``path:line: import: why``."""
+    """One line for each broken rule in the tree: `path:line: import: why`."""
     found = cycles(root)
     for path in sources(root):
         name = path.relative_to(root).as_posix()
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         own = own_package(path, root)
-        length = len(path.read_text(encoding="utf-8").splitlines())
-        if length > MAX_LINES:
-            found.append(f"{name}:{MAX_LINES + 1}: {length} lines, more than {MAX_LINES}")
         if own and own not in FLOORS:
             found.append(f"{name}:1: megatron/{own} has no floor; known: {', '.join(FLOORS)}")
         elif not name.startswith("tests/"):  # tests may import what they like
@@ -203,27 +192,50 @@ def test_the_house_keeps_its_rules(repo_root):
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("package", TORCH_ALONE)
-def test_imports_with_torch_alone(repo_root, package):
-    """Imported for real, every module of it, with all other packages made to look absent."""
+@pytest.fixture(scope="module")
+def imported_with_torch_alone(repo_root) -> dict[str, str]:
+    """Package -> the error of importing its modules, each package in a process of its own.
+
+    All other third-party packages are made to look absent. The processes are forked from one that
+    has imported torch.
+    """
     code = f"""
-import importlib, pkgutil, sys
+import importlib, json, os, pkgutil, sys, traceback
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {HEAVY!r}:
             raise ModuleNotFoundError(f"{{name}} is hidden by this test", name=name)
 sys.meta_path.insert(0, Absent())
-root = importlib.import_module("megatron.{package}")
-names = [module.name for module in pkgutil.walk_packages(root.__path__, root.__name__ + ".")]
-for name in names:
-    importlib.import_module(name)
-print(len(names))
+import torch
+errors = {{}}
+for package in {TORCH_ALONE!r}:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        text = ""
+        try:
+            root = importlib.import_module("megatron." + package)
+            found = list(pkgutil.walk_packages(root.__path__, root.__name__ + "."))
+            assert found
+            for module in found:
+                importlib.import_module(module.name)
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(write, text.encode() or b"imported")
+        os._exit(0)
+    os.close(write)
+    errors[package] = open(read).read()
+print(json.dumps(errors))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("package", TORCH_ALONE)
+def test_imports_with_torch_alone(imported_with_torch_alone, package):
+    assert imported_with_torch_alone[package] == "imported"
 
 
 BROKEN = [
@@ -251,7 +263,6 @@ BROKEN = [
     ("megatron/data/other/a.py", "import megatron.data.errors", "data/other has no shelf"),
     ("megatron/engine/text.py", "def f():\n    import megatron.engine.run", "reaches up or across"),
     ("megatron/engine/run.py", "from megatron.engine import other", "engine/other has no shelf"),
-    ("tests/a.py", "x = 1\n" * 301, "301 lines"),
 ]
 ALLOWED = [
     ("megatron/engine/a.py", "import deepspeed\nfrom megatron.model import gpt\nimport pydantic"),
@@ -261,7 +272,7 @@ ALLOWED = [
     ("megatron/model/a.py", "if TYPE_CHECKING:\n    from megatron.config import Config"),
     ("megatron/engine/a.py", "def f():\n    import matplotlib, wandb"),
     ("train.py", "import pydantic\nfrom megatron.engine.run import run"),
-    ("tests/a.py", "import deepspeed\nimport wandb\n" + "x = 1\n" * 298),
+    ("tests/a.py", "import deepspeed\nimport wandb"),
     ("runs/a.py", "import deepspeed"),
     (".venv/lib/a.py", "import deepspeed"),
 ]

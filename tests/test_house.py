@@ -1,8 +1,9 @@
-"""What a newcomer relies on: README's two commands, CI, pins, links, and a clean ruff."""
+"""What a newcomer relies on: README's two commands, CI, pins, links, clean linter and types."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -105,6 +106,29 @@ def test_ruff_finds_nothing(repo_root):
         [sys.executable, "-m", "ruff", "check", "."], cwd=repo_root, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def basedpyright(folder: Path) -> str:
+    """The report on a folder with a pyproject.toml."""
+    done = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable],
+        cwd=folder, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_the_types_are_right(repo_root):
+    """Everything that pyproject.toml names: megatron/, tools/ and the commands."""
+    report = basedpyright(repo_root)
+    assert report.rstrip().endswith("0 errors, 0 warnings, 0 notes"), report
+
+
+def test_the_type_checker_sees_a_wrong_type(repo_root, tmp_path):
+    shutil.copy(repo_root / "pyproject.toml", tmp_path)
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "a.py").write_text("x: int = 'a'\n")
+    report = basedpyright(tmp_path)
+    assert "reportAssignmentType" in report and "1 error," in report
 
 
 def test_gpu_tests_skip_without_cuda_and_say_what_runs_them(repo_root, tmp_path):
