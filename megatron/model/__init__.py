@@ -1,6 +1,6 @@
-"""The GPT model. Needs torch alone: no engine, no config object, no Triton."""
+"""The GPT model. It needs torch alone: no engine, no config object, no Triton."""
 
-from megatron.model.block import BlockShape
-from megatron.model.gpt import GPT, GPTShape
+from megatron.model.gpt import GPT
+from megatron.model.shape import BlockShape, GPTShape
 
 __all__ = ["GPT", "BlockShape", "GPTShape"]

@@ -7,9 +7,10 @@ Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N t
 The fused projection is interleaved per head: its output is [H, (q k v), E], as in the released
 checkpoints. Theta is the job's one kernel tensor; it flows through every block beside x.
 
-Under tensor parallelism H, and the theta that comes in, count this rank's heads; the layers know
-how they are cut. Under context parallelism (`cp`) T counts this rank's positions, but in attention
-all, of fewer heads. `gpt_j_residual` adds both branches up before the ranks do, in one reduction.
+Under tensor parallelism H counts this rank's heads, in theta too; the layers know how they are
+sharded. Under context parallelism (`cp`) T counts this rank's positions; inside attention each rank
+holds all positions of fewer heads. `gpt_j_residual` adds both branches before the reduction over
+ranks, so that there is only one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch import nn
 
 from megatron.attention import AttentionFn
 from megatron.model.norm import build_norm
-from megatron.numerics import WIDE, Numerics
+from megatron.model.shape import BlockShape
 from megatron.parallel import (
     ALONE,
     ColumnLinear,
@@ -39,42 +39,12 @@ from megatron.parallel import (
 from megatron.positional import PositionalEmbedding
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """What a block needs to know, as plain values.
-
-    Attributes:
-        tanh_gelu: the tanh form of gelu.
-        numerics: where norms, activations and biased products round 16-bit numbers.
-    """
-
-    hidden_size: int
-    num_heads: int
-    norm: str = "layernorm"
-    norm_eps: float = 1e-5
-    gpt_j_residual: bool = False
-    activation: str = "gelu"
-    tanh_gelu: bool = False
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    rotary_pct: float = 1.0
-    rotary_base: float = 10000.0
-    numerics: Numerics = WIDE
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def mlp_size(self) -> int:
-        """Inner width of the MLP: 4 D, or int(8/3 D) for geglu, which has two such halves."""
-        if self.activation == "geglu":
-            return int(4 * 2 / 3 * self.hidden_size)
-        return 4 * self.hidden_size
-
-
 class SelfAttention(nn.Module):
-    """Causal self-attention; `attend` is the backend that start-up chose."""
+    """Causal self-attention: (x [B, T, D], theta [H, N] or None) -> [B, T, D].
+
+    Args:
+        attend: the backend, chosen at start-up.
+    """
 
     def __init__(
         self,
@@ -87,7 +57,6 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.shape, self.pos, self.attend, self.tp, self.cp = shape, pos, attend, tp, cp
         hidden = shape.hidden_size
-        self.rotary_ndims = int(shape.head_size * shape.rotary_pct)
         self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
         self.dense = RowLinear(hidden, hidden, tp, numerics=shape.numerics)
 
@@ -101,10 +70,9 @@ class SelfAttention(nn.Module):
         if theta_HN is not None:
             theta_HN = theta_HN.chunk(self.cp.size)[self.cp.rank]
         q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
-        if self.pos.kind == "rotary":
-            q_BHTE, k_BHTE = self.pos.rotate(
-                q_BHTE, k_BHTE, offset=0, rotary_ndims=self.rotary_ndims, base=s.rotary_base
-            )
+        q_BHTE, k_BHTE = self.pos.rotate(
+            q_BHTE, k_BHTE, rotary_ndims=s.rotary_ndims, base=s.rotary_base
+        )
         dropout_p = s.attention_dropout if self.training else 0.0
         with rank_dropout(self.tp, x_BTD.device) if dropout_p else nullcontext():
             out_BHTE = self.attend(
@@ -187,9 +155,8 @@ class Block(nn.Module):
         self.attention = SelfAttention(shape, pos, attend, tp, cp)
         self.post_attention_layernorm = build_norm(*norm)
         self.mlp = MLP(shape, tp)
-        # In parallel, dropout comes before the sum over ranks: at all positions, alike on each.
-        alike = ALONE if shape.gpt_j_residual else tp
-        self.dropout = HiddenDropout(shape.hidden_dropout, alike)
+        # In parallel branches, dropout precedes the sum over ranks: all positions, the same mask.
+        self.dropout = HiddenDropout(shape.hidden_dropout, ALONE if shape.gpt_j_residual else tp)
 
     def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
         if self.gpt_j_residual:

@@ -1,7 +1,7 @@
 """Initial values of the weights.
 
-Each tensor is drawn whole, in fp32, from a generator that depends on the seed and the parameter's
-name alone (`parallel.rng.named_generator`).
+Each full tensor is drawn in fp32 from a generator that depends only on the seed and the parameter's
+name (`named_generator`), and each rank keeps its slice.
 
     normal             N(0, std)
     scaled_normal      N(0, std / sqrt(2 L))
@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import init
 
+from megatron.model.shape import GPTShape
 from megatron.parallel import full_shape, local_slice, named_generator
-
-if TYPE_CHECKING:
-    from megatron.model.gpt import GPTShape
 
 METHODS = (
     "normal",
@@ -48,7 +45,11 @@ def draw(
     num_layers: int,
     hidden_size: int,
 ) -> torch.Tensor:
-    """A fresh fp32 CPU tensor of `shape`, drawn by `method`."""
+    """A new fp32 CPU tensor of `shape`, drawn by `method`.
+
+    Raises:
+        ValueError: The method is unknown; the message lists the known ones.
+    """
     tensor = torch.empty(shape, dtype=torch.float32)
     deviations = {
         "normal": std,
@@ -71,7 +72,7 @@ def draw(
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
-    """Give each named parameter its first value, a function of seed and name alone."""
+    """Set each named parameter to its initial value, a function of seed and name alone."""
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
         if name == "embedding.theta":

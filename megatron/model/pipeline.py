@@ -1,14 +1,14 @@
-"""The same model as a list of layers, for a pipeline engine to share out over its stages.
+"""The same model as a list of layers, which a pipeline engine distributes over its stages.
 
     tokens -> words -> embedding -> block 0 -> ... -> block L-1 -> norm -> output -> logits
                          |  theta      ^                  ^
                          '-------------+------------------'
 
-Between layers flows (x [B, T, D], theta [H, N] fp32), or x alone where nothing behind needs theta:
-the last block drops it. Stage 0 holds the one theta of the job, and its gradient comes back summed
-over all blocks. Slopes that are not learned do not travel: each block has its own copy.
+A layer passes on (x [B, T, D], theta [H, N] fp32), or x alone if no later layer needs theta: the
+last block drops it. Stage 0 holds the model's one theta and receives its gradient, summed over all
+blocks. Fixed slopes are not passed on: each block has its own copy.
 
-Parameters are called as in `GPT`: a layer's name is the prefix of theirs.
+Parameters have the same names as in `GPT`: a layer's name is the prefix of its parameters' names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import AttentionFn
 from megatron.model.block import Block
-from megatron.model.gpt import EmbeddingLayer, FixedTheta, GPTShape, initial_theta, output_layer
+from megatron.model.embedding import EmbeddingLayer, FixedTheta, initial_theta
+from megatron.model.gpt import output_layer
 from megatron.model.norm import norm_layer
+from megatron.model.shape import GPTShape
 from megatron.parallel import ALONE, TensorGroup, VocabEmbedding
 from megatron.positional import PositionalEmbedding
 
@@ -34,13 +36,13 @@ Flow = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, to be built by the stage that owns it.
+    """One layer, to be built by its stage.
 
     Attributes:
         name: prefix of its parameters' names.
         build: its class, called with `args`.
-        call: (module, input) -> output where that is not the module's own call.
-        tied: whether all layers of this name are one and the same module.
+        call: (module, input) -> output, if that is not the module's own `forward`.
+        tied: whether all layers of this name are the same module.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Layer:
 
 
 class PipeEmbedding(EmbeddingLayer):
-    """Word vectors [B, T, D] -> what flows on."""
+    """Token embeddings x [B, T, D] -> (x, theta), or x alone if theta is fixed or absent."""
 
     def __init__(self, **args: Any):
         super().__init__(**args, words=False)
@@ -62,12 +64,12 @@ class PipeEmbedding(EmbeddingLayer):
 
 
 class PipeBlock(Block):
-    """A block between stages.
+    """A block that takes and returns the `Flow` between layers.
 
     Args:
-        fixed_HN: slopes that are not learned.
-        last: no block follows, so theta goes no further.
-        recompute: recompute its activations in the backward pass.
+        fixed_HN: slopes that are not trained.
+        last: no block follows, so theta is dropped.
+        recompute: recompute the block's activations in the backward pass.
     """
 
     def __init__(self, *, fixed_HN: torch.Tensor | None, last: bool, recompute: bool, **block: Any):
@@ -89,7 +91,7 @@ class PipeBlock(Block):
 
 
 def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
-    """Hidden states -> logits with the embedding's matrix."""
+    """Hidden states -> logits with the matrix of the token embedding."""
     return words(x_BTD, project=True)
 
 
@@ -100,7 +102,7 @@ def pipeline_layers(
     seed: int,
     tp: TensorGroup = ALONE,
 ) -> list[Layer]:
-    """The model of `GPT(shape, pos, attend, seed, tp)`, layer by layer, not built yet."""
+    """The layers of `GPT(shape, pos, attend, seed, tp)` in order, not built yet."""
     s = shape.block
     words = {"vocab_size": shape.vocab_size, "hidden_size": s.hidden_size, "tp": tp}
     own = {"shape": shape, "pos": pos, "seed": seed, "tp": tp}

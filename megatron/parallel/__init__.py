@@ -5,6 +5,7 @@ from megatron.parallel.groups import ALONE, Groups, TensorGroup, build_groups
 from megatron.parallel.layers import ColumnLinear, HiddenDropout, RowLinear, VocabEmbedding
 from megatron.parallel.loss import token_losses
 from megatron.parallel.rng import named_generator, rank_dropout, rng_state, set_rng_state
+from megatron.parallel.sequence import SequenceSplit
 from megatron.parallel.sharding import (
     Sharding,
     full_shape,
@@ -21,6 +22,7 @@ __all__ = [
     "Groups",
     "HiddenDropout",
     "RowLinear",
+    "SequenceSplit",
     "Sharding",
     "TensorGroup",
     "VocabEmbedding",

@@ -97,6 +97,28 @@ class PositionalEmbedding:
         """w_h(d), likewise; None where w = 1."""
         return None
 
+    def rotate(
+        self,
+        q_BHTE: Tensor,
+        k_BHTE: Tensor,
+        *,
+        offset: int = 0,
+        rotary_ndims: int | None = None,
+        base: float = 10000.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, rotated by their positions if the kind is `rotary`.
+
+        Args:
+            offset: position of the first query and of the first key.
+            rotary_ndims: how many leading dimensions of a head rotate (even); None for all.
+            base: the longest wavelength is about 2 pi base.
+        """
+        return q_BHTE, k_BHTE
+
+    def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Vectors [*positions.shape, dim] of an `input` embedding without a trained table."""
+        raise NotImplementedError(f"{self.name} has no table of its own")
+
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """(d, column 0, column 1, ...), at least fp32, each column shaped to broadcast with d."""
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))

@@ -5,7 +5,7 @@ two halves: for m < R/2 and the angle phi = t base^(-2m/R) of position t,
 
     x'_m = x_m cos phi - x_{m+R/2} sin phi        x'_{m+R/2} = x_{m+R/2} cos phi + x_m sin phi
 
-Legend: B batch, H heads, T new positions, S key positions, E head size. Angles and products are in
+Legend: B batch, H heads, T positions, E head size. Angles and products are in
 fp32 (fp64 for fp64 inputs, with the frequencies still rounded to fp32, like a published model that
 was cast to fp64); the result has the input's dtype.
 """
@@ -34,27 +34,14 @@ class Rotary(PositionalEmbedding):
     def rotate(
         self,
         q_BHTE: Tensor,
-        k_BHSE: Tensor,
+        k_BHTE: Tensor,
         *,
         offset: int = 0,
         rotary_ndims: int | None = None,
         base: float = 10000.0,
-        key_offset: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys.
-
-        Args:
-            offset: position of the first query.
-            rotary_ndims: how many leading dimensions turn (even); None for all.
-            base: the longest wavelength is about 2 pi base.
-            key_offset: position of the first key; None for ``offset`` (keys that came in together
-                with the queries, before they join a cache).
-        """
-        first_key = offset if key_offset is None else key_offset
-        return (
-            self.turn(q_BHTE, offset, rotary_ndims, base),
-            self.turn(k_BHSE, first_key, rotary_ndims, base),
-        )
+        q_BHTE, k_BHTE = (self.turn(x, offset, rotary_ndims, base) for x in (q_BHTE, k_BHTE))
+        return q_BHTE, k_BHTE
 
     def turn(self, x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
         """Turn one tensor whose first position is ``offset``."""

@@ -32,7 +32,7 @@ from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox_checkpoint
 from megatron.model import GPT
-from megatron.model.gpt import BY_HEADS
+from megatron.model.embedding import BY_HEADS
 from megatron.numerics import PublishedNumerics
 from megatron.parallel import ALONE, TensorGroup, unsharded
 from tools.parity.result import Result

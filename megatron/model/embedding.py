@@ -1,0 +1,142 @@
+"""The first layer: token vectors, position vectors, and theta.
+
+Theta is born here. It leaves the layer in fp32 at least, together with the hidden states, and every
+block reads that same tensor. Therefore autograd sums its gradient over the blocks in fp32. Under
+bf16 the stored parameter is bf16; the optimizer holds an fp32 master copy.
+
+Legend: B batch, T positions of this rank, D hidden size, H heads of this rank, N theta columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import skip_init
+
+from megatron.model.shape import GPTShape
+from megatron.parallel import (
+    ALONE,
+    HiddenDropout,
+    SequenceSplit,
+    Sharding,
+    TensorGroup,
+    VocabEmbedding,
+    copy_to,
+    mark_sharding,
+    named_generator,
+)
+from megatron.positional import PositionalEmbedding
+
+BY_HEADS = Sharding(0)
+
+
+def initial_theta(pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup) -> torch.Tensor:
+    """Initial theta [H, N] fp32 of this rank's heads, drawn for all `heads` and then sliced."""
+    theta_HN = pos.initial_theta(heads, named_generator(seed, "embedding.theta"))
+    return BY_HEADS.slice(theta_HN, tp.rank, tp.size)
+
+
+class FixedTheta(nn.Module):
+    """Theta of an embedding that trains nothing (ALiBi's slopes): moves with the model, stays fp32.
+
+    A plain buffer would be rounded to bf16 when the engine casts the module.
+    """
+
+    value: torch.Tensor
+
+    def __init__(self, theta_HN: torch.Tensor):
+        super().__init__()
+        self.register_buffer("value", theta_HN.float(), persistent=False)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FixedTheta:
+        exact = self.value
+        super()._apply(fn, recurse)
+        self.value = exact.to(self.value.device)
+        return self
+
+    def forward(self, pos: PositionalEmbedding, dtype: torch.dtype) -> torch.Tensor:
+        """Theta [H, N] in `dtype`, rounded and bounded as `pos` requires."""
+        return pos.within_bounds(pos.numerics.constant(self.value).to(dtype))
+
+
+class EmbeddingLayer(nn.Module):
+    """Tokens [B, T] -> (x [B, T, D], theta [H, N] fp32 or None).
+
+    Args:
+        words: False: the input is already token embeddings x [B, T, D] (pipeline).
+        tp, cp: groups that split the sequence, and `tp` the heads, see `SequenceSplit`.
+    """
+
+    def __init__(
+        self,
+        shape: GPTShape,
+        pos: PositionalEmbedding,
+        seed: int,
+        tp: TensorGroup = ALONE,
+        words: bool = True,
+        cp: TensorGroup = ALONE,
+    ):
+        super().__init__()
+        self.pos, self.offset, self.tp = pos, shape.position_offset, tp
+        self.split = SequenceSplit(tp, cp)
+        hidden, heads = shape.block.hidden_size, shape.block.num_heads
+        self.word_embeddings: VocabEmbedding | None = None
+        self.position_embeddings: nn.Embedding | None = None
+        self.theta: nn.Parameter | None = None
+        self.fixed_theta: FixedTheta | None = None
+        if words:
+            self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
+        if pos.kind == "input" and pos.learnable:
+            self.position_embeddings = skip_init(nn.Embedding, shape.max_positions, hidden)
+        if pos.kind == "distance" and pos.learnable:
+            self.theta = nn.Parameter(initial_theta(pos, heads, seed, tp))
+            mark_sharding(self.theta, BY_HEADS, tp)
+        elif pos.kind == "distance":
+            self.fixed_theta = FixedTheta(initial_theta(pos, heads, seed, tp))
+        self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x_BTD = x if self.word_embeddings is None else self.word_embeddings(x)
+        if self.pos.kind == "input":
+            positions_T = self.split.positions(x_BTD.shape[1], x_BTD.device)
+            x_BTD = x_BTD + self._position_vectors(positions_T, x_BTD)
+        return self.dropout(x_BTD), self._theta(x_BTD.dtype)
+
+    def _position_vectors(self, positions_T: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
+        if self.position_embeddings is None:
+            table_TD = self.pos.table(positions_T, x_BTD.shape[-1], x_BTD.dtype)
+            return table_TD.to(x_BTD.dtype)
+        # At most slices - 1 positions at the end are padding and may lie beyond the table.
+        self.require_positions(int(positions_T[-1]) + 1 - (self.split.slices - 1))
+        table = self.position_embeddings.weight
+        rows_T = (positions_T + self.offset).clamp(max=table.shape[0] - 1)
+        if self.tp.splits_sequence:
+            table = copy_to(table, self.tp)  # other ranks use its rows for other positions
+        return F.embedding(rows_T, table)
+
+    def require_positions(self, length: int) -> None:
+        """Check that a trained table has a vector for each of `length` positions.
+
+        Raises:
+            ValueError: It has fewer.
+        """
+        if self.position_embeddings is None:
+            return
+        available = self.position_embeddings.num_embeddings - self.offset
+        if length > available:
+            raise ValueError(
+                f"pos_emb: {self.pos.name} has {available} positions, but a sequence of {length} "
+                "came in; raise max_position_embeddings or choose an embedding that extrapolates, "
+                "such as kerple_log"
+            )
+
+    def _theta(self, dtype: torch.dtype) -> torch.Tensor | None:
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.fixed_theta is not None:
+            return self.fixed_theta(self.pos, wide)
+        # A copy, never a view: a sharding engine frees the parameter's storage after this layer.
+        return None if self.theta is None else self.theta.to(wide, copy=True)
