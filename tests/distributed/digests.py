@@ -3,9 +3,9 @@
     python tests/distributed/digests.py --out before.json            # before the change
     python tests/distributed/digests.py --compare before.json        # after it, on the same machine
 
-Trains the quickstart for 100 steps, resumes a run at step 20, and trains the covering set of layouts.
-A digest covers every number in `metrics.jsonl` (except times) and every tensor in the checkpoint.
-Takes about two minutes on two cores. Exit code 1 if a digest differs.
+Trains the quickstart for 100 steps, resumes a run at step 20, and trains the covering set of
+layouts. A digest covers every number in `metrics.jsonl` (except times) and every tensor in the
+checkpoint. Takes about two minutes on two cores. Exit code 1 if a digest differs.
 """
 
 from __future__ import annotations
