@@ -8,6 +8,7 @@ import sys
 
 from megatron import entry
 from megatron.config import ConfigError, load_config
+from megatron.config.describe import describe
 
 
 def main() -> int:
@@ -36,7 +37,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if args.check:
-        print(config.describe())
+        print(describe(config))
         return 0
     from megatron.engine.job.exit import user_errors
     from megatron.engine.run import train

@@ -1,4 +1,4 @@
-"""Hints for names that are not known: the nearest known one."""
+"""Suggestions for unknown names: the nearest known one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The name in `known` that is most like `word`; None if none is."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    """The name in `known` that is most like `word`, ignoring case; None if none is near."""
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+    return names[found[0]] if found else None
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

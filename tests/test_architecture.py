@@ -30,6 +30,11 @@ FLOORS = {
     "engine": 4,
 }  # fmt: skip
 SHELVES = {
+    "config": {
+        "errors": 0, "layouts": 0, "reader": 1, "checks": 1, "fields": 2,
+        "choices": 3, "paths": 3, "flat": 3, "schema": 4, "neox": 5, "describe": 5,
+        "load": 6, "command_line": 7,
+    },
     "data": {
         "errors": 0, "locks": 0,
         "tokenizers": 1,
@@ -116,13 +121,8 @@ def cycles(root: Path) -> list[str]:
 
     def target(name: str) -> str | None:
         """The module that `import name` or `from ... import name` reads."""
-        return (
-            name
-            if name in modules
-            else parent
-            if (parent := name[: name.rfind(".")]) in modules
-            else None
-        )
+        parent = name.rpartition(".")[0]
+        return name if name in modules else parent if parent in modules else None
 
     graph = {
         name: {target(each.module) for each in imports(path, root)} - {None, name}

@@ -1,4 +1,4 @@
-"""Floor 0: YAML files in the GPT-NeoX dialect -> one frozen, typed ``Config``. No torch here."""
+"""YAML files in the GPT-NeoX dialect -> one frozen, typed `Config`. Works without torch."""
 
 from megatron.config.errors import ConfigError, Problem
 from megatron.config.load import load_config

@@ -1,25 +1,22 @@
-"""What must hold between values: derived defaults, the batch arithmetic, relations.
+"""Relations between fields: derived defaults, the batch arithmetic, combinations that are refused.
 
-Everything works on ``values``, a dict by attribute name that holds only what is valid so far: a
-relation whose values are missing says nothing, because their own problem is reported already.
+All functions work on `values`, a dict from field name to value that holds only valid values. A
+relation with a missing value is skipped: the problem of that value is reported already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from megatron.config import layouts
-
-Values = dict[str, Any]
-Found = tuple[str, str]  # (attribute to blame, text)
+from megatron.config.layouts import Found, Values
 
 _SPLITS = ("train", "valid", "test")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def derive(values: Values, world_size: int) -> Iterator[Found]:
-    """Fills in, in place, what follows from other values; yields what does not work out."""
+    """Fill in the derived fields, in place; yield the problems of the arithmetic."""
     same = {
         "num_kv_heads": "num_attention_heads",
         "seq_length_val": "seq_length",
@@ -32,13 +29,13 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
         values["decay_iters"] = max(1, values["train_iters"])
     values["world_size"] = world_size
     values.pop("data_parallel_size", None)  # its default
-    yield from layouts.share_out(values)
+    yield from layouts.derive_data_parallel_size(values)
     if "data_parallel_size" in values:
         yield from _derive_batch(values)
 
 
 def _derive_batch(values: Values) -> Iterator[Found]:
-    """train = micro x accumulation x dp; the missing ones follow, accumulation 1 where free."""
+    """train = micro x accumulation x dp. Missing sizes are derived; accumulation is 1 if free."""
     total, micro, steps = _BATCH
     if not all(name in values for name in _BATCH):
         return
@@ -49,7 +46,7 @@ def _derive_batch(values: Values) -> Iterator[Found]:
         f"({layouts.factors(values)}))"
     )
     if t is None and m is None:
-        return  # reported as required
+        return  # reported as a missing required key
     if t is None:
         values[steps] = g or 1
         values[total] = m * values[steps] * dp
@@ -114,7 +111,7 @@ def _heads(hidden: int, heads: int) -> Found | None:
 def _kv_heads(kv: int, heads: int) -> Found | None:
     if kv == heads:
         return None
-    text = f"{kv} differs from num_attention_heads {heads}: grouped queries are not built yet"
+    text = f"{kv} is not num_attention_heads {heads}: grouped queries are not built yet"
     return "num_kv_heads", f"{text}; leave num_kv_heads out"
 
 
@@ -127,15 +124,17 @@ def _rotary(pos_emb: str, hidden: int, heads: int, pct: float) -> Found | None:
         return None
     return (
         "rotary_pct" if pct < 1 else "pos_emb",
-        f"rotary turns pairs, but int(head size {hidden // heads} x rotary_pct {pct}) = {turned}; "
-        "choose hidden_size / num_attention_heads and rotary_pct so that it is even and above 0",
+        f"rotary rotates pairs of dimensions, but int(head size {hidden // heads} x rotary_pct "
+        f"{pct}) = {turned}; choose hidden_size / num_attention_heads and rotary_pct so that this "
+        "number is even and above 0",
     )
 
 
 @_relation("pos_emb", "hidden_size")
 def _sinusoidal(pos_emb: str, hidden: int) -> Found | None:
     if pos_emb == "sinusoidal" and hidden % 2:
-        return "hidden_size", f"{hidden} is odd, but sinusoidal needs pairs; write {hidden + 1}"
+        text = f"{hidden} is odd, but sinusoidal needs pairs of dimensions"
+        return "hidden_size", f"{text}; write {hidden + 1}"
     return None
 
 
@@ -157,9 +156,8 @@ def _learned(
     shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
     return (
         name,
-        f"{asked[name]}{shifted} is above max_position_embeddings {rows}, and learned positions "
-        f"end there; write max_position_embeddings: {max(asked.values()) + offset}, or another "
-        "pos_emb",
+        f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned positions "
+        f"end; write max_position_embeddings: {max(asked.values()) + offset}, or another pos_emb",
     )
 
 
@@ -168,13 +166,13 @@ def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
     if pos_emb != "rpe":
         return None
     if buckets < 2:
-        return "rpe_num_buckets", f"{buckets} is too few for near and far; write at least 2"
+        return "rpe_num_buckets", f"{buckets} is too few: rpe needs at least 2; write e.g. 32"
     if distance > buckets // 2:
         return None
     return (
         "rpe_max_distance",
         f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance each, "
-        f"so it must be above {buckets // 2}; write e.g. 128 with 32 buckets",
+        f"so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 buckets",
     )
 
 
@@ -185,19 +183,12 @@ def _min_lr(low: float, lr: float) -> Found | None:
     return "min_lr", f"{low} is above optimizer.params.lr {lr}; write at most {lr}"
 
 
-@_relation("override_lr_scheduler", "use_checkpoint_lr_scheduler")
-def _scheduler(override: bool, checkpoint: bool) -> Found | None:
-    if not (override and checkpoint):
-        return None
-    text = "excludes use_checkpoint_lr_scheduler, but both are true; write one of them"
-    return "override_lr_scheduler", text
-
-
 @_relation("type", "momentum")
 def _momentum(kind: str, momentum: float) -> Found | None:
     if kind != "adam" or momentum == 0:
         return None
-    return "momentum", f"{momentum}, but adam's momentum is betas[0]; drop it, or write type: sgd"
+    text = f"{momentum}, but adam's momentum is betas[0]"
+    return "momentum", f"{text}; drop momentum, or write type: sgd"
 
 
 @_relation("eval_lengths", "eval_tokens")
@@ -205,7 +196,7 @@ def _eval_tokens(lengths: tuple[int, ...], tokens: int) -> Found | None:
     longest = max(lengths, default=0)
     if longest <= tokens:
         return None
-    text = f"{tokens} target tokens hold no sequence of eval_lengths' {longest}"
+    text = f"{tokens} target tokens are fewer than the longest of eval_lengths, {longest}"
     return "eval_tokens", f"{text}; write at least {longest}"
 
 
@@ -230,8 +221,8 @@ def _warmup(warmup: float) -> Found | None:
         return None
     return (
         "warmup",
-        f"{warmup} of lr_decay_iters: the schedule freezes that long before its end, so above 0.5 "
-        "it never reaches lr; write at most 0.5",
+        f"{warmup} of lr_decay_iters: the schedule also freezes for that fraction at its end, so "
+        "above 0.5 it never reaches lr; write at most 0.5",
     )
 
 
@@ -239,7 +230,7 @@ def _warmup(warmup: float) -> Found | None:
 def _dropout(attention: float, hidden: float) -> Found | None:
     for name, value in (("attention_dropout", attention), ("hidden_dropout", hidden)):
         if value >= 1:
-            return name, f"{value} drops everything; write a probability below 1"
+            return name, f"{value} drops every activation; write a probability below 1"
     return None
 
 
@@ -247,7 +238,8 @@ def _dropout(attention: float, hidden: float) -> Found | None:
 def _finetune(finetune: bool, save: str, load: str) -> Found | None:
     if not finetune or save.rstrip("/") != load.rstrip("/"):
         return None
-    text = f"true with save and load both {load}: the new run would replace what it starts from"
+    text = f"true with save and load both {load}: the new run would overwrite the checkpoints "
+    text += "that it starts from"
     return "finetune", f"{text}; write another save"
 
 
@@ -255,15 +247,15 @@ def _finetune(finetune: bool, save: str, load: str) -> Found | None:
 def _builtin(given: str | tuple[str, ...]) -> Found | None:
     for path in (given,) if isinstance(given, str) else given:
         if path.startswith("builtin:") and given != "builtin:python-stdlib":
-            text = "stands alone" if len(given) > 1 and path == "builtin:python-stdlib" else ""
-            text = text or f"no corpus is called {path!r}"
+            known = path == "builtin:python-stdlib"
+            text = f"{path} stands alone" if known else f"no builtin corpus is called {path!r}"
             return "data_path", f"{text}; write builtin:python-stdlib, or a prefix"
     return None
 
 
 @_relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
 def _blended(*given: tuple) -> Found | None:
-    """GPT-NeoX's rules: paths for all splits or for none, one weight a path."""
+    """GPT-NeoX's rules: paths for all splits or for none, one weight for each path."""
     paths, weights = given[:3], given[3:]
     if any(paths) and not all(paths):
         missing = [f"{split}_data_paths" for split, p in zip(_SPLITS, paths, strict=True) if not p]
@@ -279,4 +271,4 @@ def _blended(*given: tuple) -> Found | None:
 def _one_way(path: str | tuple[str, ...], train: tuple[str, ...]) -> Found | None:
     if not train:
         return None
-    return "train_data_paths", "stands beside data_path; write one of the two"
+    return "train_data_paths", "excludes data_path, but both are given; write one of the two"

@@ -1,6 +1,6 @@
-"""Which layouts fit a model, and what each that does not is told.
+"""Which parallel layouts fit a model, and the message for each layout that does not fit.
 
-Degrees of parallelism must divide what they cut; some pairs DeepSpeed cannot run.
+A degree of parallelism must divide the dimension that it splits. DeepSpeed cannot run some pairs.
 """
 
 from __future__ import annotations
@@ -10,108 +10,109 @@ from collections.abc import Iterator
 from typing import Any
 
 Values = dict[str, Any]
-Found = tuple[str, str]  # (attribute to blame, text)
+Found = tuple[str, str]
+"""(field to blame, text)"""
 _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size")
 
 
 def factors(values: Values) -> str:
-    """The degrees of parallelism as messages name them; context parallelism where it is used."""
+    """The degrees of parallelism as messages name them; context parallelism only if it is used."""
     named = [f"{name} {values[name]}" for name in _DEGREES]
-    return " x ".join(named if values[_DEGREES[2]] > 1 else named[:2])
+    return " x ".join(named if values["context_parallel_size"] > 1 else named[:2])
 
 
-def share_out(values: Values) -> Iterator[Found]:
-    """Set `data_parallel_size`, or yield why the processes cannot be shared out."""
+def derive_data_parallel_size(values: Values) -> Iterator[Found]:
+    """Set `data_parallel_size`, or yield why the number of processes does not fit the layout."""
     if any(name not in values for name in _DEGREES):
         return
     world, degrees = values["world_size"], [values[name] for name in _DEGREES]
-    whole = math.prod(degrees)
-    if world % whole == 0:
-        values["data_parallel_size"] = world // whole
+    group = math.prod(degrees)
+    if world % group == 0:
+        values["data_parallel_size"] = world // group
         return
     yield (
         next(name for name in _DEGREES if values[name] > 1),
-        f"{world} process(es) cannot form groups of {factors(values)} = {whole}; start a multiple "
-        f"of {whole}, e.g. torchrun --nproc-per-node {whole} train.py ...",
+        f"{world} process(es) cannot form groups of {factors(values)} = {group}; start a multiple "
+        f"of {group}, e.g. torchrun --nproc-per-node {group} train.py ...",
     )
 
 
 def _stages(stages: int, layers: int) -> Found | None:
     if stages <= layers:
         return None
-    text = f"{stages} stages cannot share out num_layers {layers}"
+    text = f"{stages} stages are more than num_layers {layers}, and each needs a layer"
     return "pipe_parallel_size", f"{text}; write at most {layers}"
 
 
-def _pipeline_stage(stages: int, zero: int) -> Found | None:
+def _zero_with_pipeline(stages: int, zero: int) -> Found | None:
     if stages == 1 or zero == 1:
         return None
     why = {
-        0: "without ZeRO, DeepSpeed clips each stage of a pipeline by itself",
-        2: "ZeRO-2 cuts gradients that a pipeline still adds to",
-        3: "ZeRO-3 cuts parameters that a pipeline already shares out",
+        0: "without ZeRO, DeepSpeed clips the gradients of each stage by themselves",
+        2: "ZeRO-2 shards gradients to which a pipeline still adds",
+        3: "ZeRO-3 shards parameters that a pipeline has already divided into stages",
     }[zero]
     return (
         "zero_stage",
         f"{zero} with pipe_parallel_size {stages}: {why}; write stage: 1, or "
-        "pipe_parallel_size: 1 (with model_parallel_size, where a model needs several devices)",
+        "pipe_parallel_size: 1 (with model_parallel_size, if the model needs several devices)",
     )
 
 
-def _cut_heads(slices: int, heads: int) -> Found | None:
-    if heads % slices == 0:
+def _heads(ranks: int, heads: int) -> Found | None:
+    if heads % ranks == 0:
         return None
-    text = f"{slices} cannot share num_attention_heads {heads} out evenly"
+    text = f"{ranks} does not divide num_attention_heads {heads}"
     return "model_parallel_size", f"{text}; write a divisor of {heads}"
 
 
-def _cut_context(shares: int, stages: int, slices: int, heads: int) -> Found | None:
-    if shares == 1:
+def _context(context: int, stages: int, tensor: int, heads: int) -> Found | None:
+    if context == 1:
         return None
     if stages > 1:
         return (
             "context_parallel_size",
-            f"{shares} with pipe_parallel_size {stages}: stages are not told which positions they "
-            "have; write one of the two as 1",
+            f"{context} with pipe_parallel_size {stages}: pipeline stages need the full sequence; "
+            "write 1 for one of the two",
         )
-    if heads % (shares * slices):
+    if heads % (context * tensor):
         return (
             "context_parallel_size",
-            f"{shares} x model_parallel_size {slices} cannot share num_attention_heads {heads} out "
-            f"evenly; write a product that divides {heads}",
+            f"{context} x model_parallel_size {tensor} does not divide num_attention_heads "
+            f"{heads}; write a product that divides {heads}",
         )
     return None
 
 
-def _cut_sequence(spread: bool, shares: int, slices: int, length: int) -> Found | None:
-    parts = shares * (slices if spread else 1)
-    if length % parts == 0:
+def _sequence(sequence_parallel: bool, context: int, tensor: int, length: int) -> Found | None:
+    shards = context * (tensor if sequence_parallel else 1)
+    if length % shards == 0:
         return None
-    how = f"context_parallel_size {shares}"
-    if spread:
-        how += f" x model_parallel_size {slices} (sequence_parallel)"
-    text = f"{length} cannot be cut into {how} = {parts} equal parts"
-    return "seq_length", f"{text}; write e.g. {-(-length // parts) * parts}"
+    how = f"context_parallel_size {context}"
+    if sequence_parallel:
+        how += f" x model_parallel_size {tensor} (sequence_parallel)"
+    text = f"{length} cannot be split into {how} = {shards} equal shards"
+    return "seq_length", f"{text}; write e.g. {-(-length // shards) * shards}"
 
 
-def _cut_vocabulary(slices: int, multiple: int) -> Found | None:
-    if multiple % slices == 0:
+def _vocabulary(ranks: int, multiple: int) -> Found | None:
+    if multiple % ranks == 0:
         return None
     return (
         "make_vocab_size_divisible_by",
-        f"{multiple} is not a multiple of model_parallel_size {slices}, and the padded vocabulary "
-        f"does not depend on the layout; write e.g. {math.lcm(multiple, slices)}",
+        f"{multiple} is not a multiple of model_parallel_size {ranks}, and the padded vocabulary "
+        f"does not depend on the layout; write e.g. {math.lcm(multiple, ranks)}",
     )
 
 
-def _cut_gates(slices: int, activation: str, hidden: int) -> Found | None:
+def _gated_mlp(ranks: int, activation: str, hidden: int) -> Found | None:
     inner = int(8 * hidden / 3)
-    if activation != "geglu" or inner % slices == 0:
+    if activation != "geglu" or inner % ranks == 0:
         return None
     return (
         "model_parallel_size",
-        f"{slices} cannot cut geglu's inner width int(8/3 x hidden_size {hidden}) = {inner} "
-        "evenly; write another hidden_size, or activation: gelu",
+        f"{ranks} does not divide geglu's inner width int(8/3 x hidden_size {hidden}) = {inner}; "
+        "write another hidden_size, or activation: gelu",
     )
 
 
@@ -124,19 +125,19 @@ def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
 
 RELATIONS = (
     (("pipe_parallel_size", "num_layers"), _stages),
-    (("pipe_parallel_size", "zero_stage"), _pipeline_stage),
-    (("model_parallel_size", "num_attention_heads"), _cut_heads),
+    (("pipe_parallel_size", "zero_stage"), _zero_with_pipeline),
+    (("model_parallel_size", "num_attention_heads"), _heads),
     (
         ("context_parallel_size", "pipe_parallel_size", "model_parallel_size")
         + ("num_attention_heads",),
-        _cut_context,
+        _context,
     ),
     (
         ("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length"),
-        _cut_sequence,
+        _sequence,
     ),
-    (("model_parallel_size", "make_vocab_size_divisible_by"), _cut_vocabulary),
-    (("model_parallel_size", "activation", "hidden_size"), _cut_gates),
+    (("model_parallel_size", "make_vocab_size_divisible_by"), _vocabulary),
+    (("model_parallel_size", "activation", "hidden_size"), _gated_mlp),
     (("zero_stage", "precision", "grad_accum_dtype"), _accumulation),
 )
-"""(the values that a relation reads, the relation); `checks` asks them all."""
+"""(the fields that a relation reads, the relation); `checks.relations` evaluates them."""

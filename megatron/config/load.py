@@ -1,7 +1,7 @@
 """Files and overrides -> Config, or every problem at once.
 
-read (reader) -> merge, later wins -> translate (dialect) -> check each field (fields, pydantic) ->
-derive and relate (checks) -> Config (schema).
+Read (`reader`) -> merge, later wins -> translate (`neox`) -> check each field (`fields`, pydantic)
+-> derive and relate (`checks`) -> Config (`schema`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from megatron.config.neox.spellings import Translation
 from megatron.config.reader import Given, Settings, merge, read_file, read_override
 from megatron.config.schema import SECTIONS, Config
 
-# attribute -> what to write for it
+_FIELDS = {
+    name: info for section in SECTIONS.values() for name, info in section.model_fields.items()
+}
+# field -> what to write for it
 _REQUIRED = {
     "num_layers": "num_layers: 12",
     "hidden_size": "hidden_size: 768",
@@ -37,22 +40,26 @@ _REQUIRED = {
 def load_config(
     files: Sequence[str | Path], overrides: Sequence[str] = (), *, world_size: int | str = 1
 ) -> Config:
-    """The configuration that files, then overrides (``key=value``), give ``world_size`` processes
-    (as a launcher says it, in ``WORLD_SIZE``).
+    """Load the configuration of `files`, then `overrides` (`key=value`), for a number of processes.
 
-    Later files win key by key, also inside mappings; null takes a key away. Raises
-    :class:`ConfigError`, whose text lists every problem with its file, line and key.
+    Later files win key by key, also inside mappings; null takes a key away.
+
+    Args:
+        files: YAML files.
+        overrides: each the text after `-o`.
+        world_size: the number of processes, or its text in the environment variable WORLD_SIZE.
+
+    Raises:
+        ConfigError: with every problem, each with its file, line and key.
     """
     if not str(world_size).isdecimal() or int(world_size) < 1:
         text = f"the number of processes, is {str(world_size)!r}; unset it, or start with torchrun"
         raise ConfigError([Problem(None, "WORLD_SIZE", text)])
     settings: Settings = {}
     problems: list[Problem] = []
-    for read, sources in ((read_file, files), (read_override, overrides)):
-        for source in sources:
-            found, wrong = read(source)
-            problems += wrong
-            settings = merge(settings, found)
+    for found, wrong in [*map(read_file, files), *map(read_override, overrides)]:
+        problems += wrong
+        settings = merge(settings, found)
     readable = not problems
 
     translation = translate(settings)
@@ -63,7 +70,7 @@ def load_config(
     _choose_tokenizer(given, values)
     for name, text in [*checks.derive(values, int(world_size)), *checks.relations(values)]:
         problems.append(_problem(name, text, given))
-    if readable:  # what stands in a part that could not be read is not missing
+    if readable:  # otherwise the missing key may be in the text that could not be read
         problems += _missing(given, files)
     if problems:
         names = (*map(str, files), *(f"-o {text}" for text in overrides))
@@ -83,7 +90,7 @@ def _missing(given: dict[str, Given], files: Sequence[str | Path]) -> list[Probl
 
 
 def _place(problem: Problem, order: dict[str, int]) -> tuple[int, int]:
-    """Order of the report: by source and line, then what stands nowhere."""
+    """Order of the report: by source and line; problems without a place come last."""
     if problem.mark is None:
         return len(order) + 1, 0
     return order.get(problem.mark.file, len(order)), problem.mark.line or 0
@@ -95,28 +102,24 @@ def _problem(name: str, text: str, given: dict[str, Given]) -> Problem:
 
 
 @cache
-def _adapters() -> dict[str, TypeAdapter]:
-    """One validator per field, so that one bad field does not hide the others."""
-    return {
-        name: TypeAdapter(Annotated[info.annotation, info])
-        for section in SECTIONS.values()
-        for name, info in section.model_fields.items()
-    }
+def _adapter(name: str) -> TypeAdapter:
+    """The validator of one field, so that one bad field does not hide the others."""
+    annotated: Any = Annotated[_FIELDS[name].annotation, _FIELDS[name]]
+    return TypeAdapter(annotated)
 
 
 def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
-    """(valid values and defaults by attribute, problems). Batch sizes may still be None."""
+    """(valid values and defaults by field, problems). Derived fields may still be None."""
     values: dict[str, Any] = {
         name: info.get_default(call_default_factory=True)
-        for section in SECTIONS.values()
-        for name, info in section.model_fields.items()
+        for name, info in _FIELDS.items()
         if not info.is_required()
     }
     values |= dict.fromkeys(SECTIONS["batch"].model_fields)
     problems = []
     for name, setting in given.items():
         try:
-            values[name] = _adapters()[name].validate_python(setting.value)
+            values[name] = _adapter(name).validate_python(setting.value)
         except ValidationError as error:
             values.pop(name, None)
             texts = dict.fromkeys(_text(detail, setting.value) for detail in error.errors())
@@ -125,25 +128,24 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _text(detail: Any, value: Any) -> str:
-    """A pydantic error in our words."""
+    """The text of a pydantic error."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"
 
 
 def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
-    """A builtin corpus is bytes unless another tokenizer is named."""
+    """A builtin corpus is read as bytes unless another tokenizer is given."""
     path = values.get("data_path")
     if isinstance(path, str) and path.startswith("builtin:") and "tokenizer_type" not in given:
         values["tokenizer_type"] = "ByteLevelTokenizer"
 
 
 def _build(values: dict[str, Any], translation: Translation, sources: tuple[str, ...]) -> Config:
-    sections = {
+    sections: dict[str, Any] = {
         section: cls(**{name: values[name] for name in cls.model_fields})
         for section, cls in SECTIONS.items()
     }
-    config = Config(**sections, notes=tuple(translation.notes), sources=sources)
-    marks = {name: setting.mark for name, setting in translation.given.items()}
-    config._origins.update({k: str(mark) for k, mark in (marks | translation.inner).items()})
-    return config
+    marks = {name: setting.mark for name, setting in translation.given.items()} | translation.inner
+    origins = {name: str(mark) for name, mark in marks.items()}
+    return Config(**sections, notes=tuple(translation.notes), sources=sources, origins=origins)

@@ -1,4 +1,4 @@
-"""Field types for where the tokens lie: one prefix, a glob, or lists of them, and their weights."""
+"""Field types for the token shards: one prefix, a glob, or lists of them, and their weights."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from megatron.config.fields import show
+from megatron.config.fields import is_number, show
 
 
 def _path_list(value: Any) -> tuple[str, ...]:
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple)) or not all(isinstance(p, str) and p for p in paths):
-        raise ValueError(
-            f"expected a list of paths, got {show(value)}; write e.g. [data/a, data/b]"
-        )
+        text = f"expected a list of paths, got {show(value)}; write e.g. [data/a, data/b]"
+        raise ValueError(text)
     return tuple(paths)
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """One path stays one; a list of one is one too."""
+    """One path stays text; a list of one path becomes that path."""
     paths = _path_list(value)
     if not paths:
         raise ValueError("an empty list names no data; write a shard prefix")
@@ -32,8 +31,7 @@ def _weights(value: Any) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"expected a list of weights, got {show(value)}; {write}")
     for weight in value:
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight) or weight < 0:
+        if not is_number(weight) or not math.isfinite(weight) or weight < 0:
             raise ValueError(f"got the weight {show(weight)}; {write}")
     if value and not sum(value) > 0:
         raise ValueError(f"got {list(value)}; {write}")

@@ -1,28 +1,28 @@
 """The resolved configuration: frozen sections with typed fields.
 
-A field's NeoX key is its own name unless ``Key`` says otherwise; ``Key(None)`` marks what is only
-derived. Defaults are GPT-NeoX's; where the published KERPLE code and gpt-neox differ, the comment
-says which is meant. Lengths are tokens, iterations are optimizer steps, batch sizes are sequences.
+A field's NeoX key is its name unless `Key` gives another; `Key(None)` marks a field that is only
+derived. Defaults are GPT-NeoX's; where the published KERPLE code and gpt-neox differ, a comment
+names the one chosen. Lengths are tokens, iterations are optimizer steps, batch sizes are sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from megatron.config import describe as _describe
+from megatron.config import flat
 from megatron.config.choices import (
     Activation,
     AttentionBackend,
-    DataImpl,
     DecayStyle,
     DistributedBackend,
     EvalSplit,
     Init,
     Norm,
     OptimizerType,
+    PositionalName,
     Precision,
     Side,
     Tokenizer,
@@ -46,11 +46,12 @@ from megatron.config.fields import (
     Steps,
     Text,
     number,
-    off,
-    whole,
+    whole_number,
 )
-from megatron.config.neox.aliases import resolve
 from megatron.config.paths import PathList, Paths, Weights
+
+DERIVED: Any = None
+"""Default of a field that `load_config` computes from other fields if it is not given."""
 
 
 class Section(BaseModel):
@@ -63,11 +64,11 @@ class ModelConfig(Section):
     num_layers: Positive
     hidden_size: Positive
     num_attention_heads: Positive
-    num_kv_heads: Positive | None = None  # derived: num_attention_heads
+    num_kv_heads: Positive = DERIVED  # num_attention_heads
     seq_length: Positive
-    seq_length_val: Positive | None = None  # derived: seq_length
-    max_position_embeddings: Positive | None = None  # derived: seq_length; rows of `learned`
-    pos_emb: Annotated[str, BeforeValidator(lambda name: resolve(name)[0])] = "learned"
+    seq_length_val: Positive = DERIVED  # seq_length
+    max_position_embeddings: Positive = DERIVED  # seq_length; rows of `learned`
+    pos_emb: PositionalName = "learned"
     pos_emb_options: Frozen = Field(default_factory=FrozenDict)
     rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
     rotary_emb_base: PositiveNumber = 10000.0
@@ -91,16 +92,13 @@ class ModelConfig(Section):
     attention_backend: AttentionBackend = "auto"
     published_numerics: Flag = False  # own key: 16-bit rounding as in the published code
     checkpoint_activations: Flag = False
-    checkpoint_num_layers: Positive = 1
     output_layer_parallelism: Side = "column"  # the same function; published: row
-    apply_query_key_layer_scaling: Annotated[bool, BeforeValidator(off("not built yet"))] = False
-    attention_softmax_in_fp32: Flag = False
 
 
 class DataConfig(Section):
-    # PREFIX of PREFIX.bin and .idx, a glob or a list of them, or builtin:python-stdlib
+    # PREFIX of PREFIX.bin and .idx, a glob, a list of both, or builtin:python-stdlib
     data_path: Paths | None = None
-    # Instead of data_path and split: corpora for each split, blended by weight (default: equal).
+    # Instead of data_path and split: each split's corpora, blended by weight (default: equal).
     train_data_paths: PathList = ()
     valid_data_paths: PathList = ()
     test_data_paths: PathList = ()
@@ -111,9 +109,6 @@ class DataConfig(Section):
     weighted_sampler_alpha: PositiveNumber = 1.0  # gpt-neox's; the published code's is 0.3
     data_dir: Text = "data"  # where builtin corpora are tokenised
     split: Split = "969, 30, 1"
-    data_impl: DataImpl = "mmap"
-    mmap_warmup: Flag = False
-    num_workers: Count = 2
     tokenizer_type: Tokenizer = "GPT2BPETokenizer"
     vocab_file: Text | None = None
     merge_file: Text | None = None
@@ -140,13 +135,12 @@ class OptimizerConfig(Section):
 
 class LrConfig(Section):
     decay_style: Annotated[DecayStyle, Key("lr_decay_style")] = "linear"
-    decay_iters: Annotated[Positive | None, Key("lr_decay_iters")] = None  # derived: train_iters
+    decay_iters: Annotated[Positive, Key("lr_decay_iters")] = DERIVED  # train_iters
     warmup: Annotated[
         float,
         BeforeValidator(number(0, 1, write="the fraction of lr_decay_iters to warm up, e.g. 0.01")),
     ] = 0.01
     min_lr: Amount = 0.0
-    override_lr_scheduler: Flag = False
     use_checkpoint_lr_scheduler: Flag = False
 
 
@@ -169,10 +163,10 @@ class TrainingConfig(Section):
 class ParallelConfig(Section):
     pipe_parallel_size: Degree = 1
     model_parallel_size: Degree = 1  # tensor parallelism
-    sequence_parallel: Flag = False  # its ranks share the positions between cut layers
-    context_parallel_size: Degree = 1  # Ulysses: ranks that share one sequence's positions
+    sequence_parallel: Flag = False  # tensor-parallel ranks split positions between sharded layers
+    context_parallel_size: Degree = 1  # Ulysses: ranks that split one sequence's positions
     zero_stage: Annotated[
-        int, Key("zero_optimization.stage"), BeforeValidator(whole(0, 3, write="e.g. 1"))
+        int, Key("zero_optimization.stage"), BeforeValidator(whole_number(0, 3, write="e.g. 1"))
     ] = 1
     zero: Annotated[Frozen, Key("zero_optimization")] = Field(default_factory=FrozenDict)
     distributed_backend: DistributedBackend | None = None  # None: nccl on a GPU, gloo without one
@@ -208,14 +202,10 @@ class LoggingConfig(Section):
     wandb_group: Text | None = None
     wandb_host: Text | None = None
     wandb_mode: WandbMode | None = None
-    log_dir: Text | None = None
-    tensorboard_dir: Text | None = None
-    wall_clock_breakdown: Flag = False
-    steps_per_print: Positive = 10
 
 
 class Config(BaseModel):
-    """Everything a run is told. Built by ``load_config``; equal when all sections are equal."""
+    """All settings of a run, built by `load_config`. Equal if all sections are equal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -231,23 +221,19 @@ class Config(BaseModel):
     logging: LoggingConfig
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    _origins: dict[str, str] = PrivateAttr(default_factory=dict)  # attribute -> where it was set
+    origins: Mapping[str, str] = {}  # field -> where it was set
 
     def sections(self) -> Iterator[tuple[str, Section]]:
         """(name, section) in the order of declaration."""
         return ((name, getattr(self, name)) for name in SECTIONS)
 
-    def describe(self) -> str:
-        """What ``--check`` prints: every value and where it comes from, what follows, the notes."""
-        return _describe.describe(self, self._origins)
-
     def to_flat_dict(self) -> dict[str, Any]:
-        """Flat NeoX keys, fit for JSON; loading them at the same world size gives ``self``."""
-        return _describe.to_flat_dict(self)
+        """Flat NeoX keys, fit for JSON; loading them at the same world size gives `self`."""
+        return flat.to_flat_dict(section for _, section in self.sections())
 
     def to_yaml(self) -> str:
-        """``to_flat_dict`` as the text of a file, every value read back as it is here."""
-        return _describe.to_yaml(self)
+        """`to_flat_dict` as the text of a file, every value read back as it is here."""
+        return flat.to_yaml(self.to_flat_dict())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Config):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import ConfigError, load_config
+from megatron.config.describe import describe
 from megatron.config.neox.keys import KNOWN_KEYS
 
 Problems = Callable[..., list[str]]
@@ -41,7 +42,7 @@ def test_the_misspelt_embedding(problems: Problems) -> None:
         ("optimizer: Adam", "optimizer", "expected a mapping with keys such as type"),
         ("zero_optimization: 1", "zero_optimization", "write e.g. zero_optimization: {stage: V"),
         ("num_layers: {a: 1}", "num_layers.a", "num_layers takes a plain value"),
-        ("qqq: {a: 1, b: 2}", "qqq", "nothing is like it"),
+        ("qqq: {a: 1, b: 2}", "qqq", "no known key is similar; drop it"),
     ],
 )
 def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> None:
@@ -89,7 +90,9 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("attention_config: global", "names 1 layers, but num_layers is 2"),
         ("attention_config: [[global, 2]]", "expected [[[types], layers], ...]"),
         ("activation: swiglu", "'swiglu' is refused"),
-        ("use_bias_in_mlp: false", "biases are always there; write true instead"),
+        ("use_bias_in_mlp: false", "biases are always present; write true instead"),
+        ("data_impl: lazy", "only the mmap format is read; write data_impl: mmap instead"),
+        ("num_workers: many", "a whole number of at least 0, got the text 'many'"),
         ("intermediate_size: 100", "the MLP is 4 x hidden_size wide; leave it out"),
         ("train_data_paths: [a]", "needs valid_data_paths and test_data_paths too"),
         ("train_data_paths: [3]", "expected a list of paths, got [3]"),
@@ -107,7 +110,7 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("eval_lengths: [128, -2]", "at least 1, got -2"),
         ("eval_lengths: [64.5]", "got 64.5"),
         ("eval_lengths: {a: 1}", "eval_lengths takes a plain value"),
-        ("eval_lengths: [128]\neval_tokens: 100", "no sequence of eval_lengths' 128"),
+        ("eval_lengths: [128]\neval_tokens: 100", "fewer than the longest of eval_lengths, 128"),
         ("min_lr: 1.0", "above optimizer.params.lr 0.001"),
         ("hidden_size: 66", "66 / 4 = 16.5); write e.g. hidden_size: 64"),
         ("num_kv_heads: 2", "grouped queries are not built yet"),
@@ -121,9 +124,9 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("apply_query_key_layer_scaling: true", "not built yet; write false"),
         (
             "override_lr_scheduler: true\nuse_checkpoint_lr_scheduler: true",
-            "both are true; write one",
+            "both are true; write only one",
         ),
-        ("optimizer: {params: {momentum: 0.9}}", "drop it, or write type: sgd"),
+        ("optimizer: {params: {momentum: 0.9}}", "drop momentum, or write type: sgd"),
     ],
 )
 def test_wrong_values(problems: Problems, text: str, says: str) -> None:
@@ -138,7 +141,7 @@ def test_wrong_values(problems: Problems, text: str, says: str) -> None:
     [
         ("pos_emb: learned\nseq_length_val: 64", "write max_position_embeddings: 64"),
         ("pos_emb: learned\neval_lengths: [32, 128]", "write max_position_embeddings: 128"),
-        ("pos_emb: learned\nmax_position_embeddings: 16", "learned positions end there"),
+        ("pos_emb: learned\nmax_position_embeddings: 16", "where learned positions end"),
         ("pos_emb: learned\nopt_pos_emb_offset: 2", "write max_position_embeddings: 34"),
         ("pos_emb: rotary\nrotary_pct: 0.1", "= 1; choose"),
         ("pos_emb: rotary\nhidden_size: 60", "int(head size 15 x rotary_pct 1.0) = 15"),
@@ -244,7 +247,7 @@ def test_any_content_loads_or_is_reported(tmp_path_factory: Any, tree: dict) -> 
         assert error.problems
         assert all(problem.text for problem in error.problems)
     else:
-        assert config.describe()
+        assert describe(config)
         json.dumps(config.to_flat_dict())
 
 

@@ -36,16 +36,16 @@ def test_the_data_parallel_size_is_what_is_left(
             "3 process(es) cannot form groups of pipe_parallel_size 1 x model_parallel_size 2 = 2; "
             "start a multiple of 2, e.g. torchrun --nproc-per-node 2 train.py",
         ),
-        ("pipe_parallel_size: 64", 64, "64 stages cannot share out num_layers "),
+        ("pipe_parallel_size: 64", 64, "64 stages are more than num_layers 2"),
         *(
             (f"pipe_parallel_size: 2\nzero_optimization: {{stage: {stage}}}", 2, says)
             for stage, says in {
-                0: "DeepSpeed clips each stage of a pipeline by itself; write stage: 1, or",
-                2: "2 with pipe_parallel_size 2: ZeRO-2 cuts gradients that a pipeline still adds",
-                3: "3 with pipe_parallel_size 2: ZeRO-3 cuts parameters that a pipeline already",
+                0: "DeepSpeed clips the gradients of each stage by themselves; write stage: 1, or",
+                2: "2 with pipe_parallel_size 2: ZeRO-2 shards gradients to which a pipeline still",
+                3: "3 with pipe_parallel_size 2: ZeRO-3 shards parameters that a pipeline",
             }.items()
         ),
-        ("model_parallel_size: 3", 3, "num_attention_heads 4 out evenly; write a divisor of 4"),
+        ("model_parallel_size: 3", 3, "3 does not divide num_attention_heads 4; write"),
         (
             "model_parallel_size: 4\nmake_vocab_size_divisible_by: 6",
             4,
@@ -55,7 +55,7 @@ def test_the_data_parallel_size_is_what_is_left(
         (
             "model_parallel_size: 4\nactivation: geglu\nhidden_size: 64",
             4,
-            "int(8/3 x hidden_size 64) = 170 evenly; write another hidden_size, or activation",
+            "int(8/3 x hidden_size 64) = 170; write another hidden_size, or activation: gelu",
         ),
         ("model_parallel_size: two", 2, "write 1 for none"),
         (
@@ -67,21 +67,21 @@ def test_the_data_parallel_size_is_what_is_left(
         (
             "context_parallel_size: 2\npipe_parallel_size: 2",
             4,
-            "2 with pipe_parallel_size 2: stages are not told which positions they have; write one",
+            "2 with pipe_parallel_size 2: pipeline stages need the full sequence; write 1 for one",
         ),
         (
             "context_parallel_size: 4\nmodel_parallel_size: 2",
             8,
-            "4 x model_parallel_size 2 cannot share num_attention_heads 4 out evenly; write",
+            "4 x model_parallel_size 2 does not divide num_attention_heads 4; write a product",
         ),
         (
             "context_parallel_size: 2\nmodel_parallel_size: 2\nsequence_parallel: true\n"
             "seq_length: 30",
             4,
-            "30 cannot be cut into context_parallel_size 2 x model_parallel_size 2 "
-            "(sequence_parallel) = 4 equal parts; write e.g. 32",
+            "30 cannot be split into context_parallel_size 2 x model_parallel_size 2 "
+            "(sequence_parallel) = 4 equal shards; write e.g. 32",
         ),
-        ("context_parallel_size: 2\nseq_length: 31", 2, "context_parallel_size 2 = 2 equal parts"),
+        ("context_parallel_size: 2\nseq_length: 31", 2, "context_parallel_size 2 = 2 equal shards"),
     ],
 )
 def test_a_refused_layout_says_what_to_write(

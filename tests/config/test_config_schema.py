@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron.config import Config, load_config
+from megatron.config.describe import describe
 from megatron.config.neox.keys import FIELD_OF, KEY_OF, KNOWN_KEYS
-from megatron.config.neox.no_effect import KEPT_NO_EFFECT, NO_EFFECT
+from megatron.config.neox.no_effect import CHECKS, NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.config.schema import SECTIONS
 from tests.helpers.paths import ROOT
@@ -42,7 +43,7 @@ def test_it_can_be_copied_and_sent_to_a_process(load: Callable) -> None:
     config = load("zero_optimization: {overlap_comm: true}")
     assert copy.deepcopy(config) == config
     sent = pickle.loads(pickle.dumps(config))
-    assert sent == config and sent.describe() == config.describe()
+    assert sent == config and describe(sent) == describe(config)
 
 
 def test_equality_is_of_the_values(load: Callable) -> None:
@@ -62,16 +63,24 @@ def test_a_key_has_one_meaning() -> None:
     assert not set(FIELD_OF) & set(NO_EFFECT)
     assert not set(FIELD_OF) & set(REFUSED)
     assert not set(NO_EFFECT) & set(REFUSED)
-    assert set(KEPT_NO_EFFECT) <= set(KEY_OF)
+    assert set(CHECKS) <= set(NO_EFFECT)
 
 
 def test_keys_without_effect_are_noted_once(load: Callable) -> None:
     config = load("steps_per_print: 5\nflops_profiler: {enabled: true, top: 3}\nprofile: false")
     assert [note.split(":")[0] for note in config.notes] == ["steps_per_print", "flops_profiler"]
-    assert config.logging.steps_per_print == 5
+    assert config == load()
+
+
+@pytest.mark.parametrize("key", sorted(CHECKS))
+def test_keys_without_effect_are_checked_nevertheless(problems: Callable, key: str) -> None:
+    (line,) = problems(f"{key}: {{a: 1}}")
+    assert line.startswith(f"over.yml:1: {key}: expected ") and "; write " in line
 
 
 HARMLESS = {
+    "apply_query_key_layer_scaling": "false",
+    "data_impl": "MMAP",
     "soft_prompt_tuning": "{enabled: false}",
     "deepspeed_extra_args": "{comms_logger: {enabled: true}}",
     "amp": "{enabled: false}",
@@ -122,9 +131,8 @@ def test_options_of_an_embedding(load: Callable) -> None:
 
 
 def test_describe_says_where_and_what_follows(load: Callable, tmp_path: Path) -> None:
-    text = load(
-        "warmup: 0.5\nsynchronize_each_layer: true", "norm=rmsnorm", world_size=2
-    ).describe()
+    config = load("warmup: 0.5\nsynchronize_each_layer: true", "norm=rmsnorm", world_size=2)
+    text = describe(config)
     assert f"warmup 0.5 {tmp_path}/over.yml:1" in " ".join(text.split())
     assert "-o norm=rmsnorm" in text
     assert "train_batch_size 8 = 4 micro x 1 accumulation x 2 data-parallel" in text
@@ -136,7 +144,7 @@ def test_the_order_of_masters_is_never_changed(load: Callable) -> None:
     """Resuming in another layout, or with another order, would mix the parameters' masters up."""
     config = load("zero_optimization: {stage: 2, round_robin_gradients: true}")
     assert "round_robin_gradients" not in config.parallel.zero
-    text = config.describe()
+    text = describe(config)
     assert "zero_optimization.round_robin_gradients: accepted, without effect here (" in text
 
 
@@ -231,7 +239,8 @@ def test_more_processes_keep_the_global_batch(load: Callable, tmp_path: Path) ->
 def test_importing_and_loading_needs_no_torch(base: Path) -> None:
     code = (
         "import sys; from megatron.config import load_config; "
-        f"load_config([{str(base)!r}]).describe(); "
+        "from megatron.config.describe import describe; "
+        f"describe(load_config([{str(base)!r}])); "
         "print([m for m in ('torch', 'numpy', 'deepspeed') if m in sys.modules])"
     )
     run = subprocess.run(

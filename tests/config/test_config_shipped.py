@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config import load_config
-from megatron.config.neox.aliases import PUBLISHED, positional_names, resolve
+from megatron.config.choices import (
+    POSITIONAL_NAMES,
+    PUBLISHED_POSITIONAL_NAMES,
+    positional_name,
+)
+from megatron.config.describe import describe
 from megatron.config.reader import read_file
 from tests.helpers.paths import FIXTURES, ROOT
 
@@ -28,7 +33,7 @@ def test_it_composes(name: str) -> None:
     base = () if name in WHOLE else (*PAPER, "data/openwebtext2.yml", "cluster/cpu.yml")
     config = compose(*base, name, world_size=world_size)
     settings, _ = read_file(CONFIGS / name)
-    origins = config.describe()
+    origins = describe(config)
     for given in settings.values():  # everything the file states is in force
         assert str(given.mark) in origins
 
@@ -37,16 +42,17 @@ def test_there_is_a_file_for_each_part() -> None:
     folders = {name.split("/")[0] for name in SHIPPED if "/" in name}
     assert {"model", "pos_emb", "data", "cluster", "paper"} <= folders
     embeddings = {Path(name).stem for name in SHIPPED if name.startswith("pos_emb/")}
-    assert embeddings <= set(positional_names())
+    assert embeddings <= set(POSITIONAL_NAMES)
     for name in embeddings:
         assert compose(*PAPER, f"pos_emb/{name}.yml").model.pos_emb == name
 
 
-@pytest.mark.parametrize("published", [*PUBLISHED, "kerple_log", "kerple_power_original"])
+@pytest.mark.parametrize(
+    "published", [*PUBLISHED_POSITIONAL_NAMES, "kerple_log", "kerple_power_original"]
+)
 def test_published_names_have_a_file(published: str) -> None:
-    name, options = resolve(published)
-    assert name in positional_names()
-    assert options == {}
+    name = positional_name(published)
+    assert name in POSITIONAL_NAMES
     assert (ROOT / "megatron" / "positional" / f"{name}.py").is_file()
 
 

@@ -1,38 +1,108 @@
-"""Every key that the configuration keeps is read by some code, or says that it has no effect."""
+"""Every field of the configuration is read by the engine, as an attribute of its section.
 
+The reads are found in the syntax tree: `config.model.norm`, also through local names (`c = config`,
+`m = config.model`). A field that is read in another way stands in `READ_OTHERWISE`.
+"""
+
+import ast
 import re
+from functools import cache
 
-from megatron.config.neox.no_effect import KEPT_NO_EFFECT
-from megatron.config.schema import Config
+import pytest
+
+from megatron.config.schema import SECTIONS
 from tests.helpers.paths import ROOT
 
-READ_BY_CONFIG = {
-    "world_size": "an input of the batch arithmetic",
-    "data_parallel_size": "a result of the batch arithmetic, printed by --check",
-    "num_kv_heads": "another value than num_attention_heads is refused",
-    "apply_query_key_layer_scaling": "true is refused",
-    "data_impl": "another value than mmap is refused",
-    "pipe_parallel_size": "another value than 0 and 1 is refused",
-    "output_layer_parallelism": "concerns model_parallel_size above 1, which is refused",
+READ_OTHERWISE = {
+    ("model", "num_kv_heads"): "config/checks.py refuses another value than num_attention_heads",
+    ("parallel", "world_size"): "config/checks.py derives the batch sizes from it",
+    ("parallel", "data_parallel_size"): "a result of the batch arithmetic, printed by --check",
 }
+FIELDS = [(name, field) for name, section in SECTIONS.items() for field in section.model_fields]
+CLASSES = {"Config": "config", **{section.__name__: name for name, section in SECTIONS.items()}}
+SOURCES = sorted([*(ROOT / "megatron" / "engine").rglob("*.py"), *ROOT.glob("*.py")])
+TEXTS = {path: path.read_text() for path in SOURCES}
 
 
-def fields():
-    for section, info in Config.model_fields.items():
-        for name in getattr(info.annotation, "model_fields", {}):
-            yield section, name
+def kind_of(node, names):
+    """`config`, or the name of a section, if that is what an expression stands for."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        if node.attr == "config":
+            return "config"
+        if node.attr in SECTIONS and kind_of(node.value, names) == "config":
+            return node.attr
+    return None
 
 
-def test_every_field_is_used_or_noted():
-    code = "\n".join(
-        path.read_text()
-        for path in [*(ROOT / "megatron" / "engine").rglob("*.py"), *ROOT.glob("*.py")]
-    )
-    unused = [
-        f"{section}.{name}"
-        for section, name in fields()
-        if not re.search(rf"[.\"\']{name}\b", code)
-        and name not in KEPT_NO_EFFECT
-        and name not in READ_BY_CONFIG
+def local_names(function):
+    """Local names of a function that stand for the config or one of its sections."""
+    names = {"config": "config"}
+    arguments = [*function.args.args, *function.args.kwonlyargs]
+    annotated = [(each.arg, ast.unparse(each.annotation)) for each in arguments if each.annotation]
+    names |= {name: CLASSES[annotation] for name, annotation in annotated if annotation in CLASSES}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = zip(target.elts, value.elts, strict=True)
+            for name, expression in pairs:
+                if isinstance(name, ast.Name) and (kind := kind_of(expression, names)):
+                    names[name.id] = kind
+    return names
+
+
+def strings(expression, tree):
+    """The text constants of a tuple, written in place or named at the top of the file."""
+    if isinstance(expression, ast.Name):
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+        named = [node.value for node in assigned if ast.unparse(node.targets[0]) == expression.id]
+        return strings(named[0], tree) if named else []
+    return [
+        item.value for item in getattr(expression, "elts", []) if isinstance(item, ast.Constant)
     ]
-    assert not unused, "accepted, but nothing reads them"
+
+
+@cache
+def reads(text):
+    """(section, field) of every attribute that one file reads from a section."""
+    found, tree = set(), ast.parse(text)
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        names = local_names(function)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute):
+                found.add((kind_of(node.value, names), node.attr))
+            elif isinstance(node, ast.DictComp) and ast.unparse(node.value).startswith("getattr("):
+                section = kind_of(node.value.args[0], names)
+                found |= {(section, field) for field in strings(node.generators[0].iter, tree)}
+    return found
+
+
+def unread(texts):
+    found = set().union(*map(reads, texts))
+    return [each for each in FIELDS if each not in found and each not in READ_OTHERWISE]
+
+
+def test_every_field_is_read():
+    assert unread(TEXTS.values()) == [], "accepted, but nothing reads them"
+    stale = set(READ_OTHERWISE) & set().union(*map(reads, TEXTS.values()))
+    assert not stale, "read as an attribute: the reason is not needed"
+    assert set(READ_OTHERWISE) <= set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [each for each in FIELDS if each not in READ_OTHERWISE],
+    ids=lambda name: name,
+)
+def test_a_field_that_nothing_reads_is_found(section, field):
+    """Each field's reads are removed from the text: attributes of its section, however written."""
+    texts = [
+        re.sub(rf"(?<=\.){field}\b|(?<=\"){field}(?=\")", "removed", text)
+        for text in TEXTS.values()
+    ]
+    assert (section, field) in unread(texts)

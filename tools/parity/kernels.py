@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config.neox.aliases import resolve
+from megatron.config.choices import positional_name
 from megatron.engine.neox import layout
 from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import PositionalEmbedding, load
@@ -43,9 +43,8 @@ def check_kind(
     kind: str, dtype: torch.dtype, probes: dict[str, np.ndarray], result: Result
 ) -> Result:
     """Compare all probes of one kind in one dtype."""
-    name, options = resolve(kind)
     numerics = WIDE if dtype == torch.float32 else PublishedNumerics(dtype)
-    pos = load(name, numerics=numerics, **options)
+    pos = load(positional_name(kind), numerics=numerics)
     tolerance = TOLERANCES[dtype]
     for key, published in probes.items():
         length = int((re.search(r"\d+", key) or [0])[0])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError, load_config
-from megatron.config.neox.aliases import resolve
+from megatron.config.choices import positional_name
 from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
@@ -144,7 +144,7 @@ def _load(keys: dict[str, Any], overrides: Sequence[str] = (), *, processes: int
 def _translated(attribute: str, value: Any) -> Any:
     """A published value in our spelling."""
     if attribute == "pos_emb":
-        return resolve(value)[0]
+        return positional_name(value)
     if attribute == "precision":
         return PRECISIONS.get(value, value)
     return value.lower() if attribute == "optimizer_type" else value

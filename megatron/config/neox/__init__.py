@@ -1,1 +1,1 @@
-"""GPT-NeoX's configuration dialect as tables: spellings, refused keys, keys without effect."""
+"""GPT-NeoX's dialect: tables of its keys, and their translation into the schema's fields."""

@@ -1,7 +1,7 @@
-"""GPT-NeoX's keys, both dialects (KERPLE's and gpt-neox's), -> the fields of the schema.
+"""The keys of both GPT-NeoX dialects (KERPLE's and gpt-neox's) -> the fields of the schema.
 
-Here keys are sorted into fields, keys that are read together (``spellings``), keys without effect,
-refused and unknown ones. Values are checked later, field by field.
+Each key either sets a field, or is read together with other keys (`spellings`), or has no effect,
+or is refused, or is unknown. The values of fields are checked later, field by field.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from megatron.config.neox.keys import (
     GROUPS,
     KNOWN_KEYS,
     OPAQUE,
-    OWN_KEYS,
+    OTHER_KEYS,
     unknown,
-    unknown_part,
+    unknown_name,
 )
-from megatron.config.neox.no_effect import KEPT_NO_EFFECT, NO_EFFECT
+from megatron.config.neox.no_effect import CHECKS, NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.config.neox.spellings import (
     Translation,
     read_attention,
     read_intervals,
-    read_positional,
     read_precision,
     read_zero,
 )
@@ -32,61 +31,63 @@ from megatron.config.reader import Given, Settings, dotted
 
 
 def translate(settings: Settings) -> Translation:
-    """Settings of all sources, merged -> what each field is given."""
+    """The merged settings of all sources -> what is given for each field."""
     out = Translation()
-    own = _sort_keys(settings, out)
-    read_zero(own, out)
-    read_precision(own, out)
-    read_intervals(own, out)
-    read_positional(out)
-    read_attention(own, out)
+    others = _sort_keys(_by_key(settings), out)
+    read_zero(others, out)
+    read_precision(others, out)
+    read_intervals(others, out)
+    read_attention(others, out)
     return out
 
 
-def _sort_keys(settings: Settings, out: Translation) -> dict[str, Given]:
-    """Fields go to ``out.given``; the rest of the known keys is returned, dotted."""
-    rest: dict[str, Given] = {}
-    grouped: dict[str, dict[str, Any]] = {}  # opaque mappings, put together again
+def _by_key(settings: Settings) -> dict[str, Given]:
+    """Settings by dotted key; the entries of an opaque mapping are joined into one value again."""
+    by_key: dict[str, Given] = {}
+    mappings: dict[str, dict[str, Any]] = {}
     marks: dict[str, Mark] = {}
     for path, given in settings.items():
-        cut = next((n for n in range(1, len(path)) if dotted(path[:n]) in OPAQUE), None)
-        if cut is None:
-            rest[dotted(path)] = given
+        depth = next((n for n in range(1, len(path)) if dotted(path[:n]) in OPAQUE), None)
+        if depth is None:
+            by_key[dotted(path)] = given
             continue
-        inner = grouped.setdefault(dotted(path[:cut]), {})
-        for part in path[cut:-1]:
-            inner = inner.setdefault(part, {})
+        inner = mappings.setdefault(dotted(path[:depth]), {})
+        for name in path[depth:-1]:
+            inner = inner.setdefault(name, {})
         inner[path[-1]] = given.value
-        marks.setdefault(dotted(path[:cut]), given.mark)
-    rest.update({key: Given(value, marks[key]) for key, value in grouped.items()})
+        marks.setdefault(dotted(path[:depth]), given.mark)
+    return by_key | {key: Given(value, marks[key]) for key, value in mappings.items()}
 
-    flat = {key: given.value for key, given in rest.items()}
-    own: dict[str, Given] = {}
+
+def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
+    """Put fields into `out.given`; return the known keys that are read together."""
+    values = {key: given.value for key, given in by_key.items()}
+    others: dict[str, Given] = {}
     reported: set[str] = set()
-    for key, given in rest.items():
+    for key, given in by_key.items():
+        is_empty_group = key in GROUPS and given.value == {}
         if given.value is None and (key in KNOWN_KEYS or key in GROUPS):
             continue  # null: as if not given
-        if key in FIELD_OF and not (key in GROUPS and given.value == {}):
-            _field(key, given, out)
+        if key in FIELD_OF and key not in GROUPS:
+            out.given[FIELD_OF[key]] = given
         elif key in NO_EFFECT:
-            out.note(key, given.value, NO_EFFECT[key])
+            if key not in CHECKS or out.check(key, given, CHECKS[key]) is not None:
+                out.note(key, given.value, NO_EFFECT[key])
         elif key in REFUSED:
-            refusal = REFUSED[key]
-            if not refusal.harmless(given.value, flat):
-                out.problem(given.mark, key, refusal.text(given.value))
-        elif key in OWN_KEYS or (key in GROUPS and given.value == {}):
-            own[key] = given
-        elif (name := unknown_part(key)) not in reported:
+            if not REFUSED[key].harmless(given.value, values):
+                out.problem(given.mark, key, REFUSED[key].text(given.value))
+        elif key in OTHER_KEYS or is_empty_group:
+            others[key] = given
+        elif (name := unknown_name(key)) not in reported:
             reported.add(name)
             out.problem(given.mark, name, unknown(name, given.value))
-    return own
+    _refuse_both_schedulers(by_key, out)
+    return others
 
 
-def _field(key: str, given: Given, out: Translation) -> None:
-    name = FIELD_OF[key]
-    if key in GROUPS:
-        out.problem(given.mark, key, unknown(key, given.value))
-        return
-    out.given[name] = given
-    if name in KEPT_NO_EFFECT:
-        out.note(key, given.value, KEPT_NO_EFFECT[name])
+def _refuse_both_schedulers(by_key: dict[str, Given], out: Translation) -> None:
+    """`override_lr_scheduler` alone has no effect, but it contradicts the other key."""
+    name, other = "override_lr_scheduler", "use_checkpoint_lr_scheduler"
+    if all(key in by_key and by_key[key].value is True for key in (name, other)):
+        text = f"excludes {other}, but both are true; write only one of them"
+        out.problem(by_key[name].mark, name, text)

@@ -1,16 +1,18 @@
 """GPT-NeoX keys that are accepted without effect, each with the reason.
 
-Leaving them out changes no number that a run computes: they concern files on disk, chatter, memory
-or speed, or a part whose own switch is refused. Keys are dotted where NeoX nests; a name stands for
-all that is nested in it. A key whose value is false or empty is accepted without a word.
+Without them a run computes the same numbers: they concern files on disk, console output, memory or
+speed, or a feature whose main switch is refused. Keys are dotted where NeoX nests; a name stands
+for everything nested in it. A key whose value is false or empty is accepted without a note.
 """
 
 from __future__ import annotations
 
+from megatron.config.fields import Check, flag, text, whole_number
+
 REPORTS = "a report of DeepSpeed or GPT-NeoX that is not written"
 
 _KEYS: dict[str, str] = {
-    "processes are started by torchrun, deepspeed or srun, whose command line says where": """
+    "torchrun, deepspeed or srun start the processes, by their command line": """
         hostfile include exclude num_nodes num_gpus master_port master_addr launcher
         force_multi detect_nvlink_pairs no_ssh_check slurm_comment comment account
         deepspeed_slurm deepspeed_mpi global_num_gpus user_script
@@ -37,31 +39,31 @@ _KEYS: dict[str, str] = {
         maximum_tokens prompt_end sample_input_file sample_output_file num_samples recompute
         eval_results_prefix eval_tasks
     """,
-    "only for mamba layers, which are refused where they are asked for": """
+    "only for mamba layers, which are refused": """
         mamba_selective_scan_fusion mamba_causal_conv_fusion mamba_inner_func_fusion
         mamba_selective_fp32_params mamba_use_bias_in_conv mamba_use_bias_in_linears
     """,
-    "only for Transformer Engine layers, which are refused where they are asked for": """
+    "only for Transformer Engine layers, which are refused": """
         te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo
         te_fp8_margin
     """,
-    "only for a train_impl that is refused where it is asked for": """
+    "only for a train_impl that is refused": """
         dpo_fp32 dpo_reference_free dpo_beta kto_fp32 kto_desirable_weight kto_beta
         kto_undesirable_weight fp32_reinforce kl_impl kl_div_beta reinforce_leave_one_out
         online_dataserver_ips online_dataserver_ports
     """,
-    "Comet is not written to; use_wandb is": """
+    "metrics are not sent to Comet, only to wandb (use_wandb)": """
         use_comet comet_workspace comet_project comet_experiment_name comet_tags
         comet_others comet_experiment
     """,
-    "only for attention types that are refused where they are asked for": """
+    "only for attention types that are refused": """
         sparsity_config sparse_attention gmlp_attn_dim dim_att head_size ffn_dim
     """,
     "bf16 needs no loss scaling": """
         bf16.bf16 bf16.loss_scale bf16.loss_scale_window bf16.hysteresis bf16.min_loss_scale
         bf16.initial_scale_power
     """,
-    "stages are cut between blocks, as many to each as can be": "pipe_partition_method",
+    "stages are split between blocks, as evenly as possible": "pipe_partition_method",
     "the grad norm is always logged": "log_grad_norm",
     "wandb names the run": "wandb_run_name",
     "only rank 0 writes to wandb": "wandb_init_all_ranks",
@@ -78,12 +80,21 @@ _KEYS: dict[str, str] = {
     """,
     "rotary frequencies are never stored": "rotary_save_freqs_buffer",
     "every rank reads or builds the index for itself": "use_shared_fs",
+    "metrics are written to the run folder, `save`": "log_dir",
+    "TensorBoard is not written; metrics.jsonl and wandb are": "tensorboard_dir",
+    "DeepSpeed's timers are not printed": "wall_clock_breakdown",
+    "log_interval sets how often a line is printed": "steps_per_print",
+    "the softmax always accumulates in fp32": "attention_softmax_in_fp32",
+    "the operating system reads shards ahead": "mmap_warmup",
+    "every block is recomputed by itself": "checkpoint_num_layers",
+    "this run's schedule continues, unless use_checkpoint_lr_scheduler": "override_lr_scheduler",
+    "batches are sliced from memory-mapped shards by the training process itself": "num_workers",
     "no program of this code reads it": """
         deepspeed deepscale deepscale_config lazy_mpu_init short_seq_prob adlr_autoresume
         adlr_autoresume_interval weight_server_port s3_chunk_size
         curriculum_seqlen local_rank rank zero_allow_untested_optimizer allow_chopped
     """,
-    "says again what `enabled` says": "fp16.fp16",
+    "the same as `enabled`": "fp16.fp16",
     "inputs are token ids, which are never cast": "fp16.auto_cast",
     "the optimizer is never built by DeepSpeed": """
         optimizer.params.torch_adam optimizer.params.freeze_step optimizer.params.cuda_aware
@@ -91,15 +102,15 @@ _KEYS: dict[str, str] = {
 }
 NO_EFFECT: dict[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}
 
-# Fields that are kept in the configuration although nothing follows from them.
-KEPT_NO_EFFECT: dict[str, str] = {
-    "log_dir": "metrics are written to the run folder, `save`",
-    "tensorboard_dir": "TensorBoard is not written; metrics.jsonl and wandb are",
-    "wall_clock_breakdown": "DeepSpeed's timers are not printed",
-    "steps_per_print": "log_interval says how often a line is printed",
-    "attention_softmax_in_fp32": "the softmax always accumulates in fp32",
-    "mmap_warmup": "the operating system reads shards ahead",
-    "checkpoint_num_layers": "every block is recomputed by itself",
-    "override_lr_scheduler": "this run's schedule goes on, unless use_checkpoint_lr_scheduler",
-    "num_workers": "batches are sliced from memory-mapped shards by the training process itself",
+CHECKS: dict[str, Check] = {
+    "log_dir": text,
+    "tensorboard_dir": text,
+    "wall_clock_breakdown": flag,
+    "steps_per_print": whole_number(1),
+    "attention_softmax_in_fp32": flag,
+    "mmap_warmup": flag,
+    "checkpoint_num_layers": whole_number(1),
+    "override_lr_scheduler": flag,
+    "num_workers": whole_number(0),
 }
+"""Keys without effect whose value must still be valid."""

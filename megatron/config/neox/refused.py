@@ -1,7 +1,8 @@
 """GPT-NeoX keys that are refused, because they would change what a run computes or stores.
 
-Each has a reason, what to write instead, and the values that ask for what happens anyway and are
-accepted in silence. Keys are dotted where NeoX nests; a name stands for all that is nested in it.
+Each has a reason, what to write instead, and the harmless values: they ask for what happens anyway
+and are accepted without a note. Keys are dotted where NeoX nests; a name stands for everything
+nested in it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ from megatron.config.fields import show
 from megatron.config.neox.no_effect import NO_EFFECT, REPORTS
 
 Flat = Mapping[str, Any]
+"""All settings, by dotted key."""
 _LEAVE = "leave it out"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a key is refused, what to write instead, and which values are harmless all the same."""
+    """Why a key is refused, what to write instead, and which values are harmless nevertheless."""
 
     reason: str
     instead: str
     harmless: Callable[[Any, Flat], bool]
 
     def text(self, value: Any) -> str:
-        """The problem in words."""
+        """The problem's text."""
         instead = self.instead if self.instead == _LEAVE else f"write {self.instead} instead"
         return f"{show(value)} is refused: {self.reason}; {instead}"
 
 
 def _equals(*values: Any) -> Callable[[Any, Flat], bool]:
     return lambda value, _: any(type(value) is type(v) and value == v for v in values)
+
+
+def _named(*names: str) -> Callable[[Any, Flat], bool]:
+    return lambda value, _: isinstance(value, str) and value.lower() in names
 
 
 def _never(_value: Any, _flat: Flat) -> bool:
@@ -90,6 +96,8 @@ _refuse(
 )
 _refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2", _equals("gpt2"))
 _refuse("pack_impl", "documents are always packed", "pack_impl: packed", _equals("packed"))
+_refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _named("mmap", "infer"))
+_refuse("apply_query_key_layer_scaling", "not built yet", "false", _FALSE)
 _refuse("z_loss", "the loss is plain cross-entropy", "z_loss: 0.0", _equals(0, 0.0))
 _refuse("eod_mask_loss", "every target counts in the loss", "false", _FALSE)
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
@@ -104,13 +112,13 @@ _refuse("mlp_multiple_of", "the MLP is exactly 4 x hidden_size wide", _LEAVE, _d
 _refuse("expansion_factor", "the MLP is 4 x hidden_size wide", _LEAVE, _equals(4, 4.0))
 _refuse(
     "use_bias_in_norms use_bias_in_attn_linear use_bias_in_mlp",
-    "biases are always there",
+    "the biases are always present",
     "true",
     _TRUE,
 )
 _refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)
 _refuse("gpt_j_tied use_qk_layernorm", "not built", "false", _FALSE)
-_refuse("sliding_window_width", "attention reaches over the whole sequence", _LEAVE, _never)
+_refuse("sliding_window_width", "attention covers the full sequence", _LEAVE, _never)
 _refuse("attention_type", "grouped-query attention is not built yet", _LEAVE, _never)
 _refuse(
     "num_unique_layers", "layers share only the positional kernel", _LEAVE, _same_as("num_layers")
@@ -157,22 +165,26 @@ _refuse(
 _refuse("min_scale", "DeepSpeed reads it inside fp16", "fp16: {min_loss_scale: ...}", _never)
 _refuse(
     "amp autotuning elasticity curriculum_learning data_efficiency compression_training checkpoint",
-    "this part of DeepSpeed is not used",
+    "this feature of DeepSpeed is not used",
     _LEAVE,
     _disabled,
 )
 _refuse("autotuning_run", "autotuning is not used", _LEAVE, _never)
 _refuse(
     "deepspeed_extra_args",
-    "nothing is passed to DeepSpeed unread",
-    "the GPT-NeoX key of each part",
+    "no setting is passed to DeepSpeed unchecked",
+    "the GPT-NeoX key of each setting",
     _only_reports,
 )
-_refuse("checkpoint_scale", "checkpoints come at a fixed interval", "linear", _equals("linear"))
+_refuse(
+    "checkpoint_scale", "checkpoints are saved at a fixed interval", "linear", _equals("linear")
+)
 _refuse("s3_path", "checkpoints are not copied to S3", "save: DIRECTORY", _never)
-_refuse("iteration", "the folder's `latest` names the checkpoint", "load: DIRECTORY", _never)
+_refuse(
+    "iteration", "the file `latest` in the folder names the checkpoint", "load: DIRECTORY", _never
+)
 _refuse("no_load_optim no_load_rng", "partial loading is not built", "finetune: true", _FALSE)
-_refuse("no_save_optim no_save_rng", "a checkpoint is always whole", "false", _FALSE)
+_refuse("no_save_optim no_save_rng", "a checkpoint is always complete", "false", _FALSE)
 _refuse("train_epochs", "training is counted in iterations", "train_iters: N", _never)
 _refuse("do_train do_valid do_test", "follows from train_iters and split", _LEAVE, _never)
 for _key, _written in {
