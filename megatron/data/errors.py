@@ -1,10 +1,13 @@
-"""Errors of the data floor. Each message says what is wrong, in which file, and what to do."""
+"""Errors of `megatron/data`. Each message names the fault, the file, and the remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class DataError(Exception):
-    """Any error that a user of the data floor can mend; the base of those below."""
+    """An error that the user can correct; the base class of those below."""
 
 
 class ShardError(DataError):
@@ -16,8 +19,17 @@ class TokenizerError(DataError):
 
 
 class CorpusError(DataError):
-    """A text source cannot be read, or an output is in the way."""
+    """A text source cannot be read, or an output file is in the way."""
 
 
 class DataExhausted(DataError):
-    """More samples were asked for than the sample index was built for."""
+    """More samples were requested than the sample index was built for."""
+
+
+@contextmanager
+def needs_package(package: str, feature: str, error: type[DataError]) -> Iterator[None]:
+    """Report a failed import of the optional `package` as `error`, naming the install command."""
+    try:
+        yield
+    except ImportError:
+        raise error(f"{feature} needs `pip install {package}`") from None

@@ -1,8 +1,8 @@
-"""Several processes that want to make the same files: one makes them, the others wait.
+"""Locks between processes that want to make the same files: one makes them, the others wait.
 
-`flock` is used because the kernel releases it when its holder dies, however it dies. Some network
-file systems have no locks, or do not share them between machines; there the work may be done twice.
-Hence everything made under these locks is also put in place by a rename, from a name of its own.
+`flock` is used because the kernel releases it when its holder dies. Some network file systems have
+no locks, or do not share them between machines; there the work may be done twice. Therefore files
+made under these locks are also renamed into place, each from a temporary name of its process.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from pathlib import Path
 def try_lock(fd: int, *, wait: bool) -> bool | None:
     """Lock the open file `fd` for this process until it is closed.
 
-    Returns False if another process holds it (never with `wait`), None if the file system has no
-    locks.
+    Returns:
+        True if locked, False if another process holds the lock (never with `wait`), None if the
+        file system has no locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
+    except OSError as error:
+        return False if isinstance(error, BlockingIOError) else None
     return True
 
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, made if absent and left behind (removing it would open a race)."""
+    """Hold the lock file `path` during the block. The file stays: removing it would be a race."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -19,7 +19,7 @@ from megatron.data.corpora.catalogue import RemoteFile
 from megatron.data.errors import CorpusError
 from megatron.data.locks import one_at_a_time
 from megatron.data.prepare.compression import hash_file
-from megatron.data.prepare.progress import Progress
+from megatron.data.prepare.progress import ProgressBar
 
 _BLOCK = 1 << 20
 _TIMEOUT = 60.0  # seconds without a byte
@@ -143,7 +143,7 @@ def _append(url: str, file: RemoteFile, part: Path, note: Path) -> int | None:
         total = start + int(length) if length else None
         with (
             open(part, "ab" if resumed else "wb") as out,
-            Progress(total or file.size or 0, file.name, quiet=False) as progress,
+            ProgressBar(total or file.size or 0, file.name, quiet=False) as progress,
         ):
             while block := answer.read(_BLOCK):
                 out.write(block)

@@ -1,8 +1,8 @@
-"""Byte streams that notice a cut-off file: plain, gzip, zstandard, xz and bzip2.
+"""Byte streams that detect a truncated file: plain, gzip, zstandard, xz and bzip2.
 
-`zstandard.stream_reader` ends at a truncated file as it ends at a whole one, and reads only the
-first of several frames unless told otherwise; `ZstdStream` does neither. Every stream counts and
-hashes (SHA-256) the bytes of the file below it, so that reading a file once also identifies it.
+`zstandard.stream_reader` does not report a truncated file, and by default reads only the first of
+several frames; `ZstdStream` reports truncation and reads all frames. `CountedFile` counts and
+hashes (SHA-256) the bytes of a file while they are read, so that one pass also identifies the file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import tarfile
 import zipfile
 import zlib
 from pathlib import Path
+from typing import IO, cast
 
 import zstandard
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-# What a damaged or truncated file raises, by way of the libraries.
-DAMAGE = (
+# The libraries raise these for a damaged or truncated file.
+DAMAGE: tuple[type[Exception], ...] = (
     EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError,
     zipfile.BadZipFile,
 )  # fmt: skip
@@ -31,7 +32,7 @@ _BUFFER = 1 << 20
 
 
 class CountedFile(io.RawIOBase):
-    """A file read from the start; `position` bytes of it so far, `sha256` of those."""
+    """A file read from its start; `position` is the number of bytes read so far."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
@@ -47,9 +48,8 @@ class CountedFile(io.RawIOBase):
         return count
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the whole file; reads what is left of it."""
-        while self.read(_BUFFER):
-            pass
+        """SHA-256 (hex) of the complete file; reads the rest of it."""
+        read_out(self)
         return self._sha256.hexdigest()
 
     def close(self) -> None:
@@ -58,9 +58,9 @@ class CountedFile(io.RawIOBase):
 
 
 class ZstdStream(io.RawIOBase):
-    """All frames of a zstandard stream; EOFError where it ends inside one."""
+    """All frames of a zstandard stream; raises EOFError if the stream ends inside a frame."""
 
-    def __init__(self, source: io.RawIOBase | io.BufferedIOBase) -> None:
+    def __init__(self, source: IO[bytes]) -> None:
         self._source, self._frame, self._left = source, None, b""
         self._out = memoryview(b"")
 
@@ -88,9 +88,12 @@ class ZstdStream(io.RawIOBase):
         return count
 
 
-class _Unlost(io.RawIOBase):
-    """The standard library's decompressors by small reads: where the data breaks off, they would
-    else drop what they had decompressed for the read that fails."""
+class _SmallReads(io.RawIOBase):
+    """Read a decompressor of the standard library in small steps.
+
+    At a truncation these decompressors drop what they have decompressed for the failing read; with
+    small reads that is little.
+    """
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
         self._stream = stream
@@ -104,22 +107,23 @@ class _Unlost(io.RawIOBase):
         return len(piece)
 
 
-def decompressed(name: str, source: io.RawIOBase | io.BufferedIOBase) -> io.BufferedReader:
-    """`source` decompressed as the suffix of `name` says; `read(n)` gives n bytes up to the end."""
+def decompressed(name: str, source: io.RawIOBase | IO[bytes]) -> io.BufferedReader:
+    """Decompress `source` by the suffix of `name`; `read(n)` is shorter than n only at the end."""
     suffix = Path(name.lower()).suffix
+    file = cast(IO[bytes], source)
     if suffix in (".gz", ".tgz"):
-        return io.BufferedReader(_Unlost(gzip.GzipFile(fileobj=source, mode="rb")), _BUFFER)
+        return io.BufferedReader(_SmallReads(gzip.GzipFile(fileobj=file, mode="rb")), _BUFFER)
     if suffix == ".zst":
-        return io.BufferedReader(ZstdStream(source), _BUFFER)
+        return io.BufferedReader(ZstdStream(file), _BUFFER)
     if suffix == ".xz":
-        return io.BufferedReader(_Unlost(lzma.LZMAFile(source)), _BUFFER)
+        return io.BufferedReader(_SmallReads(lzma.LZMAFile(file)), _BUFFER)
     if suffix == ".bz2":
-        return io.BufferedReader(_Unlost(bz2.BZ2File(source)), _BUFFER)
-    return io.BufferedReader(source, _BUFFER)
+        return io.BufferedReader(_SmallReads(bz2.BZ2File(file)), _BUFFER)
+    return io.BufferedReader(cast(io.RawIOBase, source), _BUFFER)
 
 
 def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception | None]:
-    """`size` bytes, fewer at the end; where the stream breaks, what came before and the error."""
+    """Read `size` bytes, fewer at the end; at damage return the bytes before it, and the error."""
     pieces, missing = [], size
     while missing:
         try:
@@ -134,11 +138,12 @@ def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception |
 
 
 def hash_file(path: str | os.PathLike) -> str:
+    """SHA-256 (hex) of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_out(stream: io.BufferedIOBase) -> None:
-    """Read to the end: checksums stand there, and a truncation shows only there."""
+def read_out(stream: io.RawIOBase | io.BufferedIOBase) -> None:
+    """Read to the end: checksums are stored there, and some truncations show only there."""
     while stream.read(_BUFFER):
         pass

@@ -1,20 +1,20 @@
-"""A chunk of text to tokens: what a worker process does.
+"""Encode a chunk of text as tokens: the work of one worker process.
 
-A fault in a record names its place and leaves the other records of the chunk as they are; whether
-it ends the run is for `prepare.py` to say.
+A fault in a record is collected with its place, and the other records of the chunk are encoded;
+`run.py` decides whether the fault ends the run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.data.errors import CorpusError, TokenizerError
+from megatron.data.errors import CorpusError, DataError, TokenizerError, needs_package
 from megatron.data.prepare.chunks import Chunk
-from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.base import Tokenizer, utf8
 
 _ONE_A_LINE = "write one JSON object a line, e.g. with jq -c '.[]'"
 _JOINER = "\n\n"  # lm_dataformat's, between the paragraphs of a text that is a list
@@ -22,10 +22,11 @@ _JOINER = "\n\n"  # lm_dataformat's, between the paragraphs of a text that is a 
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What becomes of a record.
+    """How a record becomes tokens.
 
-    `keys`: keys of a record, each with shards of its own. `ftfy`: mend the text's encoding first,
-    with that library. `pile_sets`: keep only records whose meta.pile_set_name is one of these.
+    `keys`: keys of a record to encode, each to its own shards. `append_eod`: end each document with
+    the tokenizer's eod. `ftfy`: repair the text's encoding first, with the library of that name.
+    `pile_sets`: keep only records whose meta.pile_set_name is one of these; empty keeps all.
     """
 
     keys: tuple[str, ...] = ("text",)
@@ -35,15 +36,13 @@ class EncodeOptions:
 
     def __post_init__(self) -> None:
         if self.ftfy:
-            try:
+            with needs_package("ftfy", "--ftfy", CorpusError):
                 import ftfy  # noqa: F401
-            except ImportError:
-                raise CorpusError("--ftfy needs `pip install ftfy`") from None
 
 
 @dataclass
 class Encoded:
-    """The tokens of a chunk: per key the documents' sizes (int32) and all their tokens."""
+    """The tokens of a chunk: for each key int32 [documents] sizes, and tokens [sum of sizes]."""
 
     source: int
     number: int
@@ -58,7 +57,7 @@ COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_byt
 
 
 class Encoder:
-    """Chunk -> Encoded, by one tokenizer and one set of options."""
+    """A callable Chunk -> Encoded, with one tokenizer and one set of options."""
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
         self.tokenizer, self.options = tokenizer, options
@@ -82,73 +81,64 @@ class Encoder:
         return out
 
     def _records(self, chunk: Chunk, out: Encoded) -> Iterator[list[str]]:
-        """The texts of each record, one for each key, that can be encoded."""
+        """The texts of each record, one for each key; faulty records go to `out.faults`."""
+        records: Iterable[tuple[str, bytes]]
         if chunk.texts is not None:
-            parsed = ((place, [content]) for place, content in chunk.texts)
+            records = chunk.texts
         else:
             lines = (chunk.lines or b"").split(b"\n")
-            parsed = ((f"{chunk.where}:{n}", line) for n, line in enumerate(lines, chunk.first))
-        for place, content in parsed:
+            numbered = enumerate(lines, chunk.first)
+            records = ((f"{chunk.where}:{n}", line) for n, line in numbered if line.strip())
+        for place, content in records:
             try:
-                if isinstance(content, list):
-                    values = [_text(content[0], place)] * len(self.options.keys)
+                text = content.decode("utf-8-sig")
+                if chunk.texts is not None:
+                    values = [text] * len(self.options.keys)
                 else:
-                    if not content or content.isspace():
-                        continue
-                    values = self._values(_text(content, place), place, out)
-                if values is None:
-                    continue
+                    values = self._values(text, out)
                 if self.options.ftfy:
                     import ftfy
 
-                    values = [ftfy.fix_text(text) for text in values]
-                sizes = [_utf8_size(text, place) for text in values]
-            except CorpusError as error:
-                out.faults.append(str(error))
+                    values = [ftfy.fix_text(value) for value in values]
+                sizes = [len(v) if v.isascii() else len(utf8(v)) for v in values]
+            except (DataError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+                out.faults.append(_describe(error, place))
                 continue
             out.counts["text_bytes"] += sum(sizes)
-            yield values
+            if values:
+                yield values
 
-    def _values(self, line: str, place: str, out: Encoded) -> list[str] | None:
-        """The texts of a JSON record; None if its set is not wanted."""
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            fault = error.msg.removesuffix(" at")
-            array = f"; {_ONE_A_LINE}" if line.strip() in ("[", "{") else ""
-            raise CorpusError(
-                f"{place}: is not JSON: {fault} at column {error.colno}{array}"
-            ) from None
-        except RecursionError:
-            raise CorpusError(f"{place}: is nested too deeply") from None
+    def _values(self, line: str, out: Encoded) -> list[str]:
+        """The texts of a JSON record; none if its Pile set is not wanted."""
+        record = json.loads(line)
         keys, sets = self.options.keys, self.options.pile_sets
         if isinstance(record, str) and keys == ("text",) and not sets:
             return [record]  # lm_dataformat's bare strings
         if isinstance(record, list):
-            raise CorpusError(f"{place}: is a JSON array; {_ONE_A_LINE}")
+            raise CorpusError(f"is a JSON array; {_ONE_A_LINE}")
         if not isinstance(record, dict):
-            raise CorpusError(f"{place}: is not a JSON object with a key {keys[0]!r}")
+            raise CorpusError(f"is not a JSON object with a key {keys[0]!r}")
         if sets:
             meta = record.get("meta")
             name = meta.get("pile_set_name") if isinstance(meta, dict) else None
             if name is None:
-                raise CorpusError(f"{place}: has no meta.pile_set_name to choose by")
+                raise CorpusError("has no meta.pile_set_name to choose by")
             if name not in sets:
                 out.counts["left_out_by_set"] += 1
-                return None
-        return [_value(record, key, place) for key in keys]
+                return []
+        return [_value(record, key) for key in keys]
 
     def _encode(self, texts: list[str], out: Encoded) -> None:
-        """Append the shards of one key."""
+        """Append the tokens of one key's texts."""
         tokenizer = self.tokenizer
         arrays = tokenizer.encode_batch(texts)
         eod = np.full(1, tokenizer.eod, tokenizer.dtype)
         sizes = np.fromiter(map(len, arrays), np.int32, len(arrays))
         if self.options.append_eod:
             sizes += 1
-            arrays = [part for ids in arrays for part in (ids, eod)]
+            arrays = [each for ids in arrays for each in (ids, eod)]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
-        # A wrapped token would be a wrong token: the ids are checked before they are narrowed.
+        # A wrapped id would be another token: the ids are checked before they are narrowed.
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
             raise TokenizerError(
                 f"{tokenizer.name}: gave the id {tokens.max()}, outside its vocabulary of "
@@ -160,36 +150,33 @@ class Encoder:
         out.counts["tokens"] += len(tokens)
 
 
-def _value(record: dict, key: str, place: str) -> str:
+def _value(record: dict, key: str) -> str:
     if key not in record:
         found = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise CorpusError(f"{place}: has no key {key!r} (its keys: {found})")
+        raise CorpusError(f"has no key {key!r} (its keys: {found})")
     value = record[key]
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+    if isinstance(value, list) and all(isinstance(paragraph, str) for paragraph in value):
         return _JOINER.join(value)
     if not isinstance(value, str):
-        raise CorpusError(f"{place}: {key!r} is of type {type(value).__name__}, not a string")
+        raise CorpusError(f"{key!r} is of type {type(value).__name__}, not a string")
     return value
 
 
-def _text(content: bytes, place: str) -> str:
-    """UTF-8, without a byte order mark. CorpusError with the place and, in a text, the line."""
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start)
-        record = place.rpartition(":")[2].isdigit()
-        raise CorpusError(
-            f"{place if record else f'{place}:{line + 1}'}: byte {content[error.start]:#04x} is "
-            "not valid UTF-8; convert the file to UTF-8"
-        ) from None
-
-
-def _utf8_size(text: str, place: str) -> int:
-    try:
-        return len(text) if text.isascii() else len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise CorpusError(
-            f"{place}: character {error.start} is {text[error.start]!a}, half of a surrogate "
-            "pair, which UTF-8 cannot hold"
-        ) from None
+def _describe(error: Exception, place: str) -> str:
+    """The message of a faulty record: its place (in a text also the line) and the fault."""
+    match error:
+        case UnicodeDecodeError():
+            if not place.rpartition(":")[2].isdigit():
+                line = error.object.count(b"\n", 0, error.start) + 1
+                place = f"{place}:{line}"
+            byte = error.object[error.start]
+            message = f"byte {byte:#04x} is not valid UTF-8; convert the file to UTF-8"
+        case json.JSONDecodeError():
+            array = f"; {_ONE_A_LINE}" if error.doc.strip() in ("[", "{") else ""
+            fault = error.msg.removesuffix(" at")
+            message = f"is not JSON: {fault} at column {error.colno}{array}"
+        case RecursionError():
+            message = "is nested too deeply"
+        case _:
+            message = str(error)
+    return f"{place}: {message}"

@@ -1,40 +1,42 @@
-"""The journal of a run that prepares data: how far it is, so that a killed one goes on from there.
+"""The journal of a preparation run: how far it is, so that a killed run can go on from there.
 
-PREFIX.journal says what the run is (its inputs, tokenizer and options) and, every few seconds,
-replaced by a rename: the last chunk written, and how many documents and tokens the .part files
-then held. Whatever lies beyond is dropped when the run goes on, and the next chunk follows, so the
-shards are the bytes of an unbroken run.
+PREFIX.journal identifies the run (inputs, tokenizer and options) and, updated every few seconds,
+names the last chunk written and the numbers of documents and tokens that the .part files then held.
+A resumed run drops what lies beyond and continues with the next chunk, so the shards are the bytes
+of an uninterrupted run.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from megatron import files
 from megatron.data.shards.format import shard_path
 
 
 class Journal:
-    """`job`: JSON values that must be equal for a run to go on where another stopped."""
+    """`job`: JSON values that must be equal for a run to continue an interrupted one.
+
+    `refused`: why `read` did not use an existing journal, or None.
+    """
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:
         self.path = shard_path(prefix, ".journal")
-        self._part = Path(f"{self.path}.part")
         self.job, self.seconds = json.loads(json.dumps(job)), seconds
-        self._last = time.monotonic()
-        self.refused: str | None = None  # why `read` found none, where there is a journal
+        self._last_write = time.monotonic()
+        self.refused: str | None = None
 
     def read(self) -> dict | None:
         """The state of an interrupted run of the same job, or None."""
+        if not self.exists:
+            return None
         try:
             entry = json.loads(self.path.read_text(encoding="utf-8"))
             job, state = entry["job"], entry["state"]
-        except FileNotFoundError:
-            return None
         except (ValueError, KeyError, TypeError) as error:
             self.refused = f"is not a journal ({error!r})"
             return None
@@ -46,19 +48,19 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        return time.monotonic() - self._last >= self.seconds
+        """Whether `seconds` have passed since the last write."""
+        return time.monotonic() - self._last_write >= self.seconds
 
     @property
     def exists(self) -> bool:
         return self.path.exists()
 
     def write(self, state: dict) -> None:
-        text = json.dumps({"job": self.job, "state": state})
-        self._part.write_text(text, encoding="utf-8")
-        os.replace(self._part, self.path)
-        self._last = time.monotonic()
+        files.write_text(self.path, json.dumps({"job": self.job, "state": state}))
+        self._last_write = time.monotonic()
 
     def remove(self) -> None:
-        for path in (self.path, self._part):
-            with suppress(FileNotFoundError):
-                path.unlink()
+        """Remove the journal, and what a killed `write` may have left."""
+        self.path.unlink(missing_ok=True)
+        for path in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{files.UNFINISHED}"):
+            path.unlink()

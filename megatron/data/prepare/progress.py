@@ -1,5 +1,4 @@
-"""What a long run says: a bar over the input's bytes, documents and text a second, time left; then
-what it skipped."""
+"""Output of a long run: a progress bar over the input's bytes, then what was skipped."""
 
 from __future__ import annotations
 
@@ -15,16 +14,18 @@ if TYPE_CHECKING:
 _LISTED = 10  # skipped records or files shown; all records are in PREFIX.skipped.txt
 
 
-class Progress:
-    """A bar to `total` bytes of input (0: unknown), on the error stream; `quiet` for none. It
-    appears with the first bytes that are done."""
+class ProgressBar:
+    """A bar to `total` bytes of input (0: unknown) on stderr; with `quiet` none.
+
+    It shows documents and text per second and the time left, from the first `show` on.
+    """
 
     def __init__(self, total: int, label: str, quiet: bool) -> None:
         self._total, self._label, self._quiet = total, label, quiet
         self._bar: tqdm | None = None
         self._begun: tuple[float, int, int] | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:
@@ -35,9 +36,9 @@ class Progress:
         self._bar.close()
 
     def _begin(self) -> tqdm:
-        from tqdm import tqdm  # by now the workers are at work
+        from tqdm import tqdm  # imported late: by then the workers are running
 
-        # A log file gets a line now and then instead of ten a second.
+        # A log file gets a line every 15 seconds instead of five per second.
         seconds = 0.2 if sys.stderr.isatty() else 15.0
         return tqdm(
             total=self._total or None, desc=self._label, unit="B", unit_scale=True,
@@ -45,14 +46,19 @@ class Progress:
         )  # fmt: skip
 
     def show(self, read: int, counts: dict[str, int]) -> None:
-        """`read` bytes of the input are done, with these counts since the very start."""
+        """Update the bar.
+
+        Args:
+            read: Bytes of input that are done.
+            counts: Totals so far; a resumed run's include those of the interrupted one.
+        """
         if self._quiet:
             return
         if self._bar is None:  # a bar without total has no truth value
             self._bar = self._begin()
         read = max(0, min(read, self._total or read))
         now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
-        if self._begun is None:  # a resumed run: what it did not do does not count
+        if self._begun is None:  # a resumed run's rates count its own work only
             self._begun = (now, documents, text)
             self._bar.initial = read
         begun, documents_then, text_then = self._begun
@@ -67,14 +73,14 @@ class Progress:
 
 
 def describe_nothing(inputs: list[str], causes: dict[str, int]) -> str:
-    """That the inputs gave no document; `causes`: how many records were lost to what."""
-    told = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
+    """The message that the inputs contain no document; `causes`: lost records, by cause."""
+    lost = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
     shown = ", ".join(inputs[:_LISTED]) + (", ..." if len(inputs) > _LISTED else "")
-    return f"{shown}: no document with text in it{f' ({told})' if told else ''}"
+    return f"{shown}: no document with text in it{f' ({lost})' if lost else ''}"
 
 
 def describe_skipped(path: str | os.PathLike, faults: int) -> str:
-    """The first of the skipped records, and where they all are listed."""
+    """The message that lists the first skipped records, and names the file that lists them all."""
     with open(path, encoding="utf-8") as file:
         shown = "".join(f"  {line}" for line in itertools.islice(file, _LISTED))
     more = "  ..." if faults > _LISTED else ""

@@ -1,7 +1,7 @@
-"""Each kind of source (`sources.py`) to chunks, streaming: never a whole archive in memory.
+"""Read each kind of source (`sources.py`) as chunks, streaming: never a complete archive in memory.
 
-A place in a message is `file:record`, `file!member:record` inside an archive, counted from 1.
-A truncated or damaged file raises Fault where reading stops, after the chunks before it.
+A place in a message is `file:record`, or `file!member:record` inside an archive, counted from 1.
+At damage or truncation a reader first yields the chunks before it, then raises Fault.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import IO, cast
 
 from megatron.data.prepare.chunks import (
-    CHUNK_BYTES,
-    MAX_TEXTS,
     Chunk,
-    Fault,
-    damaged,
+    Place,
+    damage_as_fault,
     line_chunks,
     positioned,
     text_chunks,
@@ -27,137 +27,127 @@ from megatron.data.prepare.compression import DAMAGE, CountedFile, decompressed,
 from megatron.data.prepare.read_tables import read_hub, read_parquet
 from megatron.data.prepare.sources import Source, kind_of
 
-Read = Iterator[Chunk]
+Member = tuple[str, Callable[[], IO[bytes]]]
+"""Place of an archive's member, and the function that opens it."""
 
 
-def read_source(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
-    """The chunks of one source. `facts` gets the SHA-256 of what was read through to the end."""
+def read_source(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
+    """Read the chunks of one source.
+
+    Args:
+        source: The input.
+        keys: Keys of a record that will be encoded.
+        facts: Gets the SHA-256 of the input once it has been read to its end.
+
+    Raises:
+        Fault: at damage.
+        CorpusError: if the library for this kind is not installed.
+    """
     return _READERS[source.kind](source, keys, facts)
 
 
-class _Tar(tarfile.TarFile):
-    """Knows whether it has `ended`; tarfile itself takes a cut-off archive for a whole one."""
+class _TarFile(tarfile.TarFile):
+    """A tar that knows whether its end mark was read; `tarfile` accepts a truncated archive."""
 
     ended = False
 
 
 class _TarEntry(tarfile.TarInfo):
-    """Notes the mark that ends an archive."""
+    """A header that records the end mark of its archive."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
         try:
             return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:
-            tar.ended = True
+        except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]  no stub
+            cast(_TarFile, tar).ended = True
             raise
 
 
-def _sequential(read: Callable) -> Callable:
-    """A reader of one stream: opens, decompresses, hashes it, and turns damage into a Fault."""
+def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> Callable:
+    """Make a reader of one stream into a reader of a source: open, decompress, hash."""
 
-    def reader(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
-        raw = CountedFile(source.path)
-        place = [source.path]  # the reader says here how far it is
-        try:
+    def reader(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
+        place = Place(source.path)
+        with CountedFile(source.path) as raw, damage_as_fault(place):
             stream = decompressed(source.path, raw)
             yield from positioned(read(stream, place), lambda: raw.position)
             facts["sha256"] = raw.digest()
-        except DAMAGE as error:
-            raise Fault(place[0], damaged(error)) from error
-        finally:
-            raw.close()
 
     return reader
 
 
-def _read_jsonl(stream: io.BufferedReader, place: list[str]) -> Read:
-    return line_chunks(stream, place[0])
+def _read_jsonl(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
+    return line_chunks(stream, place.name)
 
 
-def _read_tar(stream: io.BufferedReader, place: list[str]) -> Read:
-    path = place[0]
-    with _Tar.open(fileobj=stream, mode="r|", tarinfo=_TarEntry) as archive:
+def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
+    path = place.name
+    with _TarFile.open(fileobj=stream, mode="r|", tarinfo=_TarEntry) as archive:
 
-        def members() -> Iterator[tuple[str, Callable[[], io.BufferedIOBase]]]:
+        def members() -> Iterator[Member]:
             for entry in archive:
-                archive.members = []  # else it keeps every header: memory without bound
+                archive.members = []  # otherwise it keeps every header: memory without bound
                 if entry.isfile():
-                    place[0] = f"{path}!{entry.name}"
-                    yield place[0], lambda entry=entry: archive.extractfile(entry)
+                    place.name = f"{path}!{entry.name}"
+                    yield (
+                        place.name,
+                        lambda entry=entry: cast(IO[bytes], archive.extractfile(entry)),
+                    )
 
-        yield from _members(members(), path, place)
-        if not archive.ended:
+        yield from _member_chunks(members(), path)
+        if not cast(_TarFile, archive).ended:
             raise EOFError("the archive ends without its end mark")
-    read_out(stream)  # a gzip checksum stands behind the last member
+    read_out(stream)  # a gzip checksum follows the last member
 
 
-def _members(
-    members: Iterator[tuple[str, Callable[[], io.BufferedIOBase]]], path: str, place: list[str]
-) -> Read:
-    """Chunks of an archive's members: records of .jsonl ones, the others are documents."""
-    batch: list[tuple[str, bytes]] = []
-    size = 0
-
-    def flushed() -> Read:
-        nonlocal batch, size
-        if batch:
-            yield Chunk(path, texts=batch)
-        batch, size = [], 0
-
-    try:
-        for name, open_member in members:
-            with open_member() as member:
-                if kind_of(name) == "jsonl":
-                    yield from flushed()
-                    inner = decompressed(name, member)
-                    yield from line_chunks(inner, name)
-                    read_out(inner)
-                else:
-                    batch.append((name, member.read()))
-                    size += len(batch[-1][1])
-            if size >= CHUNK_BYTES or len(batch) >= MAX_TEXTS:
-                yield from flushed()
-    except Exception:  # what was read before the archive broke counts
-        yield from flushed()
-        raise
-    yield from flushed()
+def _member_chunks(members: Iterator[Member], path: str) -> Iterator[Chunk]:
+    """Chunks of an archive: members named .jsonl hold records, every other one is a document."""
+    for is_records, group in groupby(members, lambda member: kind_of(member[0]) == "jsonl"):
+        if is_records:
+            for name, open_member in group:
+                with open_member() as member:
+                    stream = decompressed(name, member)
+                    yield from line_chunks(stream, name)
+                    read_out(stream)
+        else:
+            yield from text_chunks(map(_read_member, group), path)
 
 
-def _read_dat(stream: io.BufferedReader, place: list[str]) -> Read:
+def _read_member(member: Member) -> tuple[str, bytes]:
+    name, open_member = member
+    with open_member() as file:
+        return name, file.read()
+
+
+def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """lm_dataformat's DatArchive: 16 decimal digits, the length in bytes, then the document."""
-    path = place[0]
+    path = place.name
 
     def documents() -> Iterator[tuple[str, bytes]]:
         number = 0
         while head := stream.read(16):
             number += 1
-            place[0] = f"{path}:{number}"
+            place.name = f"{path}:{number}"
             if len(head) < 16 or not head.isdigit():
                 raise EOFError(f"{head!r} is not the length of a document")
             content = stream.read(int(head))
             if len(content) < int(head):
                 raise EOFError(f"the document has {len(content)} of {int(head)} bytes")
-            yield place[0], content
+            yield place.name, content
 
     return text_chunks(documents(), path)
 
 
-def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
+def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
     done, digests = 0, []
 
     def documents() -> Iterator[tuple[str, bytes]]:
         nonlocal done
         for path in source.paths:
-            raw = CountedFile(path)
-            try:
-                stream = decompressed(path, raw)
-                yield path, stream.read()
+            with CountedFile(path) as raw, damage_as_fault(Place(path)):
+                yield path, decompressed(path, raw).read()
                 digests.append(raw.digest())
-            except DAMAGE as error:
-                raise Fault(path, damaged(error)) from error
-            finally:
-                raw.close()
             done += os.path.getsize(path)
 
     yield from positioned(text_chunks(documents(), source.path), lambda: done)
@@ -168,25 +158,27 @@ def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
         facts["sha256_of_sha256s"] = hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Read:
-    place = [source.path]
-    with open(source.path, "rb") as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
+def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
+    place = Place(source.path)
+    # The library raises the last two for an unknown compression and an encrypted member.
+    errors = (*DAMAGE, NotImplementedError, RuntimeError)
+    with (
+        open(source.path, "rb") as file,
+        damage_as_fault(place, errors),
+        zipfile.ZipFile(file) as archive,
+    ):
 
-                def members() -> Iterator[tuple[str, Callable[[], io.BufferedIOBase]]]:
-                    for entry in archive.infolist():
-                        if not entry.is_dir():
-                            place[0] = f"{source.path}!{entry.filename}"
-                            yield place[0], lambda entry=entry: archive.open(entry)
+        def members() -> Iterator[Member]:
+            for entry in archive.infolist():
+                if not entry.is_dir():
+                    place.name = f"{source.path}!{entry.filename}"
+                    yield place.name, lambda entry=entry: archive.open(entry)
 
-                yield from positioned(_members(members(), source.path, place), file.tell)
-        except (*DAMAGE, NotImplementedError, RuntimeError) as error:
-            raise Fault(place[0], damaged(error)) from error
+        yield from positioned(_member_chunks(members(), source.path), file.tell)
     facts["sha256"] = hash_file(source.path)
 
 
-_READERS: dict[str, Callable[..., Read]] = {
+_READERS: dict[str, Callable[..., Iterator[Chunk]]] = {
     "jsonl": _sequential(_read_jsonl),
     "tar": _sequential(_read_tar),
     "dat": _sequential(_read_dat),

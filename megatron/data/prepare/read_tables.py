@@ -1,4 +1,4 @@
-"""Tables to chunks: parquet files (pyarrow), and data sets of a hub or a folder (`datasets`).
+"""Read tables as chunks: parquet files (pyarrow), and data sets of a hub or a folder (`datasets`).
 
 Both libraries are imported where they are used; `datasets` is optional.
 """
@@ -6,10 +6,10 @@ Both libraries are imported where they are used; `datasets` is optional.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from megatron.data.errors import CorpusError
-from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault, damaged, positioned
+from megatron.data.errors import CorpusError, needs_package
+from megatron.data.prepare.chunks import Chunk, Fault, Place, batches, damage_as_fault, positioned
 from megatron.data.prepare.compression import DAMAGE, hash_file
 from megatron.data.prepare.sources import HUB, Source
 
@@ -18,83 +18,68 @@ _BUFFER = 1 << 20
 
 
 def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    try:
+    """Chunks of a parquet file: the columns `keys`, and `meta` if the file has it."""
+    with needs_package("pyarrow", f"{source.path}: reading parquet", CorpusError):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise CorpusError(f"{source.path}: reading parquet needs `pip install pyarrow`") from None
-    done = 0
-    try:
-        # Reading ahead, by pre_buffer or threads, would hold more the longer the file is.
-        options = {"pre_buffer": False, "buffer_size": _BUFFER}
-        with pyarrow.parquet.ParquetFile(source.path, **options) as file:
-            names, total = file.schema_arrow.names, max(1, file.metadata.num_rows)
-            if missing := [key for key in keys if key not in names]:
-                raise Fault(
-                    f"{source.path}:1", f"has no column {missing[0]!r} (its columns: {names})"
-                )
-            columns = [*keys, *(name for name in ("meta",) if name in names)]
+    done, place = 0, Place(f"{source.path}:1")
+    # Reading ahead, by pre_buffer or threads, would hold more the longer the file is.
+    options = {"pre_buffer": False, "buffer_size": _BUFFER}
+    with (
+        damage_as_fault(place, (pyarrow.ArrowException, *DAMAGE)),
+        pyarrow.parquet.ParquetFile(source.path, **options) as file,
+    ):
+        names, total = file.schema_arrow.names, max(1, file.metadata.num_rows)
+        if missing := [key for key in keys if key not in names]:
+            raise Fault(place.name, f"has no column {missing[0]!r} (its columns: {names})")
+        columns = [*keys, *(name for name in ("meta",) if name in names)]
 
-            def rows() -> Iterator[dict]:
-                nonlocal done
-                for batch in file.iter_batches(_BATCH, columns=columns, use_threads=False):
-                    for row in batch.to_pylist():
-                        done += 1
-                        yield row
+        def rows() -> Iterator[dict]:
+            nonlocal done
+            for batch in file.iter_batches(_BATCH, columns=columns, use_threads=False):
+                for row in batch.to_pylist():
+                    done += 1
+                    yield row
+                place.name = f"{source.path}:{done + 1}"
 
-            chunks = record_chunks(rows(), source.path)
-            yield from positioned(chunks, lambda: source.size * done // total)
-    except (pyarrow.ArrowException, *DAMAGE) as error:
-        raise Fault(f"{source.path}:{done + 1}", damaged(error)) from error
+        chunks = _record_chunks(rows(), source.path)
+        yield from positioned(chunks, lambda: source.size * done // total)
     facts["sha256"] = hash_file(source.path)
 
 
 def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    try:
+    """Chunks of a data set of a hub (`hub:ID[:SPLIT]`), or of a folder written by `datasets`."""
+    with needs_package("datasets", f"{source.path}: a hub's data set", CorpusError):
         import datasets
-    except ImportError:
-        raise CorpusError(f"{source.path}: a hub's data set needs `pip install datasets`") from None
-    try:
+    place, any_error = Place(source.path), (Exception,)  # the library documents none
+    with damage_as_fault(place, any_error, "cannot be opened"):
         if source.path.startswith(HUB):
             name, _, split = source.path[len(HUB) :].partition(":")
             rows = datasets.load_dataset(name, split=split or "train", streaming=True)
         else:
             rows = datasets.load_from_disk(source.path)
             facts["fingerprint"] = getattr(rows, "_fingerprint", None)
-    except Exception as error:  # the library and those below it raise whatever they like
-        raise Fault(source.path, f"cannot be opened: {error}") from error
     if isinstance(rows, dict):
         raise Fault(source.path, f"holds several splits; give one of {sorted(rows)}'s folder")
     done = 0
 
-    def records() -> Iterator[dict]:
+    def records() -> Iterator[Mapping]:
         nonlocal done
         for row in rows:
             done += 1
+            place.name = f"{source.path}:{done + 1}"
             yield row
 
-    try:
-        yield from record_chunks(records(), source.path)
-    except Exception as error:
-        raise Fault(f"{source.path}:{done + 1}", f"cannot be read on: {error}") from error
+    place.name = f"{source.path}:1"
+    with damage_as_fault(place, any_error, "cannot be read further"):
+        yield from _record_chunks(records(), source.path)
     facts["rows"] = done
 
 
-def record_chunks(rows: Iterable[dict], where: str) -> Iterator[Chunk]:
-    """Rows of a table as JSON lines, about CHUNK_BYTES together: one way through the workers for
-    all records."""
-    lines, size, first = [], 0, 1
-    try:
-        for row in rows:
-            line = json.dumps(row, default=str, ensure_ascii=False) + "\n"
-            lines.append(line.encode("utf-8", "surrogatepass"))
-            size += len(lines[-1])
-            if size >= CHUNK_BYTES or len(lines) >= MAX_TEXTS:
-                yield Chunk(where, first, b"".join(lines))
-                lines, size, first = [], 0, first + len(lines)
-    except Exception:  # what was read before the table broke counts
-        if lines:
-            yield Chunk(where, first, b"".join(lines))
-        raise
-    if lines:
-        yield Chunk(where, first, b"".join(lines))
+def _record_chunks(rows: Iterable[Mapping], where: str) -> Iterator[Chunk]:
+    """Rows of a table as JSON lines, which the workers read like the lines of a .jsonl file."""
+    lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+    first = 1
+    for batch in batches((line.encode("utf-8", "surrogatepass") for line in lines), len):
+        yield Chunk(where, first, b"".join(batch))
+        first += len(batch)

@@ -1,21 +1,22 @@
-"""Text to a data set of tokens: PREFIX.bin, PREFIX.idx and PREFIX.json, the manifest.
+"""Prepare a data set of tokens from text: PREFIX.bin, PREFIX.idx and PREFIX.json, the manifest.
 
-Readers cut the inputs into chunks, worker processes encode them, and this process writes what comes
-back, in order. Each document is closed by the tokenizer's eod; empty documents are left out, as
-GPT-NeoX's `preprocess_data.py` does, and counted. A run that was killed, stopped at a fault or
-found the disk full goes on where it stopped when the same command is given again, and the files are
-those of an unbroken run, byte for byte, whatever the number of workers.
+Readers split the inputs into chunks, worker processes encode them, and this process writes the
+results in order. The tokenizer's eod ends each document; empty documents are left out, as in
+GPT-NeoX's `preprocess_data.py`, and counted. If a run was killed, stopped at a fault or filled the
+disk, the same command goes on where it stopped. The files are those of an uninterrupted run, byte
+for byte, whatever the number of workers.
 
-Partition I of N takes the chunks that end in the I-th N-th of the inputs' bytes, so the partitions
-one after the other are the unpartitioned data set.
+Partition I of N takes the chunks that end in the I-th N-th of the inputs' bytes, so the
+concatenation of all partitions is the unpartitioned data set.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.data.errors import CorpusError, DataError
 from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault
 from megatron.data.prepare.encode import COUNTS, Encoded, EncodeOptions, Encoder
 from megatron.data.prepare.journal import Journal
-from megatron.data.prepare.progress import Progress, describe_nothing, describe_skipped
+from megatron.data.prepare.progress import ProgressBar, describe_nothing, describe_skipped
 from megatron.data.prepare.read_files import read_source
 from megatron.data.prepare.sources import Source
 from megatron.data.prepare.workers import Workers
@@ -36,11 +37,11 @@ from megatron.data.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How a run goes; `encode`: what becomes of a record.
+    """Options of a run; `encode`: how a record becomes tokens.
 
     `on_error`: "stop" at a faulty record or file, or "skip" it, counted and listed. `partition`:
-    (i, n), the i-th of n parts, from 1. `checkpoint_seconds`: how much work a kill can cost.
-    `quiet`: no progress bar.
+    (i, n), the i-th of n partitions, from 1. `checkpoint_seconds`: a killed run loses at most the
+    work of so many seconds. `quiet`: no progress bar.
     """
 
     encode: EncodeOptions = EncodeOptions()
@@ -53,28 +54,46 @@ class PrepareOptions:
 
 def write_shards(
     sources: list[Source],
-    prefixes: list[str | os.PathLike],
+    prefixes: Sequence[str | os.PathLike],
     tokenizer: Tokenizer,
     options: PrepareOptions = PrepareOptions(),
     *,
     about: dict | None = None,
     label: str = "tokenising",
 ) -> list[dict]:
-    """Encode `sources` into shards, one prefix for each of `options.encode.keys`.
+    """Encode `sources` into shards.
 
-    Returns the manifests, whose `source` holds `about` and each input's size and SHA-256. Raises
-    CorpusError at a fault, or if there is no document with text; no .idx is then left.
+    Args:
+        sources: Inputs, in the order of their documents.
+        prefixes: Prefix of the shards for each of `options.encode.keys`.
+        tokenizer: Encodes the text.
+        options: Options of the run.
+        about: Facts about the corpus, for the manifest.
+        label: Text before the progress bar.
+
+    Returns:
+        The manifests; their `source` holds `about` and each input's size and SHA-256.
+
+    Raises:
+        CorpusError: at a fault, or if no document has text; no .idx is then left.
     """
     return _Run(sources, prefixes, tokenizer, options, about or {}, label).run()
 
 
 class _Run:
-    def __init__(self, sources, prefixes, tokenizer, options, about, label) -> None:
+    def __init__(
+        self,
+        sources: list[Source],
+        prefixes: Sequence[str | os.PathLike],
+        tokenizer: Tokenizer,
+        options: PrepareOptions,
+        about: dict,
+        label: str,
+    ) -> None:
         self.sources, self.tokenizer, self.options = sources, tokenizer, options
         self.prefixes, self.about, self.label = [os.fspath(p) for p in prefixes], about, label
-        if len(self.prefixes) != len(options.encode.keys):
-            raise ValueError(f"{len(self.prefixes)} prefixes, keys {options.encode.keys}")
-        if max(options.partition) > 1 and any(source.kind == "hub" for source in sources):
+        self.partition, self.partitions = options.partition
+        if self.partitions > 1 and any(source.kind == "hub" for source in sources):
             raise CorpusError("a hub's data set has no bytes to share: --partition needs files")
         encode = options.encode
         job = {
@@ -82,16 +101,17 @@ class _Run:
             "tokenizer": tokenizer.fingerprint(),
             "options": [encode.keys, encode.append_eod, encode.ftfy, encode.pile_sets],
             "partition": options.partition,
-            "chunks": [CHUNK_BYTES, MAX_TEXTS],  # their numbers depend on these
+            "chunks": [CHUNK_BYTES, MAX_TEXTS],  # chunk numbers depend on these
         }
         self.journal = Journal(self.prefixes[0], job, options.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
         self.skipped_part = Path(f"{self.skipped_path}.part")
         self.facts: list[dict] = [{} for _ in sources]
-        self.counts = dict.fromkeys(COUNTS, 0)
-        self.done: list[int] | None = None  # (source, number) of the last chunk written
-        self.begin: list[int] | None = None  # of the first, for the check before a merge
-        self.ends = [sum(s.size for s in sources[: i + 1]) for i in range(len(sources))]
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.first: list[int] | None = None  # (source, number) of the first chunk written
+        self.last: list[int] | None = None  # (source, number) of the last chunk written
+        self.ends = list(itertools.accumulate(source.size for source in sources))
+        self.total = sum(source.size for source in sources)  # bytes of all inputs
 
     def run(self) -> list[dict]:
         encoder = Encoder(self.tokenizer, self.options.encode)
@@ -104,40 +124,36 @@ class _Run:
             self.skipped = stack.enter_context(
                 open(self.skipped_part, "a", encoding="utf-8", errors="backslashreplace")
             )
-            total = self.ends[-1] // self.options.partition[1] if self.ends else 0
+            share = self.total // self.partitions
             try:
-                with Progress(total, self.label, self.options.quiet) as progress:
+                with ProgressBar(share, self.label, self.options.quiet) as progress:
                     for result in workers.map(self._chunks()):
-                        self._take(result, progress)
-                manifests = self._finish()
-            except OSError as error:  # a full disk's names no file
-                place = "" if error.filename else f"{self.prefixes[0]}: "
-                raise CorpusError(f"{place}{error}; {self._kept()}") from error
-            except DataError as error:
-                raise type(error)(f"{error}{self._kept(', ')}") from error
+                        self._write(result, progress)
+                return self._finish()
+            except (OSError, DataError) as error:
+                raise self._described(error) from error
             finally:
                 for writer in self.writers:
                     writer.keep_parts = self.journal.exists
                 if not self.journal.exists:
                     self.skipped_part.unlink(missing_ok=True)
-        return manifests
 
     def _resume(self) -> None:
-        """Go on from the journal of the same job, if the .part files hold what it says."""
+        """Continue the journal of the same job, if the .part files are as long as it records."""
         state = self.journal.read()
-        held = state and all(
+        resumable = state is not None and all(
             writer.shared_name and writer.holds(*written)
             for writer, written in zip(self.writers, state["written"], strict=True)
         )
         self.skipped_part.touch()
-        if not held:
+        if state is None or not resumable:
             if self.journal.exists and not self.options.quiet:
                 why = self.journal.refused or "counts more than the .part files hold"
-                print(f"{self.journal.path}: {why}; beginning anew", file=sys.stderr)
+                print(f"{self.journal.path}: {why}; starting over", file=sys.stderr)
             self.journal.remove()
             state = {"written": [(0, 0)] * len(self.writers), "skipped_bytes": 0}
         else:
-            self.done, self.begin, self.counts = state["done"], state["begin"], state["counts"]
+            self.first, self.last, self.counts = state["begin"], state["done"], state["counts"]
             self.facts = state["facts"]
             if not self.options.quiet:
                 print(f"going on after {self.counts['documents']:,} documents", file=sys.stderr)
@@ -147,39 +163,45 @@ class _Run:
 
     def _chunks(self) -> Iterator[Chunk]:
         """The chunks of this partition that are not yet written, numbered."""
-        part, parts = self.options.partition
-        total = self.ends[-1] if self.ends else 0
-        first_source = self.done[0] if self.done else 0
+        wanted, partitions = self.partition - 1, self.partitions
+        first_source = self.last[0] if self.last else 0
         for number, source in enumerate(self.sources):
-            start, end = self.ends[number] - source.size, self.ends[number]
-            if number < first_source or (end * parts < total * (part - 1) and parts > 1):
+            end = self.ends[number]
+            if number < first_source or end * partitions < self.total * wanted:
                 continue
-            for chunk in self._guarded(number, source):
-                chunk.source = number
-                # In which of the parts the chunk ends; the very end belongs to the last.
-                at = min(parts - 1, (start + chunk.position) * parts // max(1, total))
-                if parts > 1 and at >= part:
+            for chunk in self._numbered(number, source):
+                # The chunk belongs to the partition in which it ends; the very end to the last.
+                ends_at = end - source.size + chunk.position
+                found = min(partitions - 1, ends_at * partitions // max(1, self.total))
+                if found > wanted:
                     return
-                before = self.done and [number, chunk.number] <= self.done
-                if not before and (parts == 1 or at == part - 1):
+                written = self.last and [number, chunk.number] <= self.last
+                if found == wanted and not written:
                     yield chunk
 
-    def _guarded(self, number: int, source: Source) -> Iterator[Chunk]:
-        """The chunks of one source; what breaks its reading becomes its last one."""
-        position = count = 0
+    def _numbered(self, source_number: int, source: Source) -> Iterator[Chunk]:
+        """The chunks of one source; a fault that ends its reading becomes the last chunk."""
+        chunk, keys = Chunk(source.path), self.options.encode.keys
+        count = 0
         try:
-            keys = self.options.encode.keys
-            for count, chunk in enumerate(read_source(source, keys, self.facts[number]), 1):
-                chunk.number, position = count, chunk.position
+            for count, chunk in enumerate(read_source(source, keys, self.facts[source_number]), 1):
+                chunk.source, chunk.number = source_number, count
                 yield chunk
-            # A folder's text files may be empty, as __init__.py is; an archive has a purpose.
+            # A text file may be empty, as __init__.py is; an archive without records is a mistake.
             fault = None if count or source.kind == "text" else f"{source.path}: has no records"
         except Fault as error:
             fault = str(error)
         if fault is not None:
-            yield Chunk(source.path, fault=fault, number=count + 1, position=position)
+            yield Chunk(
+                source.path,
+                fault=fault,
+                position=chunk.position,
+                source=source_number,
+                number=count + 1,
+            )
 
-    def _take(self, result: Encoded, progress: Progress) -> None:
+    def _write(self, result: Encoded, progress: ProgressBar) -> None:
+        """Append the tokens of one chunk, and write the journal if it is due."""
         if result.faults and self.options.on_error == "stop":
             raise CorpusError(result.faults[0])
         for fault in result.faults:
@@ -188,17 +210,16 @@ class _Run:
             writer.add_documents(tokens, sizes)
         for name, count in result.counts.items():
             self.counts[name] += count
-        self.done = [result.source, result.number]
-        self.begin = self.begin or self.done
+        self.last = [result.source, result.number]
+        self.first = self.first or self.last
         read = self.ends[result.source] - self.sources[result.source].size + result.position
-        part, parts = self.options.partition
-        progress.show(read - self.ends[-1] * (part - 1) // parts, self.counts)
+        progress.show(read - self.total * (self.partition - 1) // self.partitions, self.counts)
         if self.journal.due:
             written = [writer.sync() for writer in self.writers]
             self.skipped.flush()
             state = {
-                "done": self.done,
-                "begin": self.begin,
+                "done": self.last,
+                "begin": self.first,
                 "written": written,
                 "counts": self.counts,
                 "facts": self.facts,
@@ -207,35 +228,11 @@ class _Run:
             self.journal.write(state)
 
     def _finish(self) -> list[dict]:
-        part, parts = self.options.partition
+        """Complete the shards and the list of skipped records; return the manifests."""
         faults = self.counts.pop("faults")
         if not self.counts["documents"]:
-            causes = {
-                "faulty records skipped": faults,
-                "without text": self.counts["empty_documents"],
-                "left out by --pile-set": self.counts["left_out_by_set"],
-            }
-            text = describe_nothing([source.path for source in self.sources], causes)
-            if parts == 1:
-                raise CorpusError(f"{text}; nothing is written")
-            # The share of a small input may be nothing.
-            print(f"partition {part}/{parts} of {text}", file=sys.stderr)
-        inputs = [
-            {"path": source.path, "bytes": source.size, **fact}
-            for source, fact in zip(self.sources, self.facts, strict=True)
-        ]
-        source = {**self.about, "files": inputs, "skipped": faults}
-        if parts > 1:
-            source["partition"] = {"part": part, "of": parts, "begin": self.begin, "end": self.done}
-        manifests = []
-        for writer, key in zip(self.writers, self.options.encode.keys, strict=True):
-            counts = {**self.counts, "documents": len(writer), "tokens": writer.tokens}
-            described = source if key == "text" else {**source, "key": key}
-            manifest = build_manifest(
-                self.tokenizer, self.options.encode.append_eod, counts, described
-            )
-            writer.manifest = to_bytes(manifest)
-            manifests.append(manifest)
+            self._report_no_documents(faults)
+        manifests = self._manifests(faults)
         self.skipped.flush()
         if faults:
             os.replace(self.skipped_part, self.skipped_path)
@@ -243,15 +240,56 @@ class _Run:
         else:
             self.skipped_part.unlink(missing_ok=True)
             self.skipped_path.unlink(missing_ok=True)
-        for writer in self.writers:
+        for writer, manifest in zip(self.writers, manifests, strict=True):
+            writer.manifest = to_bytes(manifest)
             writer.keep_parts = self.journal.exists
             writer.finalize()
         self.journal.remove()
         return manifests
 
-    def _kept(self, before: str = "") -> str:
-        """What a stopped run says of the work it leaves."""
-        if not self.journal.exists:
-            return "" if before else "nothing is written"
-        documents = json.loads(self.journal.path.read_text())["state"]["counts"]["documents"]
-        return f"{before}the same command goes on after the first {documents:,} documents"
+    def _report_no_documents(self, faults: int) -> None:
+        """CorpusError, except for one of several partitions: that of a small input may be empty."""
+        causes = {
+            "faulty records skipped": faults,
+            "without text": self.counts["empty_documents"],
+            "left out by --pile-set": self.counts["left_out_by_set"],
+        }
+        text = describe_nothing([source.path for source in self.sources], causes)
+        if self.partitions == 1:
+            raise CorpusError(f"{text}; nothing is written")
+        print(f"partition {self.partition}/{self.partitions} of {text}", file=sys.stderr)
+
+    def _manifests(self, faults: int) -> list[dict]:
+        inputs = [
+            {"path": source.path, "bytes": source.size, **fact}
+            for source, fact in zip(self.sources, self.facts, strict=True)
+        ]
+        described = {**self.about, "files": inputs, "skipped": faults}
+        if self.partitions > 1:
+            described["partition"] = {
+                "part": self.partition,
+                "of": self.partitions,
+                "begin": self.first,
+                "end": self.last,
+            }
+        encode = self.options.encode
+        return [
+            build_manifest(
+                self.tokenizer,
+                encode.append_eod,
+                {**self.counts, "documents": len(writer), "tokens": writer.tokens},
+                described if key == "text" else {**described, "key": key},
+            )
+            for writer, key in zip(self.writers, encode.keys, strict=True)
+        ]
+
+    def _described(self, error: OSError | DataError) -> DataError:
+        """`error` with the work that the stopped run has kept, and the file it concerns."""
+        kept = ""
+        if self.journal.exists:
+            documents = json.loads(self.journal.path.read_text())["state"]["counts"]["documents"]
+            kept = f"the same command goes on after the first {documents:,} documents"
+        if isinstance(error, DataError):
+            return type(error)(f"{error}, {kept}" if kept else str(error))
+        place = "" if error.filename else f"{self.prefixes[0]}: "  # a full disk names no file
+        return CorpusError(f"{place}{error}; {kept or 'nothing is written'}")

@@ -1,15 +1,13 @@
-"""A function over a stream of items in worker processes, results in the order of the items.
+"""Apply a function to a stream of items in worker processes; results keep the order of the items.
 
-At most three items a worker are under way, so memory has a bound whatever the length of the
-stream. Workers are forked, so they share what the function holds, a vocabulary for one; they must
-be started before anything else starts a thread or takes a lock that they would keep (`with` does
-that).
+At most three items per worker are in progress, so memory is bounded for a stream of any length.
+Workers are forked, so they share what the function holds, such as a vocabulary. Start them (`with`
+does) before anything starts a thread or takes a lock, which a fork would copy.
 
-Each worker has two pipes of its own, one for items and one for results, and their far ends are
-open in that worker alone. So a worker that dies, at whatever moment, ends its pipes: the next
-read or write there fails, and that is an error (CorpusError), never a wait without end. (A queue
-that workers share has a lock and a pipe that a dead worker can leave taken or half written.)
-Workers die with the process that started them, however it ends.
+Each worker has two pipes, one for items and one for results, whose far ends are open in that worker
+alone. So the death of a worker at any moment closes its pipes: the next read or write there fails
+with a CorpusError and never waits forever. (A queue shared by workers has a lock and a pipe that a
+dead worker can leave locked or half written.) Workers die with the process that started them.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from threading import Thread
@@ -30,15 +28,17 @@ from typing import Any
 
 from megatron.data.errors import CorpusError
 
-_AHEAD = 2  # items that one worker has: the one it works on and the next
-_UNDER_WAY = 3  # items a worker that are sent and not yet handed on; results wait for their turn
-_PIPE_BYTES = 1 << 20  # a chunk of text or its tokens in one go
+_AHEAD = 2  # items sent to a worker and not yet answered: the current one and the next
+_IN_PROGRESS = 3  # items per worker that are sent, with results not yet yielded
+_PIPE_BYTES = 1 << 20  # holds a chunk of text, or its tokens
 _SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _END = object()
 
+_Answer = tuple[bool, Any]  # (True, result), or (False, the error that the function raised)
+
 
 class Workers:
-    """`count` processes that run `function`; with 1, this process does."""
+    """`count` processes that run `function`; with 1, it runs in this process."""
 
     def __init__(self, function: Callable[[Any], Any], count: int) -> None:
         self.function, self.count = function, count
@@ -46,21 +46,19 @@ class Workers:
 
     def __enter__(self) -> Workers:
         if self.count > 1:
-            # Ctrl-C is for this process to answer; it waits until the workers know.
+            # This process answers Ctrl-C, once the workers ignore it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            gc.freeze()  # or their collector writes to, and so copies, the pages that they share
+            # Otherwise their garbage collectors write to shared pages, which copies the pages.
+            gc.freeze()
             try:
                 for _ in range(self.count):
                     self._workers.append(_Worker(self.function, self._workers))
-            except BaseException:
-                self.__exit__()
-                raise
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:  # whatever they still do, nobody waits for it
+        for worker in self._workers:  # unfinished work is not needed any more
             worker.process.kill()
         for worker in self._workers:
             worker.process.join()
@@ -69,84 +67,92 @@ class Workers:
         gc.unfreeze()
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """`function` of each item, in order; once. CorpusError if a worker dies."""
+        """Yield `function` of each item, in order. Use it once.
+
+        Raises:
+            CorpusError: if a worker dies.
+            Exception: the error that `function` raised, in the place of its result.
+        """
         if not self._workers:
             yield from map(self.function, items)
             return
         items, more = iter(items), True
-        answers: dict[int, tuple[bool, Any]] = {}  # those that wait for their turn
-        turn = sent = 0
-        while more or turn < sent:
+        answers: dict[int, _Answer] = {}  # by the item's number, until they are yielded
+        yielded = sent = 0
+        while more or yielded < sent:
             idlest = min(self._workers, key=lambda worker: len(worker.numbers))
-            room = len(idlest.numbers) < _AHEAD and sent - turn < _UNDER_WAY * self.count
+            room = len(idlest.numbers) < _AHEAD and sent - yielded < _IN_PROGRESS * self.count
             if more and room:
                 item = next(items, _END)
                 more = item is not _END
                 if more:
                     idlest.send(sent, item)
                     sent += 1
-            self._collect(answers, wait_for_one=not (more and room) and turn < sent)
-            while turn in answers:
-                succeeded, value = answers.pop(turn)
+            self._collect(answers, wait_for_one=not (more and room) and yielded < sent)
+            while yielded in answers:
+                succeeded, value = answers.pop(yielded)
                 if not succeeded:
                     raise value
                 yield value
-                turn += 1
+                yielded += 1
 
-    def _collect(self, answers: dict[int, tuple[bool, Any]], wait_for_one: bool) -> None:
-        by_pipe = {worker.answers: worker for worker in self._workers}
-        for pipe in wait(list(by_pipe), None if wait_for_one else 0):
-            number, answer = by_pipe[pipe].receive()
-            answers[number] = answer
+    def _collect(self, answers: dict[int, _Answer], wait_for_one: bool) -> None:
+        """Move the answers that have arrived into `answers`."""
+        ready = wait([worker.answers for worker in self._workers], None if wait_for_one else 0)
+        for worker in self._workers:
+            if worker.answers in ready:
+                number, answer = worker.receive()
+                answers[number] = answer
 
 
 class _Worker:
-    """One process and its two pipes; `numbers`: the items it has, oldest first."""
+    """One process and its two pipes; `numbers`: its unanswered items, oldest first."""
 
     def __init__(self, function: Callable[[Any], Any], others: list[_Worker]) -> None:
         context = multiprocessing.get_context("fork")
-        its_items, self._items = context.Pipe(duplex=False)
-        self.answers, its_answers = context.Pipe(duplex=False)
-        for pipe in (self._items, its_answers):
-            with suppress(OSError):  # the system's limit; a small pipe only costs some time
+        items_far_end, self._items = context.Pipe(duplex=False)
+        self.answers, answers_far_end = context.Pipe(duplex=False)
+        for pipe in (self._items, answers_far_end):
+            with suppress(OSError):  # the user's limit is reached; a small pipe is only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.numbers: deque[int] = deque()
         self.process = context.Process(
             target=_work,
-            args=(function, its_items, its_answers, [self, *others], os.getpid()),
+            args=(function, items_far_end, answers_far_end, [self, *others], os.getpid()),
             daemon=True,
         )
         self.process.start()
-        its_items.close()
-        its_answers.close()
+        items_far_end.close()
+        answers_far_end.close()
 
     def send(self, number: int, item: Any) -> None:
-        """Never waits long: a thread of the worker takes what comes, while it works."""
-        try:
+        """Send an item. It does not wait for the work: a thread of the worker receives items."""
+        with self._alive():
             self._items.send(item)
-        except OSError:
-            raise self._death() from None
         self.numbers.append(number)
 
-    def receive(self) -> tuple[int, tuple[bool, Any]]:
-        try:
-            answer = self.answers.recv()
-        except (EOFError, OSError):
-            raise self._death() from None
-        return self.numbers.popleft(), answer
+    def receive(self) -> tuple[int, _Answer]:
+        """The number of the oldest item, and its answer."""
+        with self._alive():
+            return self.numbers.popleft(), self.answers.recv()
 
     def close(self) -> None:
         self._items.close()
         self.answers.close()
 
-    def _death(self) -> CorpusError:
-        self.process.join(5)
-        code = self.process.exitcode or 0
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return CorpusError(
-            f"a worker process died ({how}; for want of memory?); give fewer --workers, or more "
-            "memory"
-        )
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Raise CorpusError if a pipe is closed because the worker has died."""
+        try:
+            yield
+        except (EOFError, OSError):
+            self.process.join(5)
+            code = self.process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise CorpusError(
+                f"a worker process died ({how}; out of memory?); give fewer --workers, or more "
+                "memory"
+            ) from None
 
 
 # ---- in a worker ----------------------------------------------------------------------------
@@ -164,11 +170,11 @@ def _work(
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for worker in near_ends:  # else a pipe would outlive the process that it belongs to
+    for worker in near_ends:  # otherwise a pipe would stay open after the death of its process
         worker.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     queue: SimpleQueue = SimpleQueue()
-    Thread(target=_take, args=(items, queue), daemon=True).start()
+    Thread(target=_receive_items, args=(items, queue), daemon=True).start()
     while True:
         item = queue.get()
         try:
@@ -176,11 +182,11 @@ def _work(
         except Exception as error:
             answer = False, error
         answers.send(answer)
-        del item, answer  # or they would be held while the next is made
+        del item, answer  # otherwise they would stay in memory while the next one is made
 
 
-def _take(items: Connection, queue: SimpleQueue) -> None:
-    """Put what comes into the queue; the process ends with the pipe, or if memory does not do."""
+def _receive_items(items: Connection, queue: SimpleQueue) -> None:
+    """Put items into the queue. Exit when the pipe closes or memory runs out."""
     try:
         while True:
             queue.put(items.recv())

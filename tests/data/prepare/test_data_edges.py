@@ -134,10 +134,17 @@ def test_folders_of_the_datasets_library(tmp_path, run):
     assert f"error: {tmp_path / 'rows'}" in run([tmp_path / "rows"], code=1, name="y")
 
 
-def test_a_journal_that_is_removed_leaves_nothing(tmp_path):
+def full_disk(_: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_journal_that_is_removed_leaves_nothing(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "x", {}, 0)
     journal.write({"n": 1})
-    Path(f"{journal.path}.part").write_text("the disk was full he")
+    monkeypatch.setattr("megatron.files.flush", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        journal.write({"n": 2})
+    assert journal.read() == {"n": 1}
     journal.remove()
     assert not list(tmp_path.iterdir())
 

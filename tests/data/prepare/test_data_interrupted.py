@@ -66,22 +66,22 @@ def test_given_again_with_something_changed(unbroken, corpus, tmp_path):
 
     kill("--no-append-eod")
     text = call(*run)
-    assert "x_text_document.journal: is of a run with other options; beginning anew" in text
+    assert "x_text_document.journal: is of a run with other options; starting over" in text
     assert content(tmp_path / "x_text_document", (".bin", ".idx")) == {
         suffix: expected[suffix] for suffix in (".bin", ".idx")
     }
     kill("--overwrite")
     os.utime(tmp_path / "b.jsonl", (0, 0))
     text = call(*run, "--overwrite")
-    assert "x_text_document.journal: is of a run with other sources; beginning anew" in text
+    assert "x_text_document.journal: is of a run with other sources; starting over" in text
     kill("--overwrite")
     os.truncate(tmp_path / "x_text_document.bin.part", 10)
     text = call(*run, "--overwrite")
-    assert "counts more than the .part files hold; beginning anew" in text
+    assert "counts more than the .part files hold; starting over" in text
     kill("--overwrite")
     (tmp_path / "x_text_document.journal").write_text("{")
     text = call(*run, "--overwrite", "--backend", "auto", "--on-error", "skip")
-    assert "is not a journal" in text and "beginning anew" in text
+    assert "is not a journal" in text and "starting over" in text
     assert content(tmp_path / "x_text_document", (".bin",))[".bin"] == expected[".bin"]
 
 
