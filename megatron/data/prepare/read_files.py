@@ -87,7 +87,8 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
 
         def members() -> Iterator[Member]:
             for entry in archive:
-                archive.members = []  # otherwise it keeps every header: memory without bound
+                # Otherwise it keeps every header: memory without bound.
+                archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  not in the stub
                 if entry.isfile():
                     place.name = f"{path}!{entry.name}"
                     yield (
@@ -146,7 +147,8 @@ def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[C
         nonlocal done
         for path in source.paths:
             with CountedFile(path) as raw, damage_as_fault(Place(path)):
-                yield path, decompressed(path, raw).read()
+                stream = decompressed(path, raw)  # closes `raw` when it is collected
+                yield path, stream.read()
                 digests.append(raw.digest())
             done += os.path.getsize(path)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 from megatron.data.errors import CorpusError, needs_package
 from megatron.data.prepare.chunks import Chunk, Fault, Place, batches, damage_as_fault, positioned
@@ -65,7 +66,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
 
     def records() -> Iterator[Mapping]:
         nonlocal done
-        for row in rows:
+        for row in cast(Iterable[Mapping], rows):
             done += 1
             place.name = f"{source.path}:{done + 1}"
             yield row

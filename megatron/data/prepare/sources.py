@@ -1,17 +1,17 @@
-"""What a run reads: files, folders and data-set hubs, in a fixed order, each with its kind.
+"""The inputs of a run: files, folders and data-set hubs, in a fixed order, each with its kind.
 
-| kind | suffixes (each also with .gz, .zst, .xz or .bz2 behind it) | documents |
+| kind | suffixes (each also followed by .gz, .zst, .xz or .bz2) | documents |
 |---|---|---|
 | jsonl | .jsonl .json .ndjson | one JSON object (or string) a line |
-| tar | .tar .tgz | each member: records of .jsonl*, else one document |
+| tar | .tar .tgz | each member: records of .jsonl*, otherwise one document |
 | dat | .dat | lm_dataformat's length-prefixed documents |
 | text | .txt .text .md .rst .tex .py and other text | one |
 | zip | .zip | each member, as for tar |
 | parquet | .parquet | one a row |
 | hub | `hub:ID[:SPLIT]`, or a folder written by `datasets` | one a row |
 
-In a folder every file counts, in the order of the paths, hidden ones and `__pycache__` apart; a
-file of no known kind is then one document, as in a folder of source files. Consecutive text files
+A folder stands for all its files in the order of their paths, except hidden ones and `__pycache__`;
+a file of unknown kind is then one document, as in a folder of source files. Consecutive text files
 form one source.
 """
 
@@ -46,8 +46,8 @@ _KINDS = {
     ".zip": "zip",
     ".parquet": "parquet",
 }
-_WHOLE = ("zip", "parquet")  # read at random places, so never compressed as a whole
-_ARROW = ("dataset_info.json", "dataset_dict.json")  # what `datasets` leaves in a folder
+_RANDOM_ACCESS = ("zip", "parquet")  # read by random access, so never compressed themselves
+_ARROW = ("dataset_info.json", "dataset_dict.json")  # `datasets` writes them into its folders
 _IGNORED = ("__pycache__", "current_chunk_incomplete")  # the second: lm_dataformat's leftover
 
 
@@ -61,7 +61,7 @@ class Source:
     paths: list[str] = field(default_factory=list)
 
     def identity(self) -> list:
-        """What tells that an input is the one of the run before: names, sizes, times."""
+        """A value that changes with the input: hashes names, sizes and times of its files."""
         found, paths = hashlib.sha256(), self.paths or [self.path]
         if os.path.isdir(self.path) and not self.paths:  # a folder that `datasets` wrote
             paths = sorted(str(path) for path in Path(self.path).rglob("*"))
@@ -73,17 +73,22 @@ class Source:
 
 
 def kind_of(name: str) -> str | None:
-    """The kind that the suffix of `name` tells, or None."""
+    """The kind for the suffix of `name`, or None."""
     path = Path(name.lower())
     compressed = path.suffix in COMPRESSIONS
     kind = _KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)
-    return None if compressed and kind in _WHOLE else kind
+    return None if compressed and kind in _RANDOM_ACCESS else kind
 
 
 def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
-    """The sources of paths, globs, folders and hub ids; CorpusError names every one at fault."""
-    sources, faults = [], []
-    for given in map(os.fspath, inputs):
+    """The sources of paths, globs, folders and hub ids.
+
+    Raises:
+        CorpusError: if inputs are missing, empty or of unknown kind; the message names them all.
+    """
+    sources: list[Source] = []
+    faults: list[str] = []
+    for given in (os.fspath(each) for each in inputs):
         if given.startswith(HUB):
             sources.append(Source(given, "hub"))
             continue
@@ -123,18 +128,18 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
         sources.append(Source(folder, "hub"))
         return
     found: list[str] = []
-    closed: list[str] = []  # else their files would be missing without a word
+    unreadable: list[str] = []
 
-    def note(error: OSError) -> None:
-        closed.append(f"{error.filename}: {error.strerror}")
+    def note(error: OSError) -> None:  # by default `os.walk` leaves such folders out silently
+        unreadable.append(f"{error.filename}: {error.strerror}")
 
     for parent, folders, files in os.walk(folder, onerror=note):
         folders[:] = [n for n in folders if not n.startswith(".") and n not in _IGNORED]
         names = [n for n in files if not n.startswith(".") and n not in _IGNORED]
         found += [os.path.join(parent, name) for name in names]
     found = [path for path in sorted(found) if os.path.isfile(path)]
-    faults += closed
-    if not found and not closed:
+    faults += unreadable
+    if not found and not unreadable:
         faults.append(f"{folder}: a folder without files")
     for path in found:
         _add(sources, path, kind_of(path) or "text", faults, folder=True)
