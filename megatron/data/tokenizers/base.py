@@ -8,17 +8,18 @@
 | `HFTokenizer` | a tokenizer.json of the `tokenizers` library | id of `<|endoftext|>` |
 | `SPMTokenizer` | a .model of `sentencepiece` (optional) | id of `<|endoftext|>` |
 
-`GPT2BPETokenizer` treats the text "<|endoftext|>" as plain text, as the published one does;
-`HFTokenizer` treats it as its tokenizer.json says. `CharLevelTokenizer` decodes to the text that
-was encoded; GPT-NeoX's maps every id below 32, line ends included, to a space. Ids come as arrays
-of the dtype that shards store them in (`best_dtype`).
+`GPT2BPETokenizer` treats the text "<|endoftext|>" as plain text, as the published tokenizer does;
+`HFTokenizer` follows its tokenizer.json. `CharLevelTokenizer` decodes to the text that was encoded;
+GPT-NeoX's maps every id below 32, line ends included, to a space. Arrays of ids have the dtype of
+the shards (`best_dtype`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -34,10 +35,13 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class Tokenizer(ABC):
-    """What the rest of the stack knows of a tokenizer."""
+    """The interface of every tokenizer.
+
+    `vocab_size` is not padded; `eod` is the id that ends a document.
+    """
 
     name: str
-    vocab_size: int  # not padded
+    vocab_size: int
     eod: int
 
     @abstractmethod
@@ -46,31 +50,34 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of `ids`; bytes that are no UTF-8 and ids of no token become U+FFFD."""
+        """Text of `ids`; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
 
     @abstractmethod
     def _byte_table(self) -> np.ndarray:
-        """int64 [vocab_size]: UTF-8 bytes that each token stands for, 0 for eod."""
+        """int64 [vocab_size]: number of UTF-8 bytes of each token, 0 for eod."""
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Whatever tells two tokenizers of one type apart."""
+        """Bytes that differ between two tokenizers of this type unless their ids are equal."""
 
     @cached_property
     def dtype(self) -> np.dtype:
         """The dtype of ids in shards."""
         return best_dtype(self.vocab_size)
 
-    def load(self) -> None:  # noqa: B027  most have nothing to build
-        """Build now what the first text would wait for: before processes are forked that share
-        it."""
+    def load(self) -> None:  # noqa: B027  most tokenizers have nothing to build
+        """Build what the first text needs, so that forked processes share it."""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
     def token_bytes(self, ids: np.ndarray) -> np.ndarray:
-        """int64 of the shape of `ids`: UTF-8 bytes of text each token stands for; 0 for eod."""
+        """Number of UTF-8 bytes of each token, 0 for eod: int64, in the shape of `ids`.
+
+        Raises:
+            TokenizerError: if an id is outside the vocabulary.
+        """
         ids = np.asarray(ids)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             wrong = ids.max() if ids.min() >= 0 else ids.min()
@@ -81,7 +88,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) that two tokenizers share only if they give the same ids."""
+        """SHA-256 (hex); equal only for tokenizers that give the same ids."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property
@@ -90,6 +97,7 @@ class Tokenizer(ABC):
 
 
 def utf8(text: str) -> bytes:
+    """`text` in UTF-8; TokenizerError for half a surrogate pair."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -97,3 +105,19 @@ def utf8(text: str) -> bytes:
             f"character {error.start} is {text[error.start]!a}, half of a surrogate "
             "pair, which UTF-8 cannot hold"
         ) from None
+
+
+def check_utf8(texts: Sequence[str]) -> None:
+    """Raise TokenizerError if a text cannot be encoded as UTF-8; libraries would replace it."""
+    for text in texts:
+        if not text.isascii():
+            utf8(text)
+
+
+@contextmanager
+def fault_in_file(message: str) -> Iterator[None]:
+    """Turn any error of the library that reads a tokenizer's file into a TokenizerError."""
+    try:
+        yield
+    except Exception as error:  # the libraries raise bare Exceptions
+        raise TokenizerError(f"{message}: {error}") from error

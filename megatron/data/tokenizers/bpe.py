@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.data.errors import TokenizerError
 from megatron.data.tokenizers import fast_bpe, gpt2
-from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, utf8
+from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, check_utf8, fault_in_file
 
 
 class HFTokenizer(Tokenizer):
@@ -23,15 +23,12 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, vocab_file: str | Path) -> None:
         content = Path(vocab_file).read_bytes()
-        try:
+        with fault_in_file(f"{vocab_file}: is not a tokenizer.json"):
             text = content.decode("utf-8")
-            canonical = json.dumps(json.loads(text), sort_keys=True)
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exceptions
-            raise TokenizerError(f"{vocab_file}: is not a tokenizer.json: {error}") from error
-        # What the fingerprint covers; the library's own dump varies by version.
-        self._backend, self._canonical = backend, canonical
-        self._set_sizes(backend.get_vocab(with_added_tokens=True), str(vocab_file))
+            # The fingerprint covers this text; the library's own dump varies by version.
+            self._canonical = json.dumps(json.loads(text), sort_keys=True)
+            self._backend = tokenizers.Tokenizer.from_str(text)
+        self._set_sizes(self._backend.get_vocab(with_added_tokens=True), str(vocab_file))
 
     def _set_sizes(self, vocabulary: dict[str, int], source: str) -> None:
         self.vocab_size = max(len(vocabulary), max(vocabulary.values(), default=-1) + 1)
@@ -44,12 +41,8 @@ class HFTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        try:
-            encodings = self._backend.encode_batch_fast(texts)
-        except (UnicodeEncodeError, TypeError) as error:
-            for text in texts:
-                utf8(text)  # says which character it was
-            raise TokenizerError(f"{self.name}: {error}") from error
+        check_utf8(texts)
+        encodings = self._backend.encode_batch_fast(texts)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -61,7 +54,7 @@ class HFTokenizer(Tokenizer):
         )
 
     def _byte_table(self) -> np.ndarray:
-        # Byte-level vocabularies write each byte as one character; added tokens stand as they are.
+        # Byte-level vocabularies write each byte as one character; added tokens are plain text.
         added = self._backend.get_added_tokens_decoder()
         byte_level = "ByteLevel" in repr(self._backend.decoder)
         table = np.zeros(self.vocab_size, np.int64)
@@ -82,15 +75,15 @@ class HFTokenizer(Tokenizer):
 class GPT2BPETokenizer(HFTokenizer):
     """GPT-2's byte-level BPE from its two files.
 
-    `backend`, the library that encodes (the ids are the same, so the fingerprint is too):
+    `backend` is the library that encodes. All give the same ids, so the fingerprint is the same:
 
-    - "tokenizers", the reference, which always works;
-    - "tiktoken", several times as fast; for GPT-2's own merges only, where its rule (merge the
-      pair of lowest rank, whatever it was made of) is known to give the same ids;
-    - "gigatoken", optional and faster still; each run checks it against the reference
-      (`fast_bpe.py`), which refuses it where it differs;
-    - "auto": tiktoken for GPT-2's own merges where it is installed, else tokenizers; `backend` then
-      says which.
+    - "tokenizers": the reference, for every vocabulary;
+    - "tiktoken": several times as fast; only for GPT-2's own merges, for which its rule (merge the
+      pair of lowest rank, however its tokens were formed) is known to give the same ids;
+    - "gigatoken": optional and faster still; each run compares it with the reference and stops at a
+      difference (`fast_bpe.py`);
+    - "auto": tiktoken for GPT-2's own merges if it is installed, otherwise tokenizers; the
+      attribute `backend` names the chosen library.
     """
 
     name = "GPT2BPETokenizer"
@@ -105,7 +98,7 @@ class GPT2BPETokenizer(HFTokenizer):
         self._published = gpt2.are_published_files(vocabulary, self._merge_bytes)
         gpt2_merges = self._published or gpt2.are_published_merges(self._vocabulary, self._merges)
         self.backend = fast_bpe.choose(backend, gpt2_merges)
-        # GPT-2's own files fit together, and training encodes nothing: the rest can wait.
+        # GPT-2's own files are known to match, and training encodes nothing: build the rest later.
         if not self._published or backend != "auto":
             self.load()
 
@@ -115,13 +108,10 @@ class GPT2BPETokenizer(HFTokenizer):
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
-        """The reference."""
-        try:
-            model = models.BPE(vocab=self._vocabulary, merges=self._merges)
-        except Exception as error:  # the library raises bare Exceptions
-            raise TokenizerError(
-                f"{self._files[0]} and {self._files[1]} do not fit together: {error}"
-            ) from error
+        """The reference library's tokenizer."""
+        merges = self._merges
+        with fault_in_file(f"{self._files[0]} and {self._files[1]} do not fit together"):
+            model = models.BPE(vocab=self._vocabulary, merges=merges)
         reference = tokenizers.Tokenizer(model)
         reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         reference.decoder = decoders.ByteLevel()
@@ -145,28 +135,28 @@ class GPT2BPETokenizer(HFTokenizer):
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         if self._fast is None:
             return super().encode_batch(texts)
-        for text in texts:
-            if not text.isascii():
-                utf8(text)  # half a surrogate pair: tiktoken would replace it
+        check_utf8(texts)
         encoded = self._fast(texts)
         for ids in encoded:
-            if len(ids) and ids.max() >= self.vocab_size:  # narrowed, it would be another token
-                raise TokenizerError(f"{self.backend}: gave the id {ids.max()}, which is none")
+            if (
+                len(ids) and ids.max() >= self.vocab_size
+            ):  # in a smaller dtype it would be another token
+                raise TokenizerError(
+                    f"{self.backend}: gave the id {ids.max()}, which is no token's"
+                )
         return [ids.astype(self.dtype) for ids in encoded]
 
     def _byte_table(self) -> np.ndarray:
         table = np.zeros(self.vocab_size, np.int64)
         for token, i in self._vocabulary.items():
-            table[i] = len(token)  # one symbol a byte
+            table[i] = len(token)  # a token has one character per byte
         table[self.eod] = 0
         return table
 
 
 def _read_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
-    try:
+    with fault_in_file(f"{path}: is not GPT-2's vocab.json"):
         vocabulary = json.loads(content.decode("utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path}: is not GPT-2's vocab.json: {error}") from None
     if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
         raise TokenizerError(f"{path}: is not GPT-2's vocab.json: not an object of tokens and ids")
     if missing := sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if c not in vocabulary):
@@ -178,10 +168,8 @@ def _read_merges(
     content: bytes, path: str | Path, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
     merges = []
-    try:
+    with fault_in_file(f"{path}: is not GPT-2's merges.txt"):
         lines = content.decode("utf-8").split("\n")
-    except ValueError as error:
-        raise TokenizerError(f"{path}: is not GPT-2's merges.txt: {error}") from None
     # The first line is a version, not a merge.
     for number, line in enumerate(lines[1:], start=2):
         pair = tuple(line.split())

@@ -25,9 +25,16 @@ def build_tokenizer(
     merge_file: str | Path | None = None,
     backend: str = "auto",
 ) -> Tokenizer:
-    """Build a tokenizer by GPT-NeoX's `tokenizer_type`, in any case. Raises TokenizerError.
+    """Build a tokenizer by its type.
 
-    `backend`: which library encodes, for GPT2BPETokenizer (`fast.py`).
+    Args:
+        type: GPT-NeoX's `tokenizer_type`, in upper or lower case.
+        vocab_file: vocab.json, tokenizer.json or .model.
+        merge_file: merges.txt, for GPT2BPETokenizer.
+        backend: The library that encodes, for GPT2BPETokenizer (`fast_bpe.py`).
+
+    Raises:
+        TokenizerError: if the type is unknown, or a file is missing or damaged.
     """
     by_lower = {name.lower(): name for name in (*_TYPES, *_LATER)}
     name = by_lower.get((type or "").lower())
@@ -47,7 +54,7 @@ def build_tokenizer(
         return ByteLevelTokenizer()
     if name == "CharLevelTokenizer":
         return CharLevelTokenizer()
-    # Imported here: the modules need libraries that bytes do not.
+    # Imported here: the other modules need libraries.
     if name == "SPMTokenizer":
         from megatron.data.tokenizers.sentencepiece import SPMTokenizer
 

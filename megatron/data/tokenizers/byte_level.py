@@ -40,7 +40,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class CharLevelTokenizer(ByteLevelTokenizer):
-    """GPT-NeoX's: bytes too, but 512 entries and eod 0."""
+    """GPT-NeoX's tokenizer of this name: also bytes, but with 512 entries and eod 0."""
 
     name = "CharLevelTokenizer"
     vocab_size = 512

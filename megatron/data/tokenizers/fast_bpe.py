@@ -1,10 +1,10 @@
-"""Faster libraries for GPT-2's BPE: token ids equal to those of `tokenizers`, sooner.
+"""Faster libraries for GPT-2's BPE, with the token ids of the reference library `tokenizers`.
 
 tiktoken merges, at each step, the adjacent pair whose concatenation has the lowest id. For GPT-2's
-own vocabulary the ids follow the order of the merges and this is the same rule; other vocabularies
-are left to `tokenizers`. gigatoken is young, so `CheckedBatches` compares it with the reference as
-long as it runs: on texts made to be difficult, on the first texts of each process (64 KB), and on
-one in 64 from then on.
+own vocabulary the ids follow the order of the merges, so this is the same rule; other vocabularies
+need `tokenizers`. gigatoken is a young project, so `CheckedBatches` compares it with the reference
+during the entire run: on difficult texts, on the first 64 KB of text of each process, and then on
+one text in 64.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.errors import TokenizerError
+from megatron.data.errors import TokenizerError, needs_package
 from megatron.data.tokenizers.base import END_OF_DOCUMENT
 
 Encode = Callable[[list[str]], list[np.ndarray]]
 BACKENDS = ("auto", "tiktoken", "tokenizers", "gigatoken")
 
-# GPT-2's rule for cutting text into words before merging, written so that all but runs of white
-# space is one automaton without backtracking (twice as fast as the usual spelling, same matches).
+# GPT-2's rule that splits text into words before merging. Everything but runs of white space is
+# one automaton without backtracking: twice as fast as the usual pattern, with the same matches.
 _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\S)|\s"
-# Its matcher gives up on longer runs of white space (its stack holds a million places); texts with
-# such a run go through the reference.
+# tiktoken's matcher fails on much longer runs of white space (its stack holds a million entries).
+# The reference encodes texts with such a run.
 _LONG_RUN = 250_000
-_CHECK_FIRST = 1 << 16  # characters that a process compares at once
-_CHECK_EVERY = 64  # of so many one from then on; not batch by batch: texts of a batch are alike
+_CHECK_FIRST = 1 << 16  # characters; a process compares its first texts of this length
+_CHECK_EVERY = 64  # then one text in 64; not one batch in 64, whose texts resemble each other
 _DIFFICULT = (
     "",
     " ",
@@ -48,14 +48,21 @@ _DIFFICULT = (
 )
 
 
-def choose(backend: str, own: bool) -> str:
-    """The backend that `backend` means for vocabularies that are GPT-2's `own`, or not;
-    TokenizerError if it cannot be."""
+def choose(backend: str, gpt2_merges: bool) -> str:
+    """Resolve "auto" to the name of a backend, and check a name.
+
+    Args:
+        backend: One of BACKENDS.
+        gpt2_merges: Whether the merges are GPT-2's own, which the faster backends require.
+
+    Raises:
+        TokenizerError: if the backend is unknown, or cannot encode these merges.
+    """
     if backend not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {backend!r}: is none of {', '.join(BACKENDS)}")
     if backend == "auto":
-        return "tiktoken" if own and find_spec("tiktoken") else "tokenizers"
-    if backend != "tokenizers" and not own:
+        return "tiktoken" if gpt2_merges and find_spec("tiktoken") else "tokenizers"
+    if backend != "tokenizers" and not gpt2_merges:
         raise TokenizerError(
             f"tokenizer backend {backend}: encodes GPT-2's own vocabulary and merges, not these; "
             "use tokenizers (auto does)"
@@ -64,8 +71,13 @@ def choose(backend: str, own: bool) -> str:
 
 
 def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]) -> Encode | None:
-    """The function that encodes a batch; None where the reference itself does. `reference` builds
-    the tokenizer of `tokenizers`, or gives the one that there is."""
+    """The function that encodes a batch, or None if the reference library encodes.
+
+    Args:
+        backend: A name that `choose` returned.
+        vocabulary: Token -> id.
+        reference: Returns the tokenizer of the reference library; called only if it is needed.
+    """
     if backend == "tokenizers":
         return None
     by_reference = _by_tokenizers(reference)
@@ -75,14 +87,12 @@ def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]
 
 
 def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
-    try:
+    with needs_package("tiktoken", "tokenizer backend tiktoken:", TokenizerError):
         import tiktoken
-    except ImportError:
-        raise TokenizerError("tokenizer backend tiktoken: needs `pip install tiktoken`") from None
     byte_of = _byte_of_symbol()
     to_latin_1 = str.maketrans({symbol: chr(byte) for symbol, byte in byte_of.items()})
-    # Tokens in no byte symbols are special ones, which text never becomes; nor eod, though tiktoken
-    # knows it (with no special token at all, its search for one would match everywhere).
+    # Text never becomes a token that has other characters than byte symbols, nor eod. tiktoken gets
+    # eod as a special token: without any, its search for special tokens would match everywhere.
     ranks = {
         token.translate(to_latin_1).encode("latin-1"): i
         for token, i in vocabulary.items()
@@ -102,7 +112,7 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
             if len(text) >= _LONG_RUN and long_run.search(text):
                 out += reference([text])
             else:
-                # As encode_ordinary, without a Python integer for every token.
+                # The ids of encode_ordinary, without a Python integer for each.
                 out.append(encoding.encode_to_numpy(text, disallowed_special=()))
         return out
 
@@ -110,22 +120,22 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
 
 
 def _gigatoken(reference, by_reference: Encode) -> Encode:
-    try:
+    with needs_package("gigatoken", "tokenizer backend gigatoken:", TokenizerError):
         import gigatoken
-    except ImportError:
-        raise TokenizerError("tokenizer backend gigatoken: needs `pip install gigatoken`") from None
     backend = gigatoken.Tokenizer(reference)
 
     def encode(texts: list[str]) -> list[np.ndarray]:
-        # Text as bytes, so that no text is ever taken for a special token's name.
         return [np.asarray(backend.encode(text)) for text in texts]
 
     return CheckedBatches("gigatoken", encode, by_reference)
 
 
 class CheckedBatches:
-    """A fast encoder that is compared with a reference while it works; TokenizerError where not
-    equal."""
+    """A fast encoder that is compared with a reference during the run.
+
+    Raises:
+        TokenizerError: at the first difference.
+    """
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
         self.name, self._encode, self._reference = name, encode, reference
@@ -157,7 +167,7 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """GPT-2 writes printable bytes as themselves, and the others as characters from U+0100 on."""
+    """Symbol -> byte: GPT-2 writes printable bytes as themselves, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

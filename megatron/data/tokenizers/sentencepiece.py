@@ -7,26 +7,24 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.errors import TokenizerError
-from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, utf8
+from megatron.data.errors import TokenizerError, needs_package
+from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, fault_in_file, utf8
 
 
 class SPMTokenizer(Tokenizer):
-    """A .model file. Documents end in its piece `<|endoftext|>`, as in GPT-NeoX; a model without
-    that piece is refused (GPT-NeoX takes the unknown token then, without a word)."""
+    """A .model file. Documents end with its piece `<|endoftext|>`, as in GPT-NeoX.
+
+    A model without that piece is refused; GPT-NeoX silently ends documents with the unknown token.
+    """
 
     name = "SPMTokenizer"
 
     def __init__(self, vocab_file: str | Path) -> None:
-        try:
+        with needs_package("sentencepiece", "SPMTokenizer", TokenizerError):
             import sentencepiece
-        except ImportError:
-            raise TokenizerError("SPMTokenizer needs `pip install sentencepiece`") from None
         self._model = Path(vocab_file).read_bytes()
-        try:
+        with fault_in_file(f"{vocab_file}: is not a SentencePiece model"):
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
-        except (RuntimeError, ValueError) as error:
-            raise TokenizerError(f"{vocab_file}: is not a SentencePiece model: {error}") from None
         self.vocab_size = self._pieces.get_piece_size()
         self.eod = self._pieces.piece_to_id(END_OF_DOCUMENT)
         if self._pieces.id_to_piece(self.eod) != END_OF_DOCUMENT:
@@ -41,7 +39,7 @@ class SPMTokenizer(Tokenizer):
     def __setstate__(self, state: dict) -> None:
         import sentencepiece
 
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
 
     def encode(self, text: str) -> np.ndarray:
