@@ -134,7 +134,8 @@ class _Worker:
     def receive(self) -> tuple[int, _Answer]:
         """The number of the oldest item, and its answer."""
         with self._alive():
-            return self.numbers.popleft(), self.answers.recv()
+            answer = self.answers.recv()
+        return self.numbers.popleft(), answer
 
     def close(self) -> None:
         self._items.close()
