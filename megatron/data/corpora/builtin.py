@@ -1,10 +1,10 @@
-"""Corpora that need no download; so far `python-stdlib`, the interpreter's own library sources.
+"""Corpora that need no download: `python-stdlib`, the sources of the interpreter's library.
 
-Documents are the library's `.py` files, about 10 MB, without tests (their absence keeps the text
-alike), tables of data (`pydoc_data/topics.py`, `encodings/`), installed packages and files that
-differ from machine to machine. `split` cuts by documents in file order, so they are ordered by a
-hash of their path: each split then holds a fair mixture, and the order is the same everywhere. The
-data set's name carries the Python version and the tokenizer's fingerprint.
+Documents are the library's `.py` files, about 10 MB. Left out are tests, tables of data
+(`pydoc_data/topics.py`, `encodings/`), installed packages, and files that differ between machines.
+`split` divides the documents in their order, so they are ordered by a hash of their path: each
+split is then a fair mixture, and the order is the same everywhere. The data set's name contains the
+Python version and the tokenizer's fingerprint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.suggest import nearest
 
-PREFIX = "builtin:"  # what a data_path that names a corpus starts with
+PREFIX = "builtin:"  # a data_path that names a corpus starts with it
 NAMES = ("python-stdlib",)
 
 _SKIPPED_FOLDERS = frozenset(
@@ -44,7 +44,7 @@ _SKIPPED_FOLDERS = frozenset(
 def resolve_data_path(
     data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """The shards' place: a corpus ("builtin:NAME") is prepared, any other path stays as it is."""
+    """The shards' prefix: prepares a corpus ("builtin:NAME"); returns any other path unchanged."""
     if isinstance(data_path, str) and data_path.startswith(PREFIX):
         return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
     return data_path
@@ -53,8 +53,11 @@ def resolve_data_path(
 def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
     """Tokenise corpus `name` into `data_dir` unless that is done; return the shards' prefix.
 
-    Any number of processes may call this at once: one does the work, with a progress bar, the
-    others wait. Raises CorpusError for an unknown name.
+    If several processes call this at once, one does the work, with a progress bar, and the others
+    wait.
+
+    Raises:
+        CorpusError: if the name is unknown.
     """
     if name not in NAMES:
         near = nearest(name, NAMES)
@@ -73,7 +76,7 @@ def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer
 
 
 def stdlib_files() -> list[Path]:
-    """The corpus's files, relative to the library's folder, in the order of its documents."""
+    """The files of the corpus, relative to the library's folder, in the order of its documents."""
     root = stdlib_root()
     chosen = []
     for folder, folders, files in os.walk(root):
@@ -92,11 +95,12 @@ def stdlib_files() -> list[Path]:
 
 
 def stdlib_root() -> Path:
-    """Where the interpreter keeps its library (in a virtual environment the base one's)."""
+    """Folder of the interpreter's library; in a virtual environment, of the base interpreter's."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
+    """Encode the library's sources into the shards `prefix`."""
     root, files = stdlib_root(), stdlib_files()
     if not files:
         raise CorpusError(
@@ -108,14 +112,14 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
         [Source(str(root), "text", sum(map(os.path.getsize, paths)), paths)],
         [prefix],
         tokenizer,
-        PrepareOptions(on_error="skip"),  # Python files may declare another encoding; few do
+        PrepareOptions(on_error="skip"),  # a few Python files declare another encoding
         about={"corpus": "python-stdlib", "python": platform.python_version()},
         label="tokenising python-stdlib",
     )
 
 
 def _is_ready(prefix: Path, tokenizer: Tokenizer) -> bool:
-    """Whether a whole data set of this tokenizer is in place."""
+    """Whether a complete data set of this tokenizer exists."""
     try:
         manifest = read_manifest(prefix)
         ShardReader(prefix)

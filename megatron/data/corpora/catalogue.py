@@ -1,10 +1,10 @@
-"""The corpora that have a name: where they are, how large, under which terms, and what else to do.
+"""The corpora that have a name: their addresses, sizes, licences, and alternatives.
 
-Sizes and SHA-256 stand here only where they are known for certain; elsewhere a download is held
-against the length that the server announces, and the manifest of the shards records the SHA-256 of
-what was read. Most first hosts of the Pile's parts are gone (gpt-neox issues 909 and 949), so each
-corpus names alternatives: mirrors, data-set hub ids for `--input hub:ID`, and shards of the whole
-Pile, out of which `pile_set` keeps one part by its `meta.pile_set_name`.
+Sizes and SHA-256 are given only where they are certain. Otherwise a download is compared with the
+length that the server announces, and the manifest of the shards records the SHA-256 of the input.
+Most first hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949), so each corpus
+names alternatives: mirrors, data-set hub ids for `--input hub:ID`, and shards of the complete Pile,
+of which `pile_set` selects one data set by its `meta.pile_set_name`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.data.tokenizers.gpt2 import FILE_HASHES
 from megatron.suggest import did_you_mean
 
 _EYE = "https://the-eye.eu/public/AI"
-_PARTS = f"{_EYE}/pile_preliminary_components"
+_PILE_SETS = f"{_EYE}/pile_preliminary_components"
 _HUB = "https://huggingface.co/datasets"
 _S3 = "https://s3.amazonaws.com/models.huggingface.co/bert"
 _GPT2 = "https://huggingface.co/openai-community/gpt2/resolve/main"
@@ -24,7 +24,7 @@ _GPT2 = "https://huggingface.co/openai-community/gpt2/resolve/main"
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file and the addresses that have, or had, it. `size` in bytes, `sha256` in hex."""
+    """A file and its present or former addresses. `size` in bytes, `sha256` in hex."""
 
     urls: tuple[str, ...]
     size: int | None = None
@@ -37,10 +37,10 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """`files`: the original archive. `pile_set`: its meta.pile_set_name in the Pile's shards.
+    """A corpus. `text_bytes` and `documents` count the complete corpus, where known.
 
-    `text_bytes`, `documents`: of the whole corpus, where known. `hubs`: data sets with the same
-    text, by id.
+    `files`: the original archives. `pile_set`: the corpus's meta.pile_set_name in the Pile's
+    shards. `hubs`: ids of data sets with the same text.
     """
 
     files: tuple[RemoteFile, ...]
@@ -63,7 +63,7 @@ CORPORA: dict[str, Corpus] = {
     "openwebtext2": Corpus(
         _one(
             f"{_HUB}/segyges/OpenWebText2/resolve/main/openwebtext2.jsonl.zst.tar",
-            f"{_PARTS}/openwebtext2.jsonl.zst.tar",
+            f"{_PILE_SETS}/openwebtext2.jsonl.zst.tar",
         ),
         _MIXED, "OpenWebText2", ("segyges/OpenWebText2",), 17_103_000, 66_770_000_000,
     ),
@@ -72,7 +72,7 @@ CORPORA: dict[str, Corpus] = {
         _MIXED, "Github", (_UNCOPYRIGHTED,), None, 95_160_000_000,
     ),
     "arxiv": Corpus(
-        _one(f"{_PARTS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz"),
+        _one(f"{_PILE_SETS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz"),
         "arXiv's: the papers' own licences", "ArXiv", (_UNCOPYRIGHTED,), None, 56_210_000_000,
     ),
     "enwik8": Corpus(
@@ -84,33 +84,33 @@ CORPORA: dict[str, Corpus] = {
         _MIXED, "Enron Emails", (_UNCOPYRIGHTED,), 517_401,
     ),
     "europarl": Corpus(
-        _one(f"{_PARTS}/EuroParliamentProceedings_1996_2011.jsonl.zst"),
+        _one(f"{_PILE_SETS}/EuroParliamentProceedings_1996_2011.jsonl.zst"),
         _MIXED, "EuroParl", (_UNCOPYRIGHTED,),
     ),
     "freelaw": Corpus(
-        _one(f"{_PARTS}/FreeLaw_Opinions.jsonl.zst"), _MIXED, "FreeLaw", (_UNCOPYRIGHTED,)
+        _one(f"{_PILE_SETS}/FreeLaw_Opinions.jsonl.zst"), _MIXED, "FreeLaw", (_UNCOPYRIGHTED,)
     ),
     "nih": Corpus(
-        _one(f"{_PARTS}/NIH_ExPORTER_awarded_grant_text.jsonl.zst"),
+        _one(f"{_PILE_SETS}/NIH_ExPORTER_awarded_grant_text.jsonl.zst"),
         _MIXED, "NIH ExPorter", (_UNCOPYRIGHTED,),
     ),
     "pubmed": Corpus(
-        _one(f"{_PARTS}/PMC_extracts.tar.gz"), _MIXED, "PubMed Central", (_UNCOPYRIGHTED,)
+        _one(f"{_PILE_SETS}/PMC_extracts.tar.gz"), _MIXED, "PubMed Central", (_UNCOPYRIGHTED,)
     ),
     "hackernews": Corpus(
-        _one(f"{_PARTS}/hn.tar.gz"), _MIXED, "HackerNews", (_UNCOPYRIGHTED,), 373_000
+        _one(f"{_PILE_SETS}/hn.tar.gz"), _MIXED, "HackerNews", (_UNCOPYRIGHTED,), 373_000
     ),
     "ubuntu_irc": Corpus(
-        _one(f"{_PARTS}/ubuntu_irc_until_2020_9_1.jsonl.zst"),
+        _one(f"{_PILE_SETS}/ubuntu_irc_until_2020_9_1.jsonl.zst"),
         _MIXED, "Ubuntu IRC", (_UNCOPYRIGHTED,),
     ),
     "pile_00": Corpus(
         _one(f"{_EYE}/pile/train/00.jsonl.zst"), _MIXED, None, (_UNCOPYRIGHTED,),
-        note="one of the Pile's 30 shards; --pile-set keeps some of its parts",
+        note="one of the Pile's 30 shards; --pile-set keeps some of its sets",
     ),
     "pile": Corpus(
         tuple(RemoteFile((f"{_EYE}/pile/train/{i:02}.jsonl.zst",)) for i in range(30)),
-        _MIXED, None, (_UNCOPYRIGHTED,), note="--pile-set keeps some of its parts",
+        _MIXED, None, (_UNCOPYRIGHTED,), note="--pile-set keeps some of its sets",
     ),
     "c4": Corpus(
         tuple(
@@ -131,7 +131,10 @@ GPT2_FILES: dict[str, RemoteFile] = {
 
 
 def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
-    """The corpus `name`; CorpusError with the nearest of these and `others` if there is none."""
+    """The corpus `name`; CorpusError, with the nearest known name, if it is unknown.
+
+    `others` are names that the message lists too.
+    """
     if name in CORPORA:
         return CORPORA[name]
     hint = did_you_mean(name, [*CORPORA, *others])
@@ -142,7 +145,7 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
 
 
 def alternatives(name: str, corpus: Corpus) -> str:
-    """What to do when no address of a corpus answers."""
+    """Other ways to get a corpus, one per line, for when no address answers."""
     ways = [f"a copy you have: prepare_data.py {name} --input FILE"]
     ways += [f"an address that has it: prepare_data.py {name} --mirror URL_OF_ITS_FOLDER"]
     for hub in corpus.hubs:

@@ -1,8 +1,8 @@
-"""Downloads that go on where they broke off, are verified, and land by a rename.
+"""Downloads that resume after an interruption, are verified, and appear by a rename.
 
-A file grows as NAME.part beside a note of the version that the server announced (ETag or date); a
-later attempt asks for the rest of that version, and starts anew if it has changed. The file gets
-its name only when its length and, where known, its SHA-256 are right.
+A file grows as NAME.part; NAME.part.version holds the version that the server announced (ETag or
+date). A later attempt requests the rest of that version, or the complete file if the version has
+changed. The file gets its name only when its length and, where known, its SHA-256 are right.
 """
 
 from __future__ import annotations
@@ -24,20 +24,44 @@ from megatron.data.prepare.progress import ProgressBar
 _BLOCK = 1 << 20
 _TIMEOUT = 60.0  # seconds without a byte
 _ATTEMPTS = 5  # in a row at one address without a new byte
-_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
+_NOTHING_LEFT = 416  # HTTP status for a range that begins at or after the end of the file
 
 
-class _Wrong(Exception):
-    """What an address serves is not the file."""
+class _WrongFile(Exception):
+    """An address serves something other than the expected file."""
+
+
+_SERVER_ERRORS = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+    _WrongFile,
+)
 
 
 def download(
-    file: RemoteFile, path: Path, *, mirror: str | None = None, force: bool = False
+    file: RemoteFile,
+    path: Path,
+    *,
+    mirror: str | None = None,
+    force: bool = False,
+    advice: str = "",
 ) -> str:
-    """Get `file` to `path` unless it is there; return its SHA-256 (empty if it was there).
+    """Download `file` to `path` unless it exists.
 
-    Tries `mirror` (the address of a folder) first, then the file's own addresses. CorpusError, with
-    what each address answered, if none has it.
+    Args:
+        file: The file and its addresses.
+        path: Where to put it.
+        mirror: Address of a folder to try before the file's addresses.
+        force: Download it even if it exists.
+        advice: Last lines of the error, if no address has the file.
+
+    Returns:
+        Its SHA-256 (hex), empty if it existed.
+
+    Raises:
+        CorpusError: if no address has the file (with the answer of each), or it cannot be written.
     """
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
         if path.exists() and not force:
@@ -48,30 +72,23 @@ def download(
                 )
             return ""
         answers = []
-        for url in addresses(file, mirror):
+        for url in _addresses(file, mirror):
             try:
                 return _from_address(url, file, path)
-            except _Wrong as error:
-                answers.append(f"{url}: {error}")
-            except _ERRORS as error:
+            except (*_SERVER_ERRORS, OSError) as error:
+                if not isinstance(error, _SERVER_ERRORS):  # an error of the local disk
+                    raise CorpusError(f"{path}: {error}; what was downloaded is kept") from error
                 answers.append(f"{url}: {_reason(error)}")
-            except OSError as error:  # this disk, not that server
-                raise CorpusError(f"{path}: {error}; what was downloaded is kept") from error
-    raise CorpusError(f"{path.name} cannot be downloaded:\n  " + "\n  ".join(answers))
-
-
-def addresses(file: RemoteFile, mirror: str | None) -> list[str]:
-    own = [f"{mirror.rstrip('/')}/{file.name}"] if mirror else []
-    return [*own, *file.urls]
+    raise CorpusError(f"{path.name} cannot be downloaded:\n  " + "\n  ".join(answers) + advice)
 
 
 def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bool, str]]:
-    """(address, whether it has the file, in words) for each address, by a HEAD request."""
-    for url in addresses(file, mirror):
+    """For each address: (address, whether it has the file, the answer), by a HEAD request."""
+    for url in _addresses(file, mirror):
         try:
             with _open(url, method="HEAD") as answer:
                 length = answer.headers.get("Content-Length")
-        except _ERRORS as error:
+        except _SERVER_ERRORS as error:
             yield url, False, _reason(error)
             continue
         if file.size is not None and length is not None and int(length) != file.size:
@@ -80,67 +97,67 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
             yield url, True, f"{int(length):,} bytes" if length else "reachable"
 
 
+def _addresses(file: RemoteFile, mirror: str | None) -> list[str]:
+    mirrored = [f"{mirror.rstrip('/')}/{file.name}"] if mirror else []
+    return [*mirrored, *file.urls]
+
+
 def _from_address(url: str, file: RemoteFile, path: Path) -> str:
-    part, note = Path(f"{path}.part"), Path(f"{path}.part.version")
-    idle = 0
-    while True:
-        before = part.stat().st_size if part.exists() else 0
-        try:
-            total = _append(url, file, part, note)
-            have = part.stat().st_size
-            if total is None or have == total:
-                break
-            if have > total:
-                part.unlink()
-                raise _Wrong(f"gave {have} bytes of {total}")
-        except urllib.error.HTTPError:
-            raise
-        except _ERRORS:
-            if not part.exists() or part.stat().st_size <= before:
-                idle += 1
-                if idle >= _ATTEMPTS:
-                    raise
-        else:
-            idle = idle + 1 if have <= before else 0
-            if idle >= _ATTEMPTS:
-                raise _Wrong(f"stops after {have} of {total} bytes")
-        time.sleep(min(0.1 * 2**idle, 10.0))
-    found = hash_file(part)
-    expected = (file.size, file.sha256)
-    if file.size not in (None, part.stat().st_size) or file.sha256 not in (None, found):
-        size = part.stat().st_size
+    """Download `path` from one address; return its SHA-256."""
+    part, version = Path(f"{path}.part"), Path(f"{path}.part.version")
+    _complete(url, file, part, version)
+    found, size = hash_file(part), _size(part)
+    right = file.size in (None, size) and file.sha256 in (None, found)
+    if right:
+        os.replace(part, path)
+    else:
         part.unlink()
-        note.unlink(missing_ok=True)
-        raise _Wrong(f"serves another file: {size} bytes, SHA-256 {found}, not {expected}")
-    os.replace(part, path)
-    note.unlink(missing_ok=True)
+    version.unlink(missing_ok=True)
+    if not right:
+        expected = (file.size, file.sha256)
+        raise _WrongFile(f"serves another file: {size} bytes, SHA-256 {found}, not {expected}")
     return found
 
 
-def _append(url: str, file: RemoteFile, part: Path, note: Path) -> int | None:
-    """Append what the server gives to `part`; return the whole file's length if it says so."""
-    have = part.stat().st_size if part.exists() else 0
-    version = note.read_text() if note.exists() else ""
-    headers = {}
-    if have and version:
-        headers = {"Range": f"bytes={have}-", "If-Range": version}
+def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
+    """Append to `part` until it is complete, in several attempts if the connection breaks."""
+    idle = 0
+    while True:
+        before = _size(part)
+        try:
+            total = _append(url, file, part, version)
+            if total in (None, _size(part)):
+                return
+            failure = _WrongFile(f"stops after {_size(part)} of {total} bytes")
+        except _SERVER_ERRORS as error:
+            if isinstance(error, urllib.error.HTTPError):  # the server answered: do not repeat
+                raise
+            failure = error
+        idle = idle + 1 if _size(part) <= before else 0
+        if idle >= _ATTEMPTS:
+            raise failure
+        time.sleep(min(0.1 * 2**idle, 10.0))
+
+
+def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None:
+    """Append the server's answer to `part`; return the length of the complete file if known."""
+    have = _size(part)
+    known = version.read_text() if version.exists() else ""
+    headers = {"Range": f"bytes={have}-", "If-Range": known} if have and known else {}
     try:
         answer = _open(url, headers)
     except urllib.error.HTTPError as error:
-        if error.code != 416:
+        if error.code != _NOTHING_LEFT or not headers:
             raise
-        # Nothing is left to send: the file is whole, or the .part is none of its.
-        total = (error.headers.get("Content-Range") or "").rpartition("/")[2]
-        if total.isdigit() and int(total) == have:
+        if (error.headers.get("Content-Range") or "").endswith(f"/{have}"):
             return have
-        part.unlink()
-        return -1 if not total.isdigit() else int(total)
+        part.unlink()  # it belongs to another file
+        return _append(url, file, part, version)
     with answer:
-        resumed = answer.status == 206
+        resumed = answer.status == http.HTTPStatus.PARTIAL_CONTENT
         length = answer.headers.get("Content-Length")
-        start = have if resumed else 0
-        note.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
-        total = start + int(length) if length else None
+        version.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
+        total = (have if resumed else 0) + int(length) if length else None
         with (
             open(part, "ab" if resumed else "wb") as out,
             ProgressBar(total or file.size or 0, file.name, quiet=False) as progress,
@@ -151,6 +168,10 @@ def _append(url: str, file: RemoteFile, part: Path, note: Path) -> int | None:
             out.flush()
             os.fsync(out.fileno())
     return total
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _open(url: str, headers: dict | None = None, method: str = "GET"):

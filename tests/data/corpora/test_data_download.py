@@ -141,7 +141,7 @@ def test_a_killed_download_goes_on(server, tmp_path):
 
 def test_a_new_version_starts_anew(server, tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr("megatron.data.corpora.builtin.download.time.sleep", waits.append)
+    monkeypatch.setattr("megatron.data.corpora.download.time.sleep", waits.append)
     server.files["a.bin"] = BODY
     server.breaks = [1_000_000] + [0] * 9
     with pytest.raises(CorpusError, match=r"a\.bin cannot be downloaded"):

@@ -155,4 +155,4 @@ def test_a_key_named_twice(tmp_path, capsys):
         preprocess_data.main(
             [*flags, "--tokenizer-type", "CharLevelTokenizer", "--jsonl-keys", "text", "text"]
         )
-    assert "--jsonl-keys text text: a key stands there twice" in capsys.readouterr().err
+    assert "--jsonl-keys text text: a key is given twice" in capsys.readouterr().err

@@ -162,7 +162,11 @@ def test_faulty_input(run, tmp_path, arguments, message):
         (("--input", "file.txt", "--name", "x", "-d", "file/x"), 1, "would lie in one; name a f"),
         (("builtin:python-stdlib", "--no-append-eod"), 2, "--no-append-eod does not go with it"),
         (("--input", "a.txt", "--name", "x", "-v", "v.json"), 2, "v.json: which tokenizer is it"),
-        (("openwebtext2", "--mirror", "localhost"), 2, "--mirror localhost: is no address; write"),
+        (
+            ("openwebtext2", "--mirror", "localhost"),
+            2,
+            "--mirror localhost: is not an address; write",
+        ),
     ],
 )
 def test_wrong_commands(run, tmp_path, arguments, status, message):
