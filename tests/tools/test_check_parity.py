@@ -1,9 +1,10 @@
-"""The parity tool on the committed cases; then on cases with one thing changed, which must fail."""
+"""The parity tool on the committed models and curves; a case with one change must fail.
+
+`test_check_parity_data.py` has the data, the schedules and the derived configurations.
+"""
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.positional.kerple_log import KerpleLog
+from tests.helpers.parity import changed_npz, check
 from tests.helpers.paths import ROOT
 from tools.check_parity import groups_of, main
 from tools.parity.models import case_config, require_divisible
@@ -30,45 +32,6 @@ def leave_the_job():
         dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
-
-
-@pytest.fixture(scope="session")
-def cases(fixtures) -> Path:
-    return fixtures / "parity"
-
-
-@pytest.fixture(scope="session")
-def data_case(fixtures, gpt2_files, tmp_path_factory) -> Path:
-    """The committed data, laid out as a data case."""
-    source, folder = fixtures / "data", tmp_path_factory.mktemp("cases") / "data"
-    for part, files in {
-        "samples_a": ("samples_a", "index_and_samples"),
-        "samples_b": ("samples_b", "index_and_samples"),
-        "iterators": ("iterators", "batches"),
-    }.items():
-        (folder / part).mkdir(parents=True)
-        shutil.copy(source / f"{files[0]}.json", folder / part / "manifest.json")
-        shutil.copy(source / f"{files[0]}.npz", folder / part / f"{files[1]}.npz")
-    (folder / "tokenizer").mkdir()
-    shutil.copy(gpt2_files[0], folder / "tokenizer" / "gpt2-vocab.json")
-    shutil.copy(gpt2_files[1], folder / "tokenizer" / "gpt2-merges.txt")
-    for name in ("corpus_text_document.bin", "corpus_text_document.idx", "tokenizer_cases.json"):
-        shutil.copy(source / name, folder)
-    text = gzip.decompress((source / "corpus.jsonl.gz").read_bytes())
-    (folder / "corpus.jsonl").write_bytes(text)
-    return folder
-
-
-def check(capsys, *args) -> tuple[int, list[str]]:
-    code = main([str(arg) for arg in args])
-    return code, capsys.readouterr().out.splitlines()
-
-
-def changed_npz(path: Path, key: str, change) -> None:
-    with np.load(path, allow_pickle=False) as stored:
-        arrays = dict(stored)
-    arrays[key] = change(arrays[key].copy())
-    np.savez(path, **arrays)
 
 
 def test_every_committed_case_passes_with_every_backend_of_the_cpu(cases):
@@ -90,18 +53,6 @@ def test_every_committed_case_passes_with_every_backend_of_the_cpu(cases):
         "training/train_bf16_master_kerple_log bf16 eager: loss",
     ):
         assert any(expected in line for line in lines), expected
-
-
-def test_data_cases_pass_and_so_do_their_parts(data_case, capsys):
-    code, lines = check(capsys, data_case)
-    assert code == 0 and lines[-1] == "16 cases, 0 failed", lines
-    code, lines = check(capsys, data_case / "samples_a", data_case / "iterators")
-    assert code == 0 and lines[-1] == "13 cases, 0 failed", lines
-
-
-def test_derived_configurations_pass(fixtures, capsys):
-    code, lines = check(capsys, fixtures / "config")
-    assert code == 0 and lines[-1] == "6 cases, 0 failed", lines
 
 
 @pytest.mark.parametrize(
@@ -136,79 +87,52 @@ def test_every_quantity_counts(cases, tmp_path, capsys, key):
     assert code == 1 and lines[-1] == "2 cases, 1 failed"
 
 
-def test_one_changed_sample_is_seen(data_case, tmp_path, capsys):
-    shutil.copytree(data_case, tmp_path / "data")
-
-    def next_token(stored):
-        stored[17].flat[3] += 1
-        return stored
-
-    samples = tmp_path / "data" / "samples_b" / "index_and_samples.npz"
-    changed_npz(samples, "valid/samples", next_token)
-    code, lines = check(capsys, tmp_path / "data")
-    [line] = [line for line in lines if line.startswith("FAIL")]
-    assert code == 1 and "samples, differing 1 (0) TOO FAR" in line and "samples_b" in line
-    batches = tmp_path / "data" / "iterators" / "batches.npz"
-    changed_npz(batches, "train_resume17/train", lambda stored: stored[::-1])
-    code, lines = check(capsys, tmp_path / "data" / "iterators")
-    [line] = [line for line in lines if line.startswith("FAIL")]
-    assert code == 1 and "train_resume17 train" in line
+def tied(case: Path) -> Path:
+    """The case with its word embedding renamed as the published pipeline names a tied one."""
+    manifest = case / "manifest.json"
+    text = manifest.read_text()
+    assert '"0.word_embeddings.weight"' in text
+    manifest.write_text(text.replace('"0.word', '"tied_modules.embed.word'))
+    return case
 
 
-def test_one_changed_byte_token_rate_and_setting_are_seen(data_case, cases, tmp_path, capsys):
-    folder = shutil.copytree(data_case, tmp_path / "data")
-    shards = folder / "corpus_text_document.bin"
-    content = bytearray(shards.read_bytes())
-    content[1000] ^= 1
-    shards.write_bytes(content)
-    tokens = json.loads((folder / "tokenizer_cases.json").read_text())
-    tokens["cases"][3]["ids"][0] += 1
-    (folder / "tokenizer_cases.json").write_text(json.dumps(tokens))
-    shutil.rmtree(folder / "samples_a")
-    shutil.rmtree(folder / "samples_b")
-    shutil.rmtree(folder / "iterators")
-    code, lines = check(capsys, folder)
-    assert code == 1 and lines[-1] == "2 cases, 2 failed"
-    assert "bytes of .bin 1 (0) TOO FAR" in lines[0] and "bytes of .idx 0 (0)" in lines[0]
-
-    rates = json.loads((cases / "config" / "lr_schedule.json").read_text())
-    rates["train.yml"]["lr_at_num_iters"]["750"] *= 1 + 1e-11
-    derived = json.loads((ROOT / "tests/fixtures/config/derived_args.json").read_text())
-    derived["train_kerple_log_arxiv_1235_gpus8"]["derived"]["train_batch_size"] = 32
-    config = tmp_path / "config"
-    config.mkdir()
-    (config / "lr_schedule.json").write_text(json.dumps(rates))
-    (config / "derived_args.json").write_text(json.dumps(derived))
-    code, lines = check(capsys, config)
-    assert code == 1 and lines[-1] == "7 cases, 2 failed"
-    assert any("train_batch_size: 256, published 32" in line for line in lines)
-
-
-def test_a_changed_curve_is_seen(cases, tmp_path):
-    shutil.copytree(cases / "training" / "gas2_decay", tmp_path / "gas2_decay")
-    path = tmp_path / "gas2_decay" / "curve.npz"
-    changed_npz(path, "kernel/2.attention.rpe.bias_a", lambda stored: stored + 2e-4)
-    command = [sys.executable, ROOT / "tools" / "check_parity.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "kernel 0.0002 (0.0001) TOO FAR" in done.stdout
-
-
-def test_the_start_of_a_curve_is_clamped_as_the_first_forward_pass_would(cases, tmp_path):
-    """Slopes of 2^-8 are stored below the bound; one that is off after the start is seen."""
-    folder = cases / "training" / "original_fixed_slopes"
-    with np.load(folder / "curve.npz") as curve:
-        assert curve["kernel/2.attention.rpe.bias_a"][0, -1] == 2.0**-8
-    shutil.copytree(folder, tmp_path / "case")
+@pytest.fixture(scope="module")
+def curves(cases, tmp_path_factory) -> list[str]:
+    """The tool's lines on three changed training cases, from one process."""
+    folder = tmp_path_factory.mktemp("curves")
+    for name, source in {
+        "moved": "gas2_decay", "start": "original_fixed_slopes", "tied": "gas2_decay"
+    }.items():  # fmt: skip
+        shutil.copytree(cases / "training" / source, folder / name)
+    kernel = "kernel/2.attention.rpe.bias_a"
+    changed_npz(folder / "moved" / "curve.npz", kernel, lambda stored: stored + 2e-4)
 
     def after_the_start(stored):
+        assert stored[0, -1] == 2.0**-8
         stored[1, -1] = 2.0**-8
         return stored
 
-    path = tmp_path / "case" / "curve.npz"
-    changed_npz(path, "kernel/2.attention.rpe.bias_a", after_the_start)
-    command = [sys.executable, ROOT / "tools" / "check_parity.py", tmp_path]
+    changed_npz(folder / "start" / "curve.npz", kernel, after_the_start)
+    tied(folder / "tied")
+    command = [sys.executable, ROOT / "tools" / "check_parity.py", folder]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "kernel 0.0061 (0.0001) TOO FAR" in done.stdout
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1 and lines[-1] == "3 cases, 2 failed", done.stdout + done.stderr
+    return lines
+
+
+def test_a_changed_curve_is_seen(curves):
+    assert curves[0].startswith("FAIL") and "kernel 0.0002 (0.0001) TOO FAR" in curves[0]
+
+
+def test_the_start_of_a_curve_is_clamped_as_the_first_forward_pass_would(curves):
+    """Slopes of 2^-8 are stored below the bound; one that is wrong after the start is seen."""
+    assert curves[1].startswith("FAIL") and "kernel 0.0061 (0.0001) TOO FAR" in curves[1]
+
+
+def test_the_published_name_of_a_tied_embedding_is_known_in_training(curves):
+    """In the optimizer's groups and among the final parameters."""
+    assert curves[2].startswith("ok    ") and "/tied fp32" in curves[2]
 
 
 def test_a_case_may_hold_bf16_logits_alone(cases, tmp_path, capsys):
@@ -221,15 +145,6 @@ def test_a_case_may_hold_bf16_logits_alone(cases, tmp_path, capsys):
     code, lines = check(capsys, tmp_path / "case")
     assert code == 0 and lines[0].startswith("ok    case bf16 eager: logits 0 (0.1)"), lines
     assert lines[-1] == "1 cases, 0 failed"
-
-
-def tied(case: Path) -> Path:
-    """The case with its word embedding renamed as the published pipeline names a tied one."""
-    manifest = case / "manifest.json"
-    text = manifest.read_text()
-    assert '"0.word_embeddings.weight"' in text
-    manifest.write_text(text.replace('"0.word', '"tied_modules.embed.word'))
-    return case
 
 
 def test_the_published_name_of_a_tied_embedding_is_known(cases, tmp_path, capsys):
@@ -245,44 +160,6 @@ def test_the_published_name_of_a_tied_embedding_is_known(cases, tmp_path, capsys
     manifest.write_text(manifest.read_text().replace("tied_modules.embed.", "tied_modules.head."))
     code, lines = check(capsys, case)
     assert code == 1 and "parameters with a gradient" in lines[0]
-
-
-def test_the_published_name_of_a_tied_embedding_is_known_in_training(cases, tmp_path):
-    """In the optimizer's groups and among the final parameters."""
-    tied(shutil.copytree(cases / "training" / "gas2_decay", tmp_path / "gas2_decay"))
-    command = [sys.executable, ROOT / "tools" / "check_parity.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_data_without_a_tokenizer_is_checked_as_far_as_possible(data_case, tmp_path, capsys):
-    folder = shutil.copytree(data_case, tmp_path / "data")
-    shutil.rmtree(folder / "tokenizer")
-    code, lines = check(capsys, folder)
-    assert code == 0 and lines[-1] == "16 cases, 0 failed, 2 checked in part", lines
-    corpus, tokens, *complete = lines[:-1]
-    missing = f"{folder / 'tokenizer'} does not exist"
-    assert "number of documents 0 (0)" in corpus and f"not checked: the tokens: {missing}" in corpus
-    assert f"not checked: the ids: {missing}" in tokens
-    assert not any("not checked" in line for line in complete)
-
-    with (folder / "corpus.jsonl").open("a") as corpus:
-        corpus.write('{"text": "one more"}\n')
-    cases = json.loads((folder / "tokenizer_cases.json").read_text())
-    cases["cases"][3]["ids"][0] = cases["vocab_size"]
-    (folder / "tokenizer_cases.json").write_text(json.dumps(cases))
-    code, lines = check(capsys, folder)
-    assert code == 1 and lines[-1] == "16 cases, 2 failed, 2 checked in part"
-    assert "number of documents 1 (0) TOO FAR" in lines[0]
-    assert "ids outside the vocabulary 1 (0) TOO FAR" in lines[1]
-
-
-def test_an_empty_tokenizer_folder_is_a_failure(data_case, tmp_path, capsys):
-    folder = shutil.copytree(data_case, tmp_path / "data")
-    shutil.rmtree(folder / "tokenizer")
-    (folder / "tokenizer").mkdir()
-    code, lines = check(capsys, folder)
-    assert code == 1 and "needs a *vocab* and a *merges* file" in lines[0]
 
 
 def test_the_factor_of_a_table_is_found_whatever_the_head_size(tmp_path, capsys):
@@ -319,23 +196,23 @@ def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):
 
 
 def test_two_processes_hold_one_model_and_pass_too(cases, tmp_path):
-    """Every model and curve; a wrong one fails there as well."""
+    """Every model and curve passes, and a changed case fails there as well."""
+    shutil.copytree(cases / "models" / "kerple_log", tmp_path / "changed")
+    stored = tmp_path / "changed" / "expected.npz"
+    changed_npz(stored, "grad_l2_fp64_L64", lambda stored: stored * (1 + 1e-4))
     command = [sys.executable, ROOT / "tools" / "check_parity.py", "--tp", "2"]
-    folders = [cases / "models", cases / "training"]
+    folders = [cases / "models", cases / "training", tmp_path]
     done = subprocess.run([*command, *folders], capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert lines[-1].endswith(" cases, 0 failed") and len(lines) > 15
+    assert done.returncode == 1 and len(lines) > 17, done.stdout + done.stderr
+    assert lines[-1].endswith(" cases, 1 failed")
+    [failed] = [line for line in lines if not line.startswith("ok")][:-1]
+    assert "/changed fp64 eager" in failed and "TOO FAR" in failed
     assert any("models/kerple_log fp64 eager" in line and "kernel gradients" in line
                for line in lines)  # fmt: skip
-    shutil.copytree(cases / "models" / "kerple_log", tmp_path / "kerple_log")
-    stored = tmp_path / "kerple_log" / "expected.npz"
-    changed_npz(stored, "grad_l2_fp64_L64", lambda stored: stored * (1 + 1e-4))
-    done = subprocess.run([*command, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout.endswith("2 cases, 1 failed\n")
 
 
-def test_what_a_backend_does_not_serve_is_said_and_has_no_verdict(cases, capsys):
+def test_what_a_backend_does_not_serve_is_reported_and_has_no_verdict(cases, capsys):
     learned, kerple = cases / "models" / "learned_ten_layers", cases / "models" / "kerple_log"
     code, lines = check(capsys, learned, kerple, "--backend", "sdpa")
     assert code == 0 and lines[-1] == "2 cases, 0 failed, 2 not served by the backend asked for"
