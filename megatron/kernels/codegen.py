@@ -136,8 +136,7 @@ def lower(expr: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
     """Whether d is in an exponent: such an expression soon leaves the range of `rcp`."""
-    powers = (part.exp for part in expr.atoms(sympy.exp, sympy.Pow))
-    return any(exponent.has(d) for exponent in powers)
+    return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:

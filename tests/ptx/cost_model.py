@@ -1,0 +1,206 @@
+"""Instructions per score in the inner loops, from SASS, and the clocks that an H100 needs for them.
+
+    python tests/ptx/cost_model.py [--project DIR] [--target 90] [--kernels kerple_log,none]
+
+An SM has per clock: 4 warp instructions issued, 128 FFMA/FMUL/FADD, 64 on the ALU (integer, logic,
+select, min/max, conversions), 16 special functions, 2048 dense bf16 multiply-adds (989 TFLOP/s at
+1.83 GHz).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import triton
+
+from tests.ptx import project
+
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+MUFU = ("MUFU",)
+FMA = ("FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2")
+IMAD = ("IMAD",)
+MEMORY = (
+    "LDS",
+    "STS",
+    "LDSM",
+    "STSM",
+    "LDG",
+    "STG",
+    "LDGSTS",
+    "ATOMS",
+    "SHFL",
+    "LDL",
+    "STL",
+    "LDC",
+    "LDGDEPBAR",
+    "BAR",
+    "DEPBAR",
+)
+TENSOR = ("HGMMA", "HMMA")
+UNIFORM = ("R2UR", "S2UR")
+
+
+def classify(op: str) -> str:
+    """The unit that executes an opcode."""
+    head = op.split(".")[0]
+    if head in MUFU:
+        return "mufu"
+    if head in FMA:
+        return "fma"
+    if head in IMAD:
+        return "imad"
+    if head in TENSOR:
+        return "tensor"
+    if head in MEMORY:
+        return "memory"
+    if head.startswith("U") and head not in ("UNDEF",) or head in UNIFORM:
+        return "uniform"
+    if head in (
+        "BRA",
+        "WARPSYNC",
+        "WARPGROUP",
+        "NOP",
+        "BSSY",
+        "BSYNC",
+        "EXIT",
+        "CALL",
+        "RET",
+        "YIELD",
+    ):
+        return "control"
+    return "alu"
+
+
+def loops(sass: str):
+    """Innermost loops: lists of (opcode, full text)."""
+    code, labels = [], {}
+    for line in sass.splitlines():
+        found = re.match(r"\s*(\.L_x_\d+):", line)
+        if found:
+            labels[found[1]] = len(code)
+            continue
+        found = re.match(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", line)
+        if found:
+            code.append((int(found[1], 16), found[2].strip()))
+    where = {address: n for n, (address, _) in enumerate(code)}
+    out = []
+    for n, (_, text) in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?(?:`\((\.L_x_\d+)\)|0x([0-9a-f]+))", text)
+        if not jump:
+            continue
+        target = labels.get(jump[1]) if jump[1] else where.get(int(jump[2], 16))
+        if target is not None and target < n:
+            out.append((target, n))
+    inner = [x for x in out if not any(y != x and y[0] >= x[0] and y[1] <= x[1] for y in out)]
+    return [[strip(code[i][1]) for i in range(a, b + 1)] for a, b in inner]
+
+
+def strip(text: str) -> tuple[str, str]:
+    """(opcode without a predicate, full text)."""
+    words = text.split()
+    if words[0].startswith("@"):
+        words = words[1:]
+    return words[0], text
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS, by nvdisasm where Triton brings it, otherwise by cuobjdump."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-sass")):
+            if (path := BINARIES / tool).exists():
+                env = os.environ | {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
+                command = [path, flag, file.name]
+                done = subprocess.run(command, capture_output=True, text=True, env=env)
+                if done.returncode == 0:
+                    return done.stdout
+    raise SystemExit("neither nvdisasm nor cuobjdump disassembles")
+
+
+def build(tool, variant):
+    """(the row of tools/compile_kernels.py, Triton's compiled kernel)."""
+    kept, compile_kernel = {}, tool.compile_kernel
+
+    def keep(*arguments, **options):
+        kept["compiled"] = compile_kernel(*arguments, **options)
+        return kept["compiled"]
+
+    with mock.patch.object(tool, "compile_kernel", keep):
+        row = tool.build(variant)
+    return row, kept["compiled"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    project.add_option(parser)
+    parser.add_argument("--target", type=int, default=90)
+    parser.add_argument("--kernels", default="kerple_log,none")
+    parser.add_argument("--sizes", default="64,128")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--dump", type=Path, help="folder for SASS and PTX")
+    args = parser.parse_args()
+    project.use(args.project)
+    from tools import compile_kernels as tool
+
+    names = product(args.sizes.split(","), ("forward", "query", "key"), args.kernels.split(","))
+    for size, which, kernel in names:
+        row, compiled = build(tool, tool.Variant(args.target, kernel, args.dtype, int(size), which))
+        sass = disassemble(compiled.asm["cubin"])
+        if args.dump:
+            stem = args.dump / f"sm{args.target}_{kernel}_{which}_{args.dtype}_{size}"
+            stem.with_suffix(".sass").write_text(sass)
+            stem.with_suffix(".ptx").write_text(compiled.asm["ptx"])
+        report(kernel, which, int(size), row, sass)
+
+
+def report(kernel, which, size, row, sass) -> None:
+    """Print instructions per score and clocks of the unmasked and the masked loop."""
+    threads, scores = 32 * row.warps, row.M * row.N
+    found = []
+    for loop in loops(sass):
+        ops = [op for op, _ in loop]
+        if not any(op.split(".")[0] in TENSOR for op in ops):
+            continue
+        count = Counter(classify(op) for op in ops)
+        found.append((count, Counter(op.split(".")[0] for op in ops), loop))
+    if not found:
+        print(kernel, which, size, "no loop with products found")
+        return
+    # The unmasked loop has the fewest instructions outside the tensor cores.
+    found.sort(key=lambda x: sum(x[0].values()))
+    products = {"forward": 2, "query": 3, "key": 4, "table": 2}[which]
+    P = 1 << (size - 1).bit_length()
+    for name, (count, ops, loop) in (("unmasked", found[0]), ("masked", found[-1])):
+        waits = sum("WARPGROUP.DEPBAR" in text for _, text in loop)
+        per = {k: v * threads / scores for k, v in count.items()}
+        total = sum(count.values()) * threads / scores
+        clocks = {
+            "tensor": products * P / 2048,
+            "mufu": per.get("mufu", 0) / 16,
+            "fma": (per.get("fma", 0) + 2 * per.get("imad", 0)) / 128,
+            "alu": per.get("alu", 0) / 64,
+            "issue": total / 128,
+        }
+        others = max(v for k, v in clocks.items() if k != "tensor")
+        one_by_one = clocks["tensor"] + others
+        text = " ".join(f"{k} {v:.2f}" for k, v in sorted(per.items()))
+        used = f"{row.M}x{row.N} warps {row.warps} regs {row.registers} stack {row.spilled}"
+        print(f"{kernel:12} {which:8} {size:4} {name:8} {used} shared {row.shared}", end="")
+        print(f" | per score: {text} total {total:.2f}; waits for HGMMA {waits} of {ops['HGMMA']}")
+        print("    mclk/score/SM:", *(f"{k} {1000 * v:.0f}" for k, v in clocks.items()), end="")
+        print(f" | overlapped {1000 * max(clocks.values()):.0f}, ", end="")
+        print(f"one after the other {1000 * one_by_one:.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

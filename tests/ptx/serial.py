@@ -1,0 +1,68 @@
+"""Which sm_90 variants ptxas serialises (its notes C7510 ... C7519), registers, spills.
+
+    python tests/ptx/serial.py [--project DIR] kerple_log:forward:64:128x64x8x3 ...
+
+Without a tile (M x N x warps x stages), the committed one is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.ptx import cost_model, project
+
+
+def notes_of(ptx: str) -> str:
+    """The messages of ptxas about a PTX text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [
+            cost_model.BINARIES / "ptxas",
+            "-v",
+            "--gpu-name=sm_90a",
+            path,
+            "-o",
+            f"{path}.cubin",
+        ]
+        return subprocess.run(command, capture_output=True, text=True).stderr
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    project.add_option(parser)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--sass", action="store_true", help="also what cost_model.py prints")
+    parser.add_argument("what", nargs="+", metavar="POS_EMB:PASS:SIZE[:TILE]")
+    args = parser.parse_args()
+    project.use(args.project)
+    from tools import compile_kernels as tool
+
+    tile_of = tool.tile_of
+    for text in args.what:
+        kernel, which, size, *tile = text.split(":")
+        chosen = tool.Tile(*map(int, tile[0].split("x"))) if tile else None
+        tool.tile_of = lambda variant, chosen=chosen: chosen or tile_of(variant)
+        try:
+            variant = tool.Variant(90, kernel, args.dtype, int(size), which)
+            row, compiled = cost_model.build(tool, variant)
+        except Exception as error:  # the compiler's: the other variants are still compiled
+            print(text, "failed:", str(error)[:100])
+            continue
+        notes = notes_of(compiled.asm["ptx"])
+        codes = sorted(set(re.findall(r"\(C\d+\)", notes)))
+        serial = "SERIAL" if "serialized" in notes else "ok    "
+        used = f"regs {row.registers} stack {row.spilled} shared {row.shared}"
+        shape = f"{row.M}x{row.N}x{row.warps}x{row.stages}"
+        print(f"{serial} {text} tile {shape} {used} {codes}", flush=True)
+        if args.sass:
+            sass = cost_model.disassemble(compiled.asm["cubin"])
+            cost_model.report(kernel, which, int(size), row, sass)
+
+
+if __name__ == "__main__":
+    main()

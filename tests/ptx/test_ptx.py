@@ -1,0 +1,40 @@
+"""Compiled kernels executed without a GPU: the emulator's self-test, and a few cases per target."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+
+def emulate(script: str, *options: str) -> list[str]:
+    """The lines that a script prints, in a process without Triton's interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, f"tests/ptx/{script}", *options]
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_emulator():
+    assert emulate("selftest.py") == ["self test: all as expected"]
+
+
+@pytest.mark.parametrize(
+    "target,cases",
+    [
+        (80, ["dtype=bf16,E=16,H=2,K=1,T=70,S=150,p=0.1", "kind=rpe,dtype=fp32,E=16,H=1,T=70"]),
+        (90, ["dtype=bf16,E=16,H=1,T=140"]),
+    ],
+)
+def test_fused_attention_as_compiled(target, cases):
+    """Output and all gradients; several tiles of queries or of keys, and ragged last ones."""
+    options = [option for case in cases for option in ("--case", case)]
+    *lines, last = emulate("verify.py", "--target", str(target), *options)
+    assert last == "0 wrong", "\n".join(lines)
+    assert [line.split()[:2] for line in lines] == [["ok", f"sm_{target}"]] * len(cases)
