@@ -1,8 +1,8 @@
-"""What every test gets: fixed seeds, one thread, no network for wandb, and the ``gpu`` mark's rule.
+"""For every test: fixed seeds, one thread, no network for wandb, and the rule of the mark `gpu`.
 
-Without a GPU, Triton's kernels run in its interpreter; that is settled when triton is imported, so
-here. On a bare GPU machine (torch, triton, pytest) ``-m gpu`` collects ``tests/gpu`` alone, which
-needs no more than these.
+Without a GPU, Triton's kernels run in its interpreter. Triton decides that when it is imported, so
+the variable is set here. On a bare GPU machine (torch, triton, pytest) `-m gpu` collects only
+`tests/gpu`, which needs nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported, and inherited by every process a test starts. Two ranks share the cores.
+# Set before torch is imported, and inherited by every process of a test. Ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["WANDB_MODE"] = "offline"
@@ -33,15 +33,14 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
-    # Few and always the same examples where every change is tested; HYPOTHESIS_PROFILE=search
-    # looks further, with new examples each time.
+    # Few and always the same examples; HYPOTHESIS_PROFILE=search tries many new ones each time.
     settings.register_profile(
         "house",
         max_examples=25,
         deadline=None,
         derandomize=True,
         database=None,
-        suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no defect
+        suppress_health_check=[HealthCheck.too_slow],  # a busy machine is not a defect
     )
     settings.register_profile("search", max_examples=1000, deadline=None, database=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
@@ -83,7 +82,7 @@ def gpt2_files(fixtures, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m gpu``, only folders on the way to ``tests/gpu``, and what is in it."""
+    """With `-m gpu`, collect only `tests/gpu`."""
     if config.option.markexpr != "gpu":
         return None
     inside = collection_path == GPU_TESTS or GPU_TESTS in collection_path.parents

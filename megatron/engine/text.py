@@ -39,6 +39,13 @@ def evaluation_text(config: Config, tokenizer: Tokenizer) -> tuple[Shards, list[
     return JoinedShards(names), [(ends[i], ends[i + 1]) for i in range(3)]
 
 
+def samples_of_run(config: Config) -> dict[str, int]:
+    """Split -> number of samples that the run reads."""
+    training, batch = config.training, config.batch.train_batch_size
+    counts = sample_counts(training.train_iters, training.eval_interval, training.eval_iters, batch)
+    return dict(zip(SPLITS, counts, strict=True))
+
+
 class CheckedLoader(TrainLoader):
     """A loader that refuses token ids which the tokenizer does not have.
 
@@ -83,14 +90,7 @@ class JobData:
                 name: [[end - start, weight] for _, (start, end), weight in corpora]
                 for name, corpora in self.corpora.items()
             }
-        training = config.training
-        counts = sample_counts(
-            training.train_iters,
-            training.eval_interval,
-            training.eval_iters,
-            config.batch.train_batch_size,
-        )
-        self.wanted = dict(zip(SPLITS, counts, strict=True))
+        self.wanted = samples_of_run(config)
         self._held_out: dict[str, TokenDataset | None] = {}
 
     def training(self, *, index_samples: int, consumed: int) -> TrainLoader | None:

@@ -5,9 +5,9 @@
     KIND/DTYPE/param/NAME               the parameters used
     alibi/DTYPE/slopes    [heads]
     sinusoidal/DTYPE/LL...  [L, dim]    the table
-    rotary/DTYPE/cosL, sinL [L, dim]    both halves are alike
+    rotary/DTYPE/cosL, sinL [L, dim]    both halves are equal
 
-Errors are relative to the greatest value of the head (of the table: 1).
+Errors are relative to the greatest value of the head; errors of the tables are absolute.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from megatron.config.choices import positional_name
 from megatron.engine.neox import layout
 from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import PositionalEmbedding, load
+from megatron.positional.rotary import Rotary
+from megatron.positional.sinusoidal import Sinusoidal
 from tools.parity.result import Result
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -57,21 +59,21 @@ def check_kind(
             row = last_row(pos, probes, length, dtype)
             scale = np.abs(published).max(axis=1, keepdims=True)
             result.compare(f"L{length}", row.float().numpy(), published, tolerance, scale=scale)
-        elif pos.kind == "input":
+        elif isinstance(pos, Sinusoidal):
             table = pos.table(torch.arange(length), published.shape[1], dtype)
             result.compare(f"L{length}", table.float().numpy(), published, tolerance)
-        elif pos.kind == "rotary":
+        elif isinstance(pos, Rotary):
             table = angles(pos, length, published.shape[1], dtype)["cos" if "cos" in key else "sin"]
             result.compare(key, table.float().numpy(), published, tolerance)
         else:
-            result.faults.append(f"{key}: nothing to compare it with")
+            result.faults.append(f"{key}: cannot be compared with {pos.name}")
     return result
 
 
 def last_row(
     pos: PositionalEmbedding, probes: dict[str, np.ndarray], length: int, dtype: torch.dtype
 ) -> Tensor:
-    """The last query's scores [heads, L], from zeros or ones."""
+    """The scores [heads, L] of the last query, computed from zeros or ones."""
     params = {
         layout.RPE + key.removeprefix("param/"): torch.from_numpy(value)
         for key, value in probes.items()
@@ -79,8 +81,8 @@ def last_row(
     }
     d = torch.arange(length - 1, -1, -1)
     if layout.RPE + layout.TABLE in params:
-        # The case does not say the table's factor, sqrt(head size) where it comes from a model: it
-        # shows at distance 0, which is bucket 0.
+        # The case does not hold the table's factor, sqrt(head size) in a model. It follows from the
+        # score at distance 0, which is bucket 0.
         theta_HN, _ = layout.theta_from_columns(params)
         shown = torch.from_numpy(probes[f"L{length}"])[:, -1]
         ratio = float((shown / theta_HN[:, 0]).median())
@@ -95,15 +97,14 @@ def last_row(
         theta_HN = pos.numerics.constant(pos.initial_theta(len(probes[f"L{length}"])))
     theta_HN = pos.within_bounds(theta_HN).to(dtype)
     bias, weight = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
-    if weight is None:
-        return bias
-    return weight if bias is None else weight + bias
+    if bias is None:
+        assert weight is not None, "a kernel of the distance has a bias, a weight or both"
+        return weight
+    return bias if weight is None else weight + bias
 
 
-def angles(
-    pos: PositionalEmbedding, length: int, dim: int, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Cosines and sines [L, dim], seen by turning (1, 0) in every plane."""
+def angles(pos: Rotary, length: int, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cosines and sines [L, dim], found by rotating (1, 0) in every plane."""
     half = dim // 2
     plane = torch.cat((torch.ones(1, 1, length, half), torch.zeros(1, 1, length, half)), dim=-1)
     turned, _ = pos.rotate(plane.to(dtype), plane.to(dtype), offset=0, rotary_ndims=dim, base=10000)

@@ -1,9 +1,9 @@
-"""config/: learning rates at given counters, and what the published code derives from its files.
+"""config/: learning rates at given steps, and the values that the published code derives.
 
-The cases name published YAML files but do not hold them. With `--configs DIR` (a checkout's
-`kerple_configs` with its overlays generated) those files are read; without it the derived values
-themselves, as far as they are keys, stand in for them, without the batch sizes that follow from
-others: every key must then be known, and every derived value come out the same.
+The cases name published YAML files but do not hold them. `--configs DIR` (a checkout's
+`kerple_configs` with its overlays generated) reads those files. Without it, the configuration is
+made of the derived values that are config keys, except the batch sizes that follow from others.
+Every key must be known, and every derived value must be the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from megatron.config.choices import positional_name
 from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
-from megatron.data.samples.loader import sample_counts
+from megatron.engine.text import samples_of_run
 from megatron.engine.training.schedule import schedule_of
 from tools.parity.result import Result
 
 RATES = 1e-12
-SPLITS = ("train", "valid", "test")
-# Attributes of the published program that are not keys -> our field.
+# Attribute of the published program that is no config key -> our field.
 RENAMED = {
     "optimizer_type": "type",
     "lr": "lr",
@@ -37,7 +36,7 @@ RENAMED = {
 }
 PRECISIONS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 FOLLOWS = {"train_batch_size", "gradient_accumulation_steps", "precision", "attention_config"}
-# The least that a config needs beside what a schedule says.
+# The smallest config; a schedule adds its keys.
 BARE = {
     "num_layers": 1,
     "hidden_size": 8,
@@ -60,7 +59,7 @@ def check_rates(path: Path, name: str) -> Iterator[Result]:
             "min_lr": state["min_lr"],
             "train_iters": state["end_iter"],
         }
-        # What the case changed about its file must lead to the same curve by our own arithmetic.
+        # The overrides of the case must give the same rates through our config.
         changes = [
             f"{changed}={json.dumps(value)}"
             for changed, value in case.get("overrides", {}).items()
@@ -94,15 +93,7 @@ def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Resul
                 result.expect(attribute, ours[field], _translated(attribute, value))
                 compared += 1
         if "data_num_samples" in derived:
-            training = config.training
-            counts = sample_counts(
-                training.train_iters,
-                training.eval_interval,
-                training.eval_iters,
-                config.batch.train_batch_size,
-            )
-            samples = dict(zip(SPLITS, counts, strict=True))
-            result.expect("data_num_samples", samples, derived["data_num_samples"])
+            result.expect("data_num_samples", samples_of_run(config), derived["data_num_samples"])
         result.add(f"of {compared} values, differing", len(result.faults), 0)
         yield result
 
@@ -115,7 +106,7 @@ def _config_of(key: str, case: dict[str, Any], folder: Path) -> Config:
     processes = int(named[1]) if named else derived["train_batch_size"] // per_process
     files = [folder / file for file in case.get("files", [])]
     if files and all(file.is_file() for file in files):
-        # What that program takes for granted where its files are silent, and we do not.
+        # The published default of this key; ours differs.
         silent = [f"output_layer_parallelism={derived['output_layer_parallelism']}"]
         return load_config(files, silent, world_size=processes)
     keys = {
@@ -142,7 +133,7 @@ def _load(keys: dict[str, Any], overrides: Sequence[str] = (), *, processes: int
 
 
 def _translated(attribute: str, value: Any) -> Any:
-    """A published value in our spelling."""
+    """The value as our config spells it."""
     if attribute == "pos_emb":
         return positional_name(value)
     if attribute == "precision":
