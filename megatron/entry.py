@@ -7,7 +7,8 @@ import os
 import select
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from functools import wraps
+from typing import NoReturn, ParamSpec
 
 # OpenMP's threads spin while they wait. On a machine that does anything else besides, a training
 # step then takes up to ten times as long; sleeping costs nothing measurable. Read by the OpenMP
@@ -43,6 +44,28 @@ def run(main: Callable[[], int]) -> NoReturn:
     if "triton" not in sys.modules:  # newer ones would list all that is left of them
         gc.freeze()  # nothing is left to collect, and to look for it takes 50 ms
     sys.exit(code)
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def reports(*known: type[Exception]) -> Callable[..., Callable[Arguments, int]]:
+    """Decorate a `main`: a known error, or an OSError, becomes one message and exit code 1."""
+
+    def decorate(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+        @wraps(main)
+        def reporting(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+            try:
+                return main(*args, **kwargs)
+            except (OSError, *known) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise  # to `run`
+                print(f"error: {error}", file=sys.stderr)
+                return 1
+
+        return reporting
+
+    return decorate
 
 
 def output_has_no_reader() -> bool:

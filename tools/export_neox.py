@@ -12,7 +12,6 @@ it also `make_vocab_size_divisible_by`: the padded vocabulary divided by N, whic
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from megatron import entry
@@ -21,6 +20,7 @@ from megatron.engine.checkpoint.exchange import export_checkpoint
 from megatron.engine.errors import CheckpointError
 
 
+@entry.reports(CheckpointError, ConfigError)
 def main() -> int:
     """Exit code 0, or 1 with what is wrong."""
     parser = argparse.ArgumentParser(
@@ -35,11 +35,7 @@ def main() -> int:
         parser.error(f"--tp must be at least 1, not {args.tp}")
     if not args.source.is_dir():
         parser.error(f"{args.source}: no such folder; name the `save` folder of a run")
-    try:
-        written = export_checkpoint(args.source, args.target, parts=args.tp)
-    except (CheckpointError, ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    written = export_checkpoint(args.source, args.target, parts=args.tp)
     print(f"{args.source} -> {written}: {len(list(written.glob('*.pt')))} files")
     return 0
 

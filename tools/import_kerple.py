@@ -4,7 +4,7 @@
 
 SRC holds `latest` and `global_stepN/` (or is a `global_stepN`), as unzipped from a release. DST
 becomes a run folder: name it as `load` in a config, or as `--load` of evaluate.py. Both also read
-SRC itself; importing merges the tensor-parallel parts once and checks that nothing is missing.
+SRC itself; importing merges the tensor-parallel shards once and checks that nothing is missing.
 Weights, step and learning-rate curve are taken, the optimizer's state is not. Files that ask for
 code to be run are refused.
 """
@@ -12,17 +12,17 @@ code to be run are refused.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from megatron import entry
 from megatron.config.reader import read_file
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.exchange import import_checkpoint
+from megatron.engine.checkpoint.saved import Kind, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox.read import is_published
 
 
+@entry.reports(CheckpointError)
 def main() -> int:
     """Exit code 0, or 1 with everything that is wrong."""
     parser = argparse.ArgumentParser(
@@ -35,15 +35,11 @@ def main() -> int:
     args = parser.parse_args()
     if not args.source.is_dir():
         parser.error(f"{args.source}: no such folder; name that of an unzipped release")
-    try:
-        source = _checkpoint_in(args.source)
-        stored = sorted((source / "configs").glob("*.yml"))
-        files = stored if args.config is None else args.config
-        summed = bool(_value("gpt_j_residual", files))
-        found = import_checkpoint(source, args.target, summed_biases=summed)
-    except (CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    source = _checkpoint_in(args.source)
+    stored = sorted((source / "configs").glob("*.yml"))
+    files = stored if args.config is None else args.config
+    summed = bool(_last_value("gpt_j_residual", files))
+    found = import_checkpoint(source, args.target, summed_biases=summed)
     count = sum(tensor.numel() for tensor in found.weights.values())
     parts = found.shape.parts
     if parts > 1 and not files:
@@ -52,26 +48,26 @@ def main() -> int:
         print(f"note: {note}")
     print(
         f"{source} -> {args.target}: step {found.step}, {found.shape.num_layers} layers, "
-        f"{count:,} parameters, {parts} tensor-parallel part{'s' if parts > 1 else ''}"
+        f"{count:,} parameters, {parts} tensor-parallel rank{'s' if parts > 1 else ''}"
     )
     return 0
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """The `global_stepN` that is meant."""
+    """`folder` if it is a `global_stepN`, otherwise the newest one in it."""
     if is_published(folder):
         return folder
-    tag = checkpoint.newest(folder)
-    if tag is None or not is_published(folder / tag):
+    saved = newest(folder)
+    if saved is None or saved.kind is not Kind.PUBLISHED:
         raise CheckpointError(
             f"{folder} holds no published checkpoint: no `latest` that names a folder with files "
             "layer_00-model_00-model_states.pt, ..."
         )
-    return folder / tag
+    return saved.path
 
 
-def _value(key: str, files: list[Path]) -> object:
-    """The last value that YAML files give to a key, however they spell it."""
+def _last_value(key: str, files: list[Path]) -> object:
+    """The last value that YAML files give to `key`, in any spelling of it; None without one."""
     value = None
     for file in files:
         settings, problems = read_file(file)

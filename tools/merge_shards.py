@@ -11,13 +11,13 @@ list or the glob as `data_path` needs no merge.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from megatron import entry
 from megatron.data.errors import DataError
 from megatron.data.shards.joined import find_prefixes, merge
 
 
+@entry.reports(DataError)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -25,11 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("inputs", nargs="+", help="prefixes or globs of shards, in order")
     parser.add_argument("output", help="prefix of the joined shards")
     arguments = parser.parse_args(argv)
-    try:
-        documents, tokens = merge(find_prefixes(arguments.inputs), arguments.output)
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    documents, tokens = merge(find_prefixes(arguments.inputs), arguments.output)
     print(f"data_path: {arguments.output}\n{documents:,} documents, {tokens:,} tokens")
     return 0
 

@@ -2,22 +2,24 @@
 
     python tools/reshape_checkpoint.py RUN OUT [--tag global_stepN] [--workers 4]
 
-OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt then hold each parameter whole,
-whatever its layout was. Training needs no such step: train.py converts by itself.
-This is for doing it beforehand, on a machine without the job, or for reading optimizer state.
+OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt then hold each parameter unsharded,
+whatever its layout was. Training does not need this step: train.py converts by itself. Use it to
+convert beforehand, on a machine without the job, or to read optimizer state.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
+import torch
+
 from megatron import entry
-from megatron.engine.checkpoint import manifest
-from megatron.engine.checkpoint import relayout as universal
-from megatron.engine.checkpoint import saved as checkpoint
-from megatron.engine.checkpoint.saved import CheckpointError
-from megatron.engine.job.exit import user_errors
+from megatron.engine.checkpoint import relayout
+from megatron.engine.checkpoint.files import UNFINISHED
+from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.errors import CheckpointError
 from megatron.parallel import build_groups
 
 
@@ -27,32 +29,30 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or cannot be converted.
     """
-    import torch
-
-    tag = tag or checkpoint.newest(run)
-    if tag is None or not (run / tag).is_dir():
+    saved = Saved(run, tag) if tag else newest(run)
+    if saved is None or not saved.path.is_dir():
         raise CheckpointError(f"{run} holds no checkpoint {tag or ''}".rstrip())
-    problem = manifest.damage(run / tag, build_groups(torch.device("cpu")))
+    problem = saved.damage(build_groups(torch.device("cpu")))
     if problem:
-        raise CheckpointError(f"{run / tag} is damaged: {problem}")
-    record = checkpoint.read_record(run, tag)
-    layout = record["layout"]
-    why = universal.refusal(layout, layout | {"model_parallel_size": 1})  # to be written whole
+        raise CheckpointError(f"{saved.path} is damaged: {problem}")
+    layout = saved.record.layout
+    why = relayout.refusal(layout, layout | {"model_parallel_size": 1})  # written unsharded
     if why:
-        raise CheckpointError(f"{run / tag} cannot be converted: {why}")
-    unfinished, final = out / f".unfinished-{tag}" / tag, out / tag
+        raise CheckpointError(f"{saved.path} cannot be converted: {why}")
+    scratch, final = out / f"{UNFINISHED}{saved.tag}", out / saved.tag
     if final.exists():
-        raise CheckpointError(f"{final} is there already; name another folder")
-    universal.convert(run / tag, unfinished, record, workers=workers)
-    unfinished.rename(final)
-    (unfinished.parent / "latest_universal").unlink(missing_ok=True)
-    unfinished.parent.rmdir()
+        raise CheckpointError(f"{final} exists already; name another folder")
+    relayout.convert(saved, scratch, workers=workers).rename(final)
+    shutil.rmtree(scratch)
     return final
 
 
+@entry.reports(CheckpointError)
 def main() -> int:
-    """Exit code 0 on success, 1 for an error that the user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Exit code 0 on success, 1 for an error that the user can fix."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder with `latest` and global_step folders")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--tag", help="checkpoint to convert (default: the newest)")
@@ -62,9 +62,8 @@ def main() -> int:
         parser.error(f"--workers {args.workers}: at least 1")
     if not args.run.is_dir():
         parser.error(f"{args.run}: no such folder; name the `save` folder of a run")
-    with user_errors() as outcome:
-        print(f"written to {reshape(args.run, args.out, args.tag, args.workers)}")
-    return outcome.code
+    print(f"written to {reshape(args.run, args.out, args.tag, args.workers)}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from megatron.config import Config
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.build import identity_of
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.full_weights import describe
+from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import choose_start
-from megatron.engine.checkpoint.saved import Progress
+from megatron.engine.checkpoint.write import save as save_checkpoint
 from megatron.engine.evaluation.by_length import EvaluationText, MeasuredModel, evaluate_lengths
 from megatron.engine.evaluation.losses import loss_function, loss_of_batches
 from megatron.engine.evaluation.published import log_published_losses
@@ -70,19 +70,20 @@ class Job:
         stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
         torch.manual_seed(config.training.seed + stream)
         self.model = build_local_shard(config, self.data.tokenizer.vocab_size, groups)
-        self.about = {
-            "model": identity_of(config, self.model, self.data.tokenizer),
-            "data": self.data.identity,
-            "layout": layout_of(config, groups),
+        self.description = RunDescription(
+            model=identity_of(config, self.model, self.data.tokenizer),
+            data=self.data.identity,
+            layout=layout_of(config, groups),
+            config=config.to_flat_dict(),
             **describe(self.model, groups),
-        }
+        )
         self.start = choose_start(
             config, groups, self.data.wanted["train"], allow_fallback=allow_fallback
         )
-        self.start.load_weights(self.model, self.about, groups)
+        self.start.load_weights(self.model, self.description, groups)
         self.engine, schedule = job_engine(config, self.model, groups)
         self.theta = TrainedTheta(self.engine, self.model.theta, self.model.pos, groups)
-        self.progress = self.start.finish(self.engine, schedule, groups, self.about)
+        self.progress = self.start.finish(self.engine, schedule, groups, self.description)
 
     def run(self) -> None:
         """Train to `train_iters`, then evaluate."""
@@ -166,19 +167,20 @@ class Job:
 
     def _save(self, step: int, loader: TrainLoader, log: RunLog) -> None:
         c = self.config
-        self.progress = Progress(step, loader.consumed_samples, self.progress.train_samples)
+        train_samples = self.progress.train_samples
+        self.progress = TrainingProgress(step, loader.consumed_samples, train_samples)
         if not c.checkpoint.save:
             return
         start = time.monotonic()
-        folder = checkpoint.save(
+        saved = save_checkpoint(
             self.engine,
             self.groups,
             Path(c.checkpoint.save),
             self.progress,
-            about={**self.about, "config": c.to_flat_dict()},
+            self.description,
             keep_last=c.checkpoint.keep_last_n_checkpoints,
         )
-        log.line(f"  saved {folder}, training waited {time.monotonic() - start:.2f} s")
+        log.line(f"  saved {saved.path}, training waited {time.monotonic() - start:.2f} s")
 
     def _held_out_loss(self, name: str, evaluations_before: int) -> float | None:
         """Loss on `valid` or `test` after that many earlier evaluations; None if it is empty."""

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron.attention import choose
-from megatron.engine.checkpoint import full_weights as layout_weights
-from megatron.engine.checkpoint import manifest
-from megatron.engine.checkpoint import relayout as universal
-from megatron.engine.checkpoint.saved import read_record
+from megatron.engine.checkpoint import full_weights, relayout
+from megatron.engine.checkpoint.files import sealed
+from megatron.engine.checkpoint.record import RunDescription
+from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import build_groups
@@ -123,11 +123,11 @@ def describe(**changes):
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     block = BlockShape(hidden_size=24, num_heads=4, activation="geglu")
     model = GPT(GPTShape(1, 32, block, 16, **changes), pos, attend, 1)
-    return layout_weights.describe(model, build_groups(torch.device("cpu")))
+    return RunDescription(**full_weights.describe(model, build_groups(torch.device("cpu"))))
 
 
 def test_every_parameter_has_its_pattern():
-    info = universal.conversion_info(describe())
+    info = relayout.conversion_info(describe())
     kinds = {
         "row": "parameter_with_row_parallelism_patterns",
         "whole": "tp_replicated_parameter_patterns",
@@ -153,7 +153,7 @@ def test_every_parameter_has_its_pattern():
         "output.weight": None,
     }
     found = {}
-    for name in describe()["shapes"]:
+    for name in describe().shapes:
         fits = [kind for kind, key in kinds.items() if any(re.match(p, name) for p in info[key])]
         assert len(fits) <= 1, name
         found[name] = fits[0] if fits else None  # None: joined along dimension 0
@@ -185,13 +185,13 @@ OLD = {
     ],
 )
 def test_a_change_that_cannot_be_says_why(old, new, says):
-    assert says in universal.refusal(OLD | old, OLD | new)
+    assert says in relayout.refusal(OLD | old, OLD | new)
 
 
 def test_what_can_change_is_not_refused():
     new = {"data_parallel_size": 4, "model_parallel_size": 2, "pipe_parallel_size": 2}
-    assert universal.refusal(OLD, OLD | new) is None
-    assert universal.refusal(OLD | new, OLD | {"zero_stage": 3}) is None
+    assert relayout.refusal(OLD, OLD | new) is None
+    assert relayout.refusal(OLD | new, OLD | {"zero_stage": 3}) is None
 
 
 def test_the_tool_writes_the_same_weights_and_moments(runs, tmp_path, repo_root):
@@ -220,11 +220,9 @@ def test_the_tool_writes_the_same_weights_and_moments(runs, tmp_path, repo_root)
 def test_the_tool_reads_zero_3_with_tensor_parallelism(runs, tmp_path):
     folder = reshape(runs / "tp2-zero3", tmp_path / "out", "global_step5", 1)
     found = torch.load(folder / "zero" / "layers.0.attention.dense.weight" / "fp32.pt")["param"]
-    truth = layout_weights.read_whole(
-        runs / "one", "global_step5", read_record(runs / "one", "global_step5")
-    )["layers.0.attention.dense.weight"]
+    truth = Saved(runs / "one", "global_step5").weights()["layers.0.attention.dense.weight"]
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-5)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         reshape(runs / "tp2-zero3", tmp_path / "out", "global_step5", 1)
 
 
@@ -246,10 +244,11 @@ def test_the_tool_names_what_is_missing(tmp_path, repo_root):
 def test_the_tool_says_what_cannot_be_converted(tmp_path, layout, says):
     folder = tmp_path / "global_step5"
     folder.mkdir()
-    record = {"layout": OLD | layout, "files": {}}
-    (folder / "kerple.json").write_text(manifest.sealed(record))
+    progress = {"step": 5, "consumed_samples": 40, "train_samples": 64}
+    record = {"progress": progress, "layout": OLD | layout, "files": {}}
+    (folder / "kerple.json").write_text(sealed(record))
     with pytest.raises(CheckpointError, match=re.escape(says)):
         reshape(tmp_path, tmp_path / "out", "global_step5", 1)
-    (folder / "kerple.json").write_text(manifest.sealed(record | {"files": {"a.pt": [3, 1]}}))
+    (folder / "kerple.json").write_text(sealed(record | {"files": {"a.pt": [3, 1]}}))
     with pytest.raises(CheckpointError, match="is damaged: .*a.pt: missing"):
         reshape(tmp_path, tmp_path / "out", "global_step5", 1)

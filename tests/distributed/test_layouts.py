@@ -4,13 +4,13 @@ All cells of a world size run in one process group, one after the other, so that
 imported once; the tests then read what the jobs left behind.
 """
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
-from megatron.engine.checkpoint.saved import newest, read_weights
+from megatron.engine.checkpoint.record import TrainingProgress
+from megatron.engine.checkpoint.saved import Saved, newest
 from tests.helpers.jobs import (
     PRECISIONS,
     STAGES,
@@ -123,7 +123,7 @@ def test_resuming_is_bitwise_identical(runs, world_size, stage, precision, kind)
     run = name(world_size, stage, precision)
     whole = runs / f"{run}-{kind}"
     broken = runs / f"{run}-{'broken' if kind == 'whole' else 'dropout-broken'}"
-    assert newest(whole) == newest(broken) == "global_step6"
+    assert newest(whole).tag == newest(broken).tag == "global_step6"
     assert digest(whole) == digest(broken)
     assert rows(whole) == rows(broken)
     assert rows(whole, "validation/loss") == rows(broken, "validation/loss")
@@ -140,9 +140,9 @@ def test_dropout_changes_the_loss_and_ranks_draw_differently(runs):
 
 @pytest.mark.parametrize(("stage", "precision"), CELLS)
 def test_weights_can_be_read_without_an_engine(runs, stage, precision, capfd):
-    weights = read_weights(runs / f"{name(2, stage, precision)}-whole", "global_step6")
+    weights = Saved(runs / f"{name(2, stage, precision)}-whole", "global_step6").weights()
     assert capfd.readouterr() == ("", "")  # of ZeRO-3, DeepSpeed would show progress bars
-    truth = read_weights(runs / f"{name(1, 1, 'fp32')}-whole", "global_step6")
+    truth = Saved(runs / f"{name(1, 1, 'fp32')}-whole", "global_step6").weights()
     assert weights.keys() == truth.keys()
     for key, value in truth.items():
         close = (weights[key].float() - value).detach()
@@ -152,8 +152,6 @@ def test_weights_can_be_read_without_an_engine(runs, stage, precision, capfd):
 
 
 def test_progress_is_recorded(runs):
-    from megatron.engine.checkpoint.saved import Progress, read_record
-
-    record = read_record(runs / f"{name(2, 1, 'fp32')}-whole", "global_step6")
-    assert record["progress"] == dataclasses.asdict(Progress(6, 48, 48))
-    assert record["layout"]["data_parallel_size"] == 2
+    record = Saved(runs / f"{name(2, 1, 'fp32')}-whole", "global_step6").record
+    assert record.progress == TrainingProgress(6, 48, 48)
+    assert record.layout["data_parallel_size"] == 2

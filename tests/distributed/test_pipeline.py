@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.config import load_config
-from megatron.engine.checkpoint.saved import newest, read_record, read_weights
+from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.run import Job
 from tests.helpers.jobs import cell, digest, rewind, rows, write_config, write_shards
 from tests.helpers.launch import run_ranks
@@ -103,7 +103,7 @@ def test_the_job_has_one_theta_and_the_plain_models_names(jobs):
 
 def test_thetas_gradient_is_the_sum_over_all_stages(jobs):
     folder, *_ = jobs
-    plain, pipe = (read_weights(folder / f"one-step-{kind}", "global_step1")
+    plain, pipe = (Saved(folder / f"one-step-{kind}", "global_step1").weights()
                    for kind in ("plain", "pipe"))  # fmt: skip
     start = initial_theta(folder)
     moved = plain["embedding.theta"] - start
@@ -146,7 +146,7 @@ def test_dropout_is_repeatable_and_changes_the_loss(jobs):
 def test_resuming_is_bitwise_identical(jobs, run):
     folder, *_ = jobs
     whole, broken = folder / run, folder / f"{run}-broken"
-    assert newest(whole) == newest(broken) == "global_step6"
+    assert newest(whole).tag == newest(broken).tag == "global_step6"
     assert digest(whole) == digest(broken)
     assert rows(whole) == rows(broken)
     assert rows(whole, "validation/loss") == rows(broken, "validation/loss")
@@ -155,10 +155,10 @@ def test_resuming_is_bitwise_identical(jobs, run):
 @pytest.mark.parametrize("run", RESUMED)
 def test_its_checkpoint_holds_the_whole_model(jobs, run):
     folder, plain, _ = jobs
-    weights = read_weights(folder / run, "global_step6")
+    weights = Saved(folder / run, "global_step6").weights()
     extra = {"output.weight"} if "untied" in run else set()
     assert weights.keys() == {*plain, *extra}
-    truth = read_weights(folder / "plain", "global_step6")
+    truth = Saved(folder / "plain", "global_step6").weights()
     assert all(weights[name].shape == truth[name].shape for name in truth)
-    record = read_record(folder / run, "global_step6")
-    assert record["layout"]["pipe_parallel_size"] == RESUMED[run]["pipe_parallel_size"]
+    record = Saved(folder / run, "global_step6").record
+    assert record.layout["pipe_parallel_size"] == RESUMED[run]["pipe_parallel_size"]

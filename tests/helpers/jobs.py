@@ -98,7 +98,7 @@ def tensors_digest(path: Path) -> str:
 
 def digest(run: Path) -> dict[str, str]:
     """A hash of every tensor and number in the newest checkpoint, by file."""
-    paths = sorted((run / newest(run)).glob("*.pt"))
+    paths = sorted(newest(run).path.glob("*.pt"))
     return {path.name: tensors_digest(path) for path in paths}
 
 

@@ -29,8 +29,9 @@ from megatron.attention import AttentionError
 from megatron.config import Config, load_config
 from megatron.engine.build import attention_of, positional_of, shape_of
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.neox import layout
-from megatron.engine.neox import read as neox_checkpoint
+from megatron.engine.neox import read as neox
 from megatron.model import GPT
 from megatron.model.embedding import BY_HEADS
 from megatron.numerics import PublishedNumerics
@@ -135,7 +136,8 @@ class ModelCase:
         require_divisible(config, vocab_size, tp.size)
         checkpoint = folder / manifest.get("checkpoint", "checkpoint")
         tag = manifest.get("tag") or (checkpoint / "latest").read_text().strip()
-        stored = neox_checkpoint.read(checkpoint / tag)
+        saved = Saved(checkpoint, tag)
+        stored = neox.read(saved.path)
         self.shape = stored.shape
         coarse = any(tensor.dtype == torch.bfloat16 for tensor in stored.weights.values())
         # The buffers of a bf16 checkpoint are rounded too, whatever precision computes with them.
@@ -147,7 +149,7 @@ class ModelCase:
             slopes = stored.buffers[layout.FIXED].float().view(-1, 1)
             slopes = BY_HEADS.slice(slopes, tp.rank, tp.size)
             self.model.embedding.fixed_theta.value.copy_(slopes)
-        load_weights(self.model, checkpoint, tag)
+        load_weights(self.model, saved)
         self.model.to(self.device)
         self._check_clamped(1e-4 if coarse else 1e-8)
 
@@ -219,7 +221,7 @@ class ModelCase:
 
     def _first_shards(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The first tensor-parallel rank's shard of each full tensor, as the case was sharded."""
-        cut, shape = layout.cut, self.shape
+        cut, shape = layout.split, self.shape
         return {
             name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]
             for name, tensor in tensors.items()

@@ -23,8 +23,8 @@ import torch
 from megatron.attention import AttentionError
 from megatron.config import Config
 from megatron.engine.build import build_model
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.training.deepspeed_engine import job_engine
 from megatron.engine.training.loop import train_step
 from megatron.engine.training.optimizer import parameter_groups
@@ -94,7 +94,7 @@ class TrainingCase:
             config, vocab_size, device_type=groups.device.type, tp=groups.model
         )
         start = folder / "checkpoint_init"
-        load_weights(self.model, start, checkpoint.newest(start))
+        load_weights(self.model, Saved(start, (start / "latest").read_text().strip()))
         self.engine, _ = job_engine(config, self.model, groups)
         self.seen: dict[str, list] = {}
 

@@ -1,9 +1,8 @@
-"""Between the published layout and ours, on disk: import a checkpoint, export one of ours.
+"""Import a published checkpoint into our layout, and export a checkpoint to the published layout.
 
-An imported checkpoint is a folder in our layout that holds the weights as stored and, in
-`kerple.json` under `imported`, what `export_checkpoint` needs to give the same files back: tensor
-for tensor, with the same names, shapes, dtypes and file names. Neither direction carries an
-optimizer.
+An imported checkpoint is a folder in our layout, with the weights as stored. From `imported` in its
+`kerple.json`, `export_checkpoint` writes the same files back: the same names, shapes, dtypes and
+values of all tensors. No optimizer state is imported or exported.
 """
 
 from __future__ import annotations
@@ -21,15 +20,17 @@ from torch import Tensor
 
 from megatron.config import Config, load_config
 from megatron.engine.build import DTYPES, positional_of, shape_of
-from megatron.engine.checkpoint import saved as checkpoint
-from megatron.engine.checkpoint.files import appears_whole
-from megatron.engine.checkpoint.load_weights import implied_buffers
+from megatron.engine.checkpoint.files import RECORD, new_folder
+from megatron.engine.checkpoint.record import Record
+from megatron.engine.checkpoint.saved import Kind, newest, tag_of
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
-from megatron.engine.neox import read as neox_checkpoint
-from megatron.engine.neox.read import Published, Shape
+from megatron.engine.neox.buffers import implied_buffers
+from megatron.engine.neox.read import Published, Shape, read
 from megatron.positional import PositionalEmbedding
 from megatron.version import __version__
+
+WORDS = "embedding.word_embeddings.weight"
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
@@ -42,11 +43,11 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         CheckpointError: everything that is missing, unknown or does not fit together; or `target`
             has a checkpoint of that step already (it may be `source` itself).
     """
-    found = neox_checkpoint.read(source, summed_biases=summed_biases)
+    found = read(source, summed_biases=summed_biases)
     if found.problems:
         listed = "\n  ".join(found.problems)
-        raise CheckpointError(f"{source} is not whole:\n  {listed}")
-    tag = checkpoint.tag_of(found.step)
+        raise CheckpointError(f"{source} is not complete:\n  {listed}")
+    tag = tag_of(found.step)
     _refuse_existing(target / tag)
     record = {
         "version": __version__,
@@ -54,12 +55,11 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         "layout": {"zero_stage": 0},
         "imported": found.about(),
     }
-    with appears_whole(target, tag) as folder:
-        state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.parts}
+    with new_folder(target, tag) as folder:
+        state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.shards}
         torch.save(state, folder / "mp_rank_00_model_states.pt")
-        if (source / "configs").is_dir():
-            shutil.copytree(source / "configs", folder / "configs")
-        (folder / "kerple.json").write_text(json.dumps(record, indent=1))
+        _copy_configs(source, folder)
+        (folder / RECORD).write_text(json.dumps(record, indent=1))
     return found
 
 
@@ -67,47 +67,49 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Write the newest checkpoint of the run folder `source` in the published layout.
 
     Args:
-        parts: tensor-parallel parts, at least 1; None for as many as it was trained with.
+        parts: tensor-parallel shards, at least 1; None for as many as it was trained with.
 
     Returns:
         The new folder, `target/global_stepN`.
 
     Raises:
-        CheckpointError: there is none, `target` has that folder already, or the published code has
-            no such model.
+        CheckpointError: there is no checkpoint, `target` has that folder already, or the published
+            code has no such model.
     """
-    tag = checkpoint.newest(source)
-    if tag is None:
+    saved = newest(source)
+    if saved is None:
         raise CheckpointError(f"{source} holds no checkpoint (no file `latest`)")
-    record = checkpoint.read_record(source, tag)
-    weights = checkpoint.read_weights(source, tag)
-    if "imported" in record:
-        about = record["imported"]
+    weights, (buffers, shards) = saved.weights(), saved.imported_tensors()
+    if about := saved.record.imported:
         shape = Shape(**about["shape"] | {"theta": tuple(about["shape"]["theta"])})
-        buffers, kept = checkpoint.imported_rest(source, tag)
     else:
-        config = _config_of(record)
+        config = _config_of(saved.record)
         dtype = DTYPES[config.training.precision]
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
         pos = positional_of(config)
-        block = shape_of(config, len(weights["embedding.word_embeddings.weight"])).block
-        shape, buffers, kept = _shape_of(config, pos), implied_buffers(block, pos, dtype), {}
+        block = shape_of(config, len(weights[WORDS])).block
+        shape, buffers = _shape_of(config, pos), implied_buffers(block, pos, dtype)
         about = {"schedule": None, "args": _args_of(config, weights)}
     args, written = about["args"], shape.parts
     shape = replace(shape, parts=parts or written)
     args |= {"model_parallel_size": shape.parts}
-    if shape.parts != written or (shape.parts > 1 and "imported" not in record):
-        # That program pads to a multiple of this times the parts, and compares both.
-        padded = len(weights["embedding.word_embeddings.weight"])
-        args["make_vocab_size_divisible_by"] = padded // shape.parts
-    state = {"lr_scheduler": about["schedule"], "args": args}
+    if shape.parts != written or (shape.parts > 1 and saved.kind is not Kind.IMPORTED):
+        # The published code pads to a multiple of this times the shards, and compares both.
+        args["make_vocab_size_divisible_by"] = len(weights[WORDS]) // shape.parts
     target.mkdir(parents=True, exist_ok=True)
-    _refuse_existing(target / tag)
-    with appears_whole(target, tag) as folder:
-        _write(folder, shape, weights, buffers, kept, record["progress"]["step"], state)
-        if (source / tag / "configs").is_dir():
-            shutil.copytree(source / tag / "configs", folder / "configs")
-    return target / tag
+    _refuse_existing(target / saved.tag)
+    with new_folder(target, saved.tag) as folder:
+        _write_layers(folder, shape, _placed(shape, weights, buffers), shards)
+        _write_counters(
+            folder, shape, saved.step, {"lr_scheduler": about["schedule"], "args": args}
+        )
+        _copy_configs(saved.path, folder)
+    return target / saved.tag
+
+
+def _copy_configs(source: Path, target: Path) -> None:
+    if (source / "configs").is_dir():
+        shutil.copytree(source / "configs", target / "configs")
 
 
 def _refuse_existing(folder: Path) -> None:
@@ -115,58 +117,66 @@ def _refuse_existing(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists already; remove it, or name another folder")
 
 
-def _write(
-    folder: Path,
-    shape: Shape,
-    weights: dict[str, Tensor],
-    buffers: dict[str, Tensor],
-    kept: dict[str, list[Tensor]],
-    step: int,
-    state: dict[str, Any],
-) -> None:
-    """The files of a published folder. There is no optimizer in them: `no_load_optim: true`."""
-    blocks = range(2, shape.num_layers + 2)
-    shared = dict(buffers)
-    placed: dict[int, dict[str, Tensor]] = defaultdict(dict)
+def _placed(
+    shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
+) -> dict[tuple[int, str], Tensor]:
+    """(pipeline position, published name) -> unsharded tensor."""
+    placed = {}
+    in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
         if name == "embedding.theta":
-            shared |= layout.theta_columns(tensor, shape.theta)
+            in_all_blocks |= layout.theta_columns(tensor, shape.theta)
         else:
-            index, published = layout.published_place(name, shape.num_layers)
-            placed[index][published] = tensor
-    for name, tensor in shared.items():
+            placed[layout.published_place(name, shape.num_layers)] = tensor
+    for name, tensor in in_all_blocks.items():
+        blocks = range(2, shape.num_layers + 2)
         for index in [0] if name.startswith("position_embeddings.") else blocks:
-            placed[index][name] = tensor
-    dtype = weights["embedding.word_embeddings.weight"].dtype
+            placed[index, name] = tensor
+    return placed
+
+
+def _write_layers(
+    folder: Path,
+    shape: Shape,
+    placed: dict[tuple[int, str], Tensor],
+    imported_shards: dict[str, list[Tensor]],
+) -> None:
+    """Write the files of the weights.
+
+    Args:
+        imported_shards: "position.name" -> the shards as they were imported, if merging altered
+            them.
+    """
+    dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for index, tensors in placed.items():
-        for name, tensor in tensors.items():
-            pieces = kept.get(f"{index}.{name}", [])
-            if len(pieces) != shape.parts:
-                if tensor.dtype == torch.float64:  # a sum that `dtype` does not hold
-                    tensor = tensor.to(dtype)
-                try:
-                    pieces = layout.cut(tensor, shape.rule(name), shape.parts)
-                except ValueError as error:
-                    raise CheckpointError(f"{name}: {error}; export to fewer parts") from error
-            for part, piece in enumerate(pieces):
-                files[layout.file_name(index, part)][name] = piece.clone()
+    for (index, name), tensor in placed.items():
+        shards = imported_shards.get(f"{index}.{name}", [])
+        if len(shards) != shape.parts:
+            if tensor.dtype == torch.float64:  # a sum that `dtype` cannot represent
+                tensor = tensor.to(dtype)
+            shards = layout.split(tensor, shape.rule(name), shape.parts, name=name)
+        for rank, shard in enumerate(shards):
+            files[layout.file_name(index, rank)][name] = shard.clone()
     for name, tensors in files.items():
         torch.save(tensors, folder / name)
+
+
+def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]) -> None:
+    """Write the files of the counters. They hold no optimizer: `no_load_optim: true`."""
     counters = {"iteration": step, "global_steps": step, "global_samples": 0, "skipped_steps": 0}
     sizes = {"dp_world_size": 1, "mp_world_size": shape.parts}
     absent = {"module": None, "optimizer": None, "csr_tensor_module_names": set()}
-    for part in range(shape.parts):
-        path = folder / f"mp_rank_{part:02d}_model_states.pt"
+    for rank in range(shape.parts):
+        path = folder / f"mp_rank_{rank:02d}_model_states.pt"
         torch.save(absent | counters | sizes | state, path)
 
 
-def _config_of(record: dict[str, Any]) -> Config:
-    """The configuration that one of our own checkpoints was written under."""
+def _config_of(record: Record) -> Config:
+    """The configuration of the run that wrote one of our own checkpoints."""
     with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
-        json.dump(record["config"], file)
+        json.dump(record.config, file)
         file.flush()
-        return load_config([file.name], world_size=record["layout"]["data_parallel_size"])
+        return load_config([file.name], world_size=record.layout["data_parallel_size"])
 
 
 def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
@@ -193,7 +203,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """What the published program compares with its own configuration when it loads."""
+    """Values that the published program compares with its own configuration when it loads."""
     m = config.model
     return {
         "num_layers": m.num_layers,
@@ -201,6 +211,6 @@ def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
         "num_attention_heads": m.num_attention_heads,
         "max_position_embeddings": m.max_position_embeddings,
         "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
-        "padded_vocab_size": len(weights["embedding.word_embeddings.weight"]),
+        "padded_vocab_size": len(weights[WORDS]),
         "tokenizer_type": config.data.tokenizer_type,
     }

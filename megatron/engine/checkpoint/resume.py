@@ -1,12 +1,12 @@
-"""Where a job starts: afresh, from a checkpoint's weights, or exactly where one left off.
+"""Where a job starts: at step 0, from a checkpoint's weights, or exactly where a run stopped.
 
 | `load` names | start |
 |---|---|
 | nothing, or a folder without a checkpoint | step 0, initial weights |
-| a checkpoint of this code | where it left off: weights, optimizer, schedule, random streams |
+| a checkpoint of this code | where it stopped: weights, optimizer, schedule, random streams |
 | any checkpoint, with `finetune: true` | step 0, its weights (`save` resumes, if it has begun) |
 | a published or imported checkpoint | its step and weights; the optimizer's moments are zero |
-| any checkpoint, with `train_iters: 0` | its step and weights, to be evaluated only |
+| any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
 """
 
 from __future__ import annotations
@@ -16,53 +16,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
+import torch
+
 from megatron.config import Config
-from megatron.engine.checkpoint import saved as checkpoint
-from megatron.engine.checkpoint.files import remove_unfinished
+from megatron.engine.checkpoint import relayout
+from megatron.engine.checkpoint.files import UNFINISHED, remove_unfinished
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import CheckpointError, Progress
-from megatron.engine.checkpoint.usable import usable
-from megatron.engine.job.agreement import require_one_folder
-from megatron.engine.neox.counters import counters
-from megatron.engine.neox.read import is_published
+from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
+from megatron.engine.checkpoint.saved import Kind, Saved, find_newest, finished
+from megatron.engine.errors import CheckpointError
+from megatron.engine.job.agreement import require_one_folder, seen_by_all
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
-from megatron.parallel import Groups
+from megatron.parallel import Groups, set_rng_state
 
 if TYPE_CHECKING:
-    import deepspeed
-
     from megatron.engine.training.pipeline import Model
-
-About = dict[str, dict[str, Any]]
-"""What a checkpoint says of its run: model and data, which must agree, its layout, its weights."""
 
 
 @dataclass
 class Start:
-    """A decision; `load_weights` before the engine is built, `finish` after.
+    """A decision. Call `load_weights` before the engine is built, and `finish` after.
 
     Attributes:
         progress: where the job begins.
-        text: lines that say so.
-        folder, tag: the checkpoint; None for a fresh start.
-        resumes: everything is taken, not the weights alone.
+        text: lines of the log that describe the start.
+        saved: the checkpoint to start from; None for initial weights.
+        resumes: load the full training state, not only the weights.
         schedule: a published checkpoint's learning-rate curve, for `use_checkpoint_lr_scheduler`.
         save: where the job saves, if it does.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     text: str
-    folder: Path | None = None
-    tag: str = ""
+    saved: Saved | None = None
     resumes: bool = False
     schedule: dict[str, Any] | None = None
     save: Path | None = None
 
-    def load_weights(self, model: Model, about: About, groups: Groups) -> None:
-        """Into the model, where weights alone are taken: before an engine copies them."""
-        if self.folder is not None and not self.resumes:
-            notes = load_weights(model, self.folder, self.tag, about["model"], groups)
+    def load_weights(self, model: Model, run: RunDescription, groups: Groups) -> None:
+        """Load the weights into the model, unless the engine will load them in `finish`."""
+        if self.saved is not None and not self.resumes:
+            notes = load_weights(model, self.saved, run, groups)
             self.text = "\n".join([self.text, *notes])
 
     def finish(
@@ -70,17 +66,15 @@ class Start:
         engine: deepspeed.DeepSpeedEngine,
         annealing: AnnealingLR,
         groups: Groups,
-        about: About,
-    ) -> Progress:
-        """The engine's part; every rank must call it."""
+        run: RunDescription,
+    ) -> TrainingProgress:
+        """Load what the engine and the schedule resume with; every rank must call it."""
         step = self.progress.step
-        if self.resumes:
-            same = {subject: about[subject] for subject in checkpoint.WAYS_OUT}
-            checkpoint.require_same(self.folder, self.tag, same)
+        if self.saved is not None and self.resumes:
+            self.saved.require_same(run, "model", "data")
             with keep_hyperparameters(annealing):
-                self.progress = checkpoint.restore(
-                    engine, groups, self.folder, self.tag, about, self.save or self.folder
-                )
+                work = self.save or self.saved.folder
+                self.progress = restore(engine, groups, self.saved, run, work)
         elif step:
             curve = self.schedule or annealing.state_dict()
             annealing.load_state_dict(curve | {"num_iters": step})
@@ -88,14 +82,51 @@ class Start:
         return self.progress
 
 
+def restore(
+    engine: deepspeed.DeepSpeedEngine, groups: Groups, saved: Saved, run: RunDescription, work: Path
+) -> TrainingProgress:
+    """Load weights, optimizer, schedule and random streams; every rank must call it.
+
+    If this run's layout differs from the checkpoint's, the main rank converts the checkpoint first,
+    and new random streams of dropout begin. DeepSpeed unpickles its files, so a checkpoint from
+    somebody else could run code here.
+
+    Args:
+        work: folder to convert it in; the checkpoint's may be another run's, or read-only.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the layouts cannot be converted.
+    """
+    written, layout = saved.record.layout, run.layout
+    resharded = layout["model_parallel_size"] > 1 and saved.record.cuts != run.cuts
+    if written != layout or resharded:
+        why = relayout.refusal(written, layout)
+        if why:
+            raise CheckpointError(
+                f"{saved.path} was written with another layout, and {why}. Resume with the layout "
+                "it was written with, or set `finetune: true` and another `save` to load only its "
+                "weights"
+            )
+        changes = [f"{k} {written[k]} -> {v}" for k, v in layout.items() if written[k] != v]
+        changed = ", ".join(changes) or "weights are sharded differently"
+        relayout.restore(engine, groups, saved, work / f"{UNFINISHED}universal", run.cuts, changed)
+        return saved.record.progress
+    loaded, _ = engine.load_checkpoint(str(saved.folder), tag=saved.tag)
+    if loaded is None:
+        raise CheckpointError(f"{saved.path}: DeepSpeed found nothing to load there")
+    path = saved.path / f"rng_rank_{groups.rank:05d}.pt"
+    set_rng_state(torch.load(path, weights_only=True))
+    return saved.record.progress
+
+
 def choose_start(
     config: Config, groups: Groups, train_samples: int, *, allow_fallback: bool = False
 ) -> Start:
-    """Look at `load` and `save` and decide; every rank must call it.
+    """Examine `load` and `save` and decide; every rank must call it.
 
     Args:
         train_samples: samples that this run's training index is built for.
-        allow_fallback: pass over damaged checkpoints to the newest whole one.
+        allow_fallback: skip damaged checkpoints and take the newest intact one.
 
     Raises:
         CheckpointError: a checkpoint is damaged; `save` holds another run's, which would be
@@ -105,42 +136,80 @@ def choose_start(
     if save and config.training.train_iters > 0:
         require_one_folder(groups, Path(save))
     if save and groups.is_main:
-        left = remove_unfinished(Path(save))
-        if left:
-            print(f"removed what a killed run left half written: {', '.join(left)}")
+        removed = remove_unfinished(Path(save))
+        if removed:
+            print(f"removed what a killed run left half written: {', '.join(removed)}")
     groups.barrier()
-    passed_over: list[str] = []
+    skipped: list[str] = []
 
-    def newest_usable(folder: Path | None) -> str | None:
+    def newest_usable(folder: Path | None) -> Saved | None:
         if folder is None:
             return None
-        tag, damaged = usable(folder, groups, allow_fallback=allow_fallback)
-        passed_over.extend([damaged] if damaged else [])
-        return tag
+        saved, damaged = usable(folder, groups, allow_fallback=allow_fallback)
+        skipped.extend([damaged] if damaged else [])
+        return saved
 
     start = _decide(config, newest_usable, train_samples)
     start.save = Path(save) if save else None
-    if passed_over:
-        start.text += f" (passed over: {'; '.join(passed_over)})"
+    if skipped:
+        start.text += f" (passed over: {'; '.join(skipped)})"
     return start
 
 
+def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
+    """(the newest intact checkpoint in `folder`, the damage found); every rank must call it.
+
+    Args:
+        allow_fallback: skip damaged checkpoints: take the newest intact one that is older than
+            `latest`; if there is none, the newest intact one at all.
+
+    Raises:
+        CheckpointError: names the damaged file, how it is damaged, and the checkpoint before it.
+    """
+
+    def look() -> tuple[list[Saved], Saved | None, str]:
+        return finished(folder)[::-1], *find_newest(folder)
+
+    candidates, latest, problem = seen_by_all(look, folder, groups)
+    found = [problem] if problem else []
+    if problem and not (allow_fallback and candidates):
+        raise CheckpointError(problem)
+    if latest is not None:
+        others = [each for each in candidates if each != latest]
+        older = candidates.index(latest) if latest in candidates else 0
+        candidates = [latest, *others[older:], *others[:older]]
+    elif not problem:
+        return None, ""
+    for number, saved in enumerate(candidates):
+        problem = saved.damage(groups)
+        if problem is None:
+            return saved, "; ".join(found)
+        found.append(problem)
+        if not allow_fallback:
+            before = candidates[number + 1 : number + 2]
+            way = f"resume from {before[0].path} with --allow-fallback, or " if before else ""
+            raise CheckpointError(
+                f"{saved.path} is damaged: {problem}. Restore that file, or {way}"
+                f"remove {folder / 'latest'} to start from step 0"
+            )
+    raise CheckpointError(f"{folder} holds no intact checkpoint: " + "; ".join(found))
+
+
 def _decide(
-    config: Config, usable: Callable[[Path | None], str | None], train_samples: int
+    config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
 ) -> Start:
-    """Where to start; `usable` gives a folder's newest checkpoint."""
+    """Where to start; `usable` returns a folder's newest checkpoint."""
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))
-    fresh = Progress(0, 0, train_samples)
-    continues = bool(save and load) and save.resolve() == load.resolve()
+    fresh = TrainingProgress(0, 0, train_samples)
+    continues = save is not None and load is not None and save.resolve() == load.resolve()
     saved = usable(save) if trains or continues else None
     if saved and c.finetune and trains:
-        text = f"resuming the finetuning from {save / saved}"
-        return Start(fresh, text, save, saved, resumes=True)
+        return Start(fresh, f"resuming the finetuning from {saved.path}", saved, resumes=True)
     loaded = saved if continues else usable(load)
     if trains and saved and not continues:
         raise CheckpointError(
-            f"save: {save} holds a checkpoint already ({saved}), and this run does not "
+            f"save: {save} holds a checkpoint already ({saved.tag}), and this run does not "
             f"continue it; write `load: {save}` to continue, or another `save` for a new run"
         )
     if not load:
@@ -153,18 +222,18 @@ def _decide(
             )
         return Start(fresh, f"starting fresh: {load} holds no checkpoint")
     if c.finetune:
-        text = f"starting at step 0 from the weights of {load / loaded} (finetune)"
-        return Start(fresh, text, load, loaded)
-    if trains and not checkpoint.is_foreign(load, loaded):
-        text = f"resuming from {load / loaded}{_other_batch(config, load, loaded)}"
-        return Start(fresh, text, load, loaded, resumes=True)
-    return _from_weights(config, load, loaded, train_samples)
+        text = f"starting at step 0 from the weights of {loaded.path} (finetune)"
+        return Start(fresh, text, loaded)
+    if trains and loaded.kind is Kind.OURS:
+        text = f"resuming from {loaded.path}{_other_batch(config, loaded)}"
+        return Start(fresh, text, loaded, resumes=True)
+    return _from_weights(config, loaded, train_samples)
 
 
-def _other_batch(config: Config, folder: Path, tag: str) -> str:
-    """What to say where steps now read another number of samples, as more processes make them."""
+def _other_batch(config: Config, saved: Saved) -> str:
+    """A warning if a step now reads another number of samples, as with more processes."""
     here = config.batch.train_batch_size
-    there = checkpoint.read_record(folder, tag).get("config", {}).get("train_batch_size", here)
+    there = saved.record.config.get("train_batch_size", here)
     if there == here:
         return ""
     return (
@@ -173,19 +242,14 @@ def _other_batch(config: Config, folder: Path, tag: str) -> str:
     )
 
 
-def _from_weights(config: Config, folder: Path, tag: str, train_samples: int) -> Start:
-    """At the checkpoint's step, with its weights alone."""
-    where = folder / tag
-    if is_published(where):
-        step, schedule = counters(where)
-    else:
-        record = checkpoint.read_record(folder, tag)
-        step, schedule = record["progress"]["step"], record.get("imported", {}).get("schedule")
-    text = f"evaluating {where}, trained for {step} steps"
+def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:
+    """Start at the checkpoint's step, with only its weights."""
+    step, schedule = saved.counters
+    text = f"evaluating {saved.path}, trained for {step} steps"
     if config.training.train_iters > 0:
         text = (
-            f"going on at step {step} from the weights of {where}, a published checkpoint: the "
-            "optimizer's moments start at zero, samples are counted as step x train_batch_size"
+            f"going on at step {step} from the weights of {saved.path}, a published checkpoint: "
+            "the optimizer's moments start at zero, samples are counted as step x train_batch_size"
         )
-    progress = Progress(step, step * config.batch.train_batch_size, train_samples)
-    return Start(progress, text, folder, tag, schedule=schedule)
+    progress = TrainingProgress(step, step * config.batch.train_batch_size, train_samples)
+    return Start(progress, text, saved, schedule=schedule)

@@ -27,8 +27,9 @@ from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import DTYPES, build_model, identity_of, tokenizer_of
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.record import RunDescription
+from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
 from megatron.engine.evaluation.report import (
@@ -180,8 +181,8 @@ def _evaluate_checkpoint(
     say: Callable[[str], None],
 ) -> list[LengthResult]:
     say = say if groups.is_main else lambda text: None
-    tag = checkpoint.newest(load)
-    if tag is None:
+    saved = newest(load)
+    if saved is None:
         raise CheckpointError(
             f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
         )
@@ -189,10 +190,11 @@ def _evaluate_checkpoint(
     model = build_model(
         config, tokenizer.vocab_size, device_type=groups.device.type, training=False
     )
-    notes = load_weights(model, load, tag, identity_of(config, model, tokenizer))
+    run = RunDescription(model=identity_of(config, model, tokenizer))
+    notes = load_weights(model, saved, run)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     shards, splits = evaluation_text(config, tokenizer)
-    say("\n".join([f"evaluating {load / tag}", *notes]))
+    say("\n".join([f"evaluating {saved.path}", *notes]))
     theta_HN = None if model.theta is None else model.theta.detach().float().cpu()
     text = EvaluationText(shards, splits, tokenizer)
     measured = MeasuredModel(model, model.pos, theta_HN)

@@ -1,1 +1,1 @@
-"""The published (GPT-NeoX) checkpoint format: its layout, reading it, what its buffers hold."""
+"""The published (GPT-NeoX) checkpoint format: its layout, reading it, the buffers it stores."""

@@ -1,6 +1,6 @@
-"""What a published checkpoint's `mp_rank_00_model_states.pt` says of the run that wrote it.
+"""Counters and schedule of a published run, from its checkpoint's `mp_rank_00_model_states.pt`.
 
-The file may be missing or hold anything: what is not of the expected kind counts as not recorded.
+The file may be missing or hold anything: a value of an unexpected type counts as not recorded.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megatron.engine.safe_load import safe_load
 
 
 def client_state(checkpoint: Path) -> dict[str, Any]:
-    """What the first `mp_rank` file of the folder `global_stepN` holds; nothing without one."""
+    """The content of the first `mp_rank` file in the folder `global_stepN`; empty without one."""
     path = checkpoint / "mp_rank_00_model_states.pt"
     return load_mapping(path) if path.is_file() else {}
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """A file that holds values by name.
+    """Read a file that holds values by name.
 
     Raises:
-        CheckpointError: it holds something else, cannot be opened, or asks for code to be run.
+        CheckpointError: it holds something different, cannot be opened, or asks to run code.
     """
     loaded = safe_load(path)
     if not isinstance(loaded, dict) or any(not isinstance(name, str) for name in loaded):
@@ -47,19 +47,19 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def step_of(client: dict[str, Any], checkpoint: Path) -> int:
-    """Optimizer steps done: as recorded, else as the folder is called."""
+    """Optimizer steps done: as recorded, otherwise from the name of the folder."""
     named = re.fullmatch(r"global_step(\d+)", checkpoint.name)
     recorded = count(client, "iteration") or count(client, "total_iters")
     return recorded or (int(named[1]) if named else 0)
 
 
 def mapping(client: dict[str, Any], name: str) -> dict[str, Any]:
-    """A recorded mapping; empty where there is none."""
+    """A recorded mapping; empty if there is none."""
     value = client.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def count(values: dict[str, Any], name: str) -> int | None:
-    """A recorded number above 0; None where there is none."""
+    """A recorded number above 0; None if there is none."""
     value = values.get(name)
     return value if isinstance(value, int) and value > 0 else None

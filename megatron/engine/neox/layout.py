@@ -1,22 +1,22 @@
-"""The published checkpoint layout: which file holds what, and how tensor parallelism cuts it.
+"""The published checkpoint layout: which file holds what, and how tensor parallelism shards it.
 
-GPT-NeoX saves a pipeline of L + 5 positions, one file for each that has tensors and each of N
-tensor-parallel ranks, `layer_XX-model_YY-model_states.pt` (two digits at least):
+GPT-NeoX saves a pipeline of L + 5 positions. For each position that has tensors, each of N
+tensor-parallel ranks writes `layer_XX-model_YY-model_states.pt` (two digits at least):
 
     XX = 0            embedding           word_embeddings, position_embeddings
     XX = 2 ... L+1    blocks              norms, attention, mlp; the kernel's parameters in each
     XX = L+3          final norm          norm
     XX = L+4          output projection   final_linear; no such file when it is tied to XX = 0
 
-Positions 1 and L+2 only transpose. Linear weights are [out, in]. How the N parts make a whole:
+Positions 1 and L+2 only transpose. Linear weights are [out, in]. How N shards make one tensor:
 
     rows        concatenated on dimension 0: vocabulary, heads, inner width
     columns     concatenated on dimension 1: the input of a row-parallel layer
-    halves      geglu's first layer: each part is [value | gate], and the halves are joined
-    replicated  the same in every part
+    halves      geglu's first layer: each shard is [value | gate], and the halves are concatenated
+    replicated  the same in every shard
     summed      row-parallel biases under `gpt_j_residual`: that code adds each rank's to the sum
 
-Legend: L layers, N tensor-parallel parts, H heads.
+Legend: L layers, N tensor-parallel ranks, H heads.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MERGED_ANEW = ("replicated", "summed")  # the rest is put side by side
+from megatron.engine.errors import CheckpointError
+
+NOT_CONCATENATED = ("replicated", "summed")
 FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 THETA = ("bias_p", "bias_a", "wei_p", "wei_a")  # [H / N, 1, 1] each, in our columns' order
 TABLE = "weight"  # T5's, [buckets, H / N]
 RPE = "attention.rpe."
-FIXED = "attention.rpe.bias_a"  # alone: `kerple_power_original`, whose slopes are not trained
+FIXED = "attention.rpe.bias_a"  # alone in a block: `kerple_power_original`'s untrained slopes
 BUFFERS = (
     "position_embeddings.inv_freq",
     "attention.rotary_emb.inv_freq",
     "attention.alibi_embed.slopes",
 )
-"""What those files hold although it follows from the configuration."""
+"""Tensors that the files store although the configuration implies them (`neox/buffers.py`)."""
 
 _RULES = {
     "word_embeddings.": "rows",
@@ -51,9 +53,9 @@ _RULES = {
 }
 
 
-def file_name(index: int, part: int) -> str:
+def file_name(index: int, rank: int) -> str:
     """`layer_XX-model_YY-model_states.pt`."""
-    return f"layer_{index:02d}-model_{part:02d}-model_states.pt"
+    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
 
 
 def positions(num_layers: int, tied: bool) -> list[int]:
@@ -62,7 +64,7 @@ def positions(num_layers: int, tied: bool) -> list[int]:
 
 
 def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
-    """How the parts of the tensor `name` make a whole: see the module docstring."""
+    """How the shards of the tensor `name` make one tensor: see the module docstring."""
     if name.startswith("mlp.dense_h_to_4h."):
         return "halves" if geglu else "rows"
     if name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
@@ -72,53 +74,64 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
     return next((how for start, how in _RULES.items() if name.startswith(start)), "replicated")
 
 
-def merge(parts: Sequence[Tensor], how: str) -> Tensor:
-    """One tensor from its parts. Raises ValueError where replicas differ.
+def merge(shards: Sequence[Tensor], how: str) -> Tensor:
+    """One tensor from its shards.
 
-    A sum that the parts' dtype does not hold is given in fp64.
+    A sum that the shards' dtype cannot represent is returned in fp64.
+
+    Raises:
+        ValueError: replicas differ.
     """
-    if len(parts) == 1:
-        return parts[0]
+    first = shards[0]
+    if len(shards) == 1:
+        return first
     if how == "rows":
-        return torch.cat(list(parts), dim=0)
+        return torch.cat(list(shards), dim=0)
     if how == "columns":
-        return torch.cat(list(parts), dim=1)
+        return torch.cat(list(shards), dim=1)
     if how == "halves":
-        halves = [part.chunk(2, dim=0) for part in parts]
+        halves = [shard.chunk(2, dim=0) for shard in shards]
         return torch.cat([value for value, _ in halves] + [gate for _, gate in halves], dim=0)
-    if any(part.shape != parts[0].shape for part in parts):
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise ValueError(f"its parts should have one shape, not {shapes}")
+    if any(shard.shape != first.shape for shard in shards):
+        shapes = ", ".join(str(tuple(shard.shape)) for shard in shards)
+        raise ValueError(f"its shards should have one shape, not {shapes}")
     if how == "summed":
-        exact = torch.stack([part.double() for part in parts]).sum(dim=0)
-        narrow = exact.to(parts[0].dtype)
+        exact = torch.stack([shard.double() for shard in shards]).sum(dim=0)
+        narrow = exact.to(first.dtype)
         return narrow if torch.equal(narrow.double(), exact) else exact
-    gap = max((part.double() - parts[0].double()).abs().max().item() for part in parts)
-    if gap > 1e-3 * max(1.0, parts[0].abs().max().item()):
-        raise ValueError(f"its {len(parts)} parts should be equal, but differ by up to {gap:.3g}")
-    return parts[0]
+    gap = max((shard.double() - first.double()).abs().max().item() for shard in shards)
+    if gap > 1e-3 * max(1.0, first.abs().max().item()):
+        raise ValueError(f"its {len(shards)} shards should be equal, but differ by up to {gap:.3g}")
+    return first
 
 
-def cut(whole: Tensor, how: str, count: int) -> list[Tensor]:
-    """The inverse of `merge`. Raises ValueError where the sizes do not divide."""
+def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list[Tensor]:
+    """The inverse of `merge`: `count` shards of `tensor`, which errors call `name`.
+
+    Raises:
+        CheckpointError: the sizes do not divide.
+    """
     if count == 1:
-        return [whole]
+        return [tensor]
     if how == "replicated":
-        return [whole] * count
+        return [tensor] * count
     if how == "summed":
-        return [whole / count] * count
+        return [tensor / count] * count
     dim = 1 if how == "columns" else 0
     pieces = 2 * count if how == "halves" else count
-    if whole.shape[dim] % pieces:
-        raise ValueError(f"{tuple(whole.shape)} cannot be cut into {pieces} along dimension {dim}")
-    chunks = [chunk.clone() for chunk in whole.chunk(pieces, dim=dim)]
+    if tensor.shape[dim] % pieces:
+        raise CheckpointError(
+            f"{name}: {tuple(tensor.shape)} cannot be cut into {pieces} along dimension {dim}; "
+            "export to fewer parts"
+        )
+    chunks = [chunk.clone() for chunk in tensor.chunk(pieces, dim=dim)]
     if how == "halves":
         return [torch.cat((chunks[i], chunks[count + i])) for i in range(count)]
     return chunks
 
 
 def our_name(index: int, name: str, num_layers: int) -> str | None:
-    """This project's name of a published tensor; None where it has none (the kernel's too)."""
+    """This project's name of a published tensor; None for an unknown or a kernel's tensor."""
     if index == 0:
         known = name in ("word_embeddings.weight", "position_embeddings.weight")
         return f"embedding.{name}" if known else None

@@ -1,21 +1,23 @@
-"""Reading published checkpoints: GPT-NeoX's pipeline layout (see `neox_layout`), merged.
+"""Read published checkpoints: the files of `neox/layout.py`, with shards merged.
 
     SRC/latest                                          name of the newest
     SRC/global_stepN/layer_XX-model_YY-model_states.pt  weights
     SRC/global_stepN/mp_rank_YY_model_states.pt         counters, schedule, optimizer, random state
     SRC/global_stepN/configs/*.yml                      the configuration it was trained with
 
-Weights and the counters are taken; the optimizer's state is not (it is one flat tensor in an order
-of that program's own). Files are opened by `safe_load`, so they cannot run code.
+Weights and counters are read. The optimizer's state is not: it is one flat tensor in an order that
+only that program knows. Files are opened by `safe_load`, so they cannot run code.
 
-Legend: L layers, N tensor-parallel parts.
+Legend: L layers, N tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,20 +34,20 @@ from megatron.engine.neox.counters import (
 )
 
 MOST_FILES = 100_000
-"""Layers times parts; more is a damaged count, and a list of so many missing files helps nobody."""
+"""Layers times ranks; a larger product is a damaged count, not a list of missing files."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how weights are spread over the published files.
+    """The part of a model's shape that decides which published file holds which weights.
 
     Attributes:
         num_layers, tied: L, and whether the output is the embedding.
         parts: N.
         theta: names of the kernel's tensors, in the order of our columns; empty without a kernel.
         geglu: the MLP's first layer has two halves.
-        summed_biases: row-parallel biases are summed over the parts (`gpt_j_residual`).
-        row_output: the output projection is cut by columns (`output_layer_parallelism: row`).
+        summed_biases: row-parallel biases are summed over the ranks (`gpt_j_residual`).
+        row_output: the output projection is sharded by columns (`output_layer_parallelism: row`).
     """
 
     num_layers: int
@@ -57,7 +59,7 @@ class Shape:
     row_output: bool = False
 
     def rule(self, name: str) -> str:
-        """How the parts of the published tensor `name` make a whole."""
+        """How the shards of the published tensor `name` make one tensor."""
         return layout.rule(
             name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
         )
@@ -65,15 +67,16 @@ class Shape:
 
 @dataclass
 class Published:
-    """A published checkpoint, its parts merged, under this project's names.
+    """A published checkpoint with its shards merged, under this project's names.
 
     Attributes:
         weights: name -> tensor, as stored (dtype included).
-        buffers: published name -> what the files hold although the configuration implies it.
-        parts: "position.published name" -> the parts of what merging alters: replicas that differ
+        buffers: published name -> tensor that the configuration implies.
+        shards: "position.published name" -> the shards that merging alters: replicas that differ
             in the last digits, summed biases that are not equal.
         step, schedule, args: the counters it was saved with; schedule is None if not recorded.
-        problems: what is missing, unknown or does not fit together; then the rest is not complete.
+        problems: what is missing, unknown or does not fit together. If there are any, the weights
+            are not complete.
         notes: what a reader should know.
     """
 
@@ -81,31 +84,34 @@ class Published:
     step: int
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    shards: dict[str, list[Tensor]] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
     args: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """JSON values that an import keeps: what an export needs to give the same files back."""
+        """JSON values that an import records, so that an export can write the same files back."""
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
 
 def is_published(checkpoint: Path) -> bool:
-    """Whether the folder `global_stepN` is in the published layout, and not of our making."""
+    """Whether the folder `global_stepN` is in the published layout.
+
+    Pipelines of this code write `layer_*` files too, so our own files are looked for first.
+    """
     ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
-    if ours:  # by the second sign even where the first was lost
+    if ours:  # the second sign counts even if the record was lost
         return False
     return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
 
 
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
-    """Read and merge the folder `global_stepN`; look at `problems` before using the weights.
+    """Read and merge the folder `global_stepN`; check `problems` before using the weights.
 
     Raises:
-        CheckpointError: a file cannot be opened, or asks for code to be run.
+        CheckpointError: a file cannot be opened, or asks to run code.
     """
     found = {}
     for path in checkpoint.iterdir():
@@ -120,12 +126,12 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     parts = max([part + 1 for _, part in found] + [count(client, "mp_world_size") or 1])
     if num_layers * parts > MOST_FILES:
         raise CheckpointError(
-            f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel parts are more than any "
+            f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel ranks are more than any "
             "model has; its file names, or the counts in mp_rank_00_model_states.pt, are damaged"
         )
     shape = _infer(states, num_layers, tied, parts, summed_biases)
     out = Published(shape, step_of(client, checkpoint), schedule=schedule_of(client), args=args)
-    by_index = _parts_by_position(states, out)
+    by_index = _shards_by_position(states, out)
     kernels = {}
     for index, group in by_index.items():
         merged = _merge_position(index, group, out)
@@ -145,7 +151,7 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
 
 
 def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool) -> Shape:
-    """The rest of the shape, from the sizes of the first part's tensors."""
+    """The shape, as far as sizes of the first rank's tensors show it."""
 
     def matrices(*tensors: Any) -> bool:
         return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
@@ -165,67 +171,75 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
     )
 
 
-def _parts_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Position -> its parts in order; what is missing or superfluous goes into the problems."""
+def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
+    """Complete position -> its files by rank. Missing and unknown files become problems."""
     shape = out.shape
     expected = {
-        (index, part)
+        (index, rank)
         for index in layout.positions(shape.num_layers, shape.tied)
-        for part in range(shape.parts)
+        for rank in range(shape.parts)
     }
     for place in sorted(expected - states.keys()):
         out.problems.append(f"{layout.file_name(*place)}: missing")
     for place in sorted(states.keys() - expected):
         problem = f"{layout.file_name(*place)}: has no place among {shape.num_layers} layers"
         out.problems.append(problem)
-    whole = {index for index, _ in expected} - {index for index, _ in expected - states.keys()}
-    return {i: [states[i, part] for part in range(shape.parts)] for i in sorted(whole)}
+    complete = {index for index, _ in expected} - {index for index, _ in expected - states.keys()}
+    return {i: [states[i, rank] for rank in range(shape.parts)] for i in sorted(complete)}
+
+
+@contextmanager
+def _collected(problems: list[str], where: str) -> Iterator[None]:
+    """Turn an error about tensors that do not fit together into one of `problems`."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        problems.append(f"{where}: {error}")
 
 
 def _merge_position(
     index: int, group: list[dict[str, Tensor]], out: Published
 ) -> dict[str, Tensor]:
-    """One position's tensors, each from its parts."""
+    """One position's tensors, each from its shards."""
     merged = {}
     for name in sorted(set().union(*group)):
         where = f"{layout.file_name(index, 0)}: {name}"
-        parts = [state.get(name) for state in group]
-        if not all(_is_plain(part) for part in parts):
-            problem = f"not a dense tensor of floats in every one of the {len(parts)} parts"
+        shards = [shard for state in group if _is_plain(shard := state.get(name))]
+        if len(shards) < len(group):
+            problem = f"not a dense tensor of floats in every one of the {len(group)} shards"
             out.problems.append(f"{where}: {problem}")
             continue
         how = out.shape.rule(name)
-        try:
-            merged[name] = layout.merge(parts, how)
-        except (ValueError, RuntimeError) as error:
-            out.problems.append(f"{where}: {error}")
-            continue
-        if any(not torch.equal(part, parts[0]) for part in parts) and how in layout.MERGED_ANEW:
-            out.parts[f"{index}.{name}"] = parts
-            if how == "replicated":
-                note = "its parts differ in the last digits; the first is taken"
-                out.notes.append(f"{where}: {note}")
+        with _collected(out.problems, where):
+            merged[name] = layout.merge(shards, how)
+            if how in layout.NOT_CONCATENATED and any(
+                not torch.equal(shard, shards[0]) for shard in shards
+            ):
+                out.shards[f"{index}.{name}"] = shards
+                if how == "replicated":
+                    note = "its shards differ in the last digits; the first is taken"
+                    out.notes.append(f"{where}: {note}")
     return merged
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return False
     return value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _check_width(out: Published) -> None:
-    """A part that is missing with its whole column of files shows in a matrix that is square."""
+    """A square matrix that is not square shows that all files of one rank are missing."""
     square = out.weights.get("layers.0.attention.dense.weight")
     if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
         out.problems.append(
             f"attention.dense.weight: {tuple(square.shape)} from {out.shape.parts} tensor-parallel "
-            "part(s), but it is square when whole; all files of some part are missing"
+            "shard(s), but it is square when complete; all files of some rank are missing"
         )
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
-    """The one kernel of all blocks: theta, or slopes that are not trained."""
+    """Add the kernel that all blocks share: theta, or slopes that are not trained."""
     if not any(kernels.values()):
         return
     first = min(kernels)
@@ -236,24 +250,20 @@ def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
             out.problems.append(problem)
     if out.problems:
         return
-    apart = [
+    different = [
         index - 2
         for index, kernel in kernels.items()
         if any(not torch.equal(kernel[name], tensor) for name, tensor in kernels[first].items())
     ]
-    if apart:
+    if different:
         out.problems.append(
-            f"the kernel of blocks {apart} is not that of block {first - 2}: pipeline stages "
-            "trained a copy each, which is another model than one kernel for all blocks"
+            f"the kernel of blocks {different} is not that of block {first - 2}: pipeline stages "
+            "trained separate copies, but this model has one kernel for all blocks"
         )
         return
     if set(kernels[first]) == {layout.FIXED}:
         out.buffers |= kernels[first]
         return
-    try:
-        theta_HN, names = layout.theta_from_columns(kernels[first])
-    except RuntimeError as error:
-        out.problems.append(f"{layout.file_name(first, 0)}: {layout.RPE}*: {error}")
-        return
-    out.weights["embedding.theta"] = theta_HN
-    out.shape = Shape(**{**asdict(out.shape), "theta": tuple(names)})
+    with _collected(out.problems, f"{layout.file_name(first, 0)}: {layout.RPE}*"):
+        out.weights["embedding.theta"], names = layout.theta_from_columns(kernels[first])
+        out.shape = replace(out.shape, theta=tuple(names))

@@ -1,4 +1,4 @@
-"""Finding, pruning and reading checkpoint folders; what is wrong is said with what to do."""
+"""Finding, pruning and reading checkpoint folders; errors name the remedy."""
 
 import json
 import re
@@ -8,27 +8,30 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.checkpoint import files as folders
-from megatron.engine.checkpoint import load_weights as weights
-from megatron.engine.checkpoint import saved as checkpoint
-from megatron.engine.checkpoint.saved import CheckpointError
-from megatron.parallel import build_groups
-
-ALONE = build_groups(torch.device("cpu"))
+from megatron.engine.checkpoint import files
+from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.record import RunDescription
+from megatron.engine.checkpoint.saved import Saved, newest, tag_of
+from megatron.engine.checkpoint.write import prune
+from megatron.engine.errors import CheckpointError
 
 
 def make(folder, step, weights=None, zero_stage=1):
-    tag = checkpoint.tag_of(step)
-    (folder / tag).mkdir(parents=True)
-    record = {"layout": {"zero_stage": zero_stage}, "model": {"width": 1}, "progress": {}}
-    (folder / tag / "kerple.json").write_text(json.dumps(record))
-    torch.save({"module": weights or {}}, folder / tag / "mp_rank_00_model_states.pt")
-    return tag
+    saved = Saved(folder, tag_of(step))
+    saved.path.mkdir(parents=True)
+    record = {
+        "layout": {"zero_stage": zero_stage},
+        "model": {"width": 1},
+        "progress": {"step": step, "consumed_samples": step, "train_samples": 200},
+    }
+    (saved.path / "kerple.json").write_text(json.dumps(record))
+    torch.save({"module": weights or {}}, saved.path / "mp_rank_00_model_states.pt")
+    return saved
 
 
 def test_no_latest_is_no_checkpoint(tmp_path):
-    assert checkpoint.newest(tmp_path) is None
-    assert checkpoint.newest(tmp_path / "missing") is None
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("content", ["global_step7", "", "../elsewhere"])
@@ -36,40 +39,40 @@ def test_a_latest_that_names_nothing_lists_what_is_there(tmp_path, content):
     make(tmp_path, 5)
     (tmp_path / "latest").write_text(content)
     with pytest.raises(CheckpointError, match="there: global_step5"):
-        checkpoint.newest(tmp_path)
+        newest(tmp_path)
 
 
 def test_pruning_counts_numbers_not_letters_and_spares_what_it_does_not_know(tmp_path):
     for step in (5, 100, 20, 9):
         make(tmp_path, step)
     (tmp_path / "global_step_mine").mkdir()
-    checkpoint._prune(tmp_path, 2, "global_step100")
+    prune(Saved(tmp_path, "global_step100"), 2)
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"global_step100", "global_step20", "global_step_mine"}
 
 
 def test_what_lies_beyond_the_newest_is_neither_counted_nor_removed(tmp_path):
-    """A run went back behind 15, which is damaged: at 12 it has two whole ones, 10 and 12."""
+    """15 is damaged and the run went back: at step 12 it has two intact checkpoints, 10 and 12."""
     for step in (5, 10, 12, 15):
         make(tmp_path, step)
-    checkpoint._prune(tmp_path, 2, "global_step12")
+    prune(Saved(tmp_path, "global_step12"), 2)
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"global_step10", "global_step12", "global_step15"}
-    checkpoint._prune(tmp_path, 1, "global_step10")  # a run that started over in a used folder
+    prune(Saved(tmp_path, "global_step10"), 1)  # a run that started over in a used folder
     assert {p.name for p in tmp_path.iterdir()} == left
 
 
-def test_what_stopped_a_write_is_told_with_the_space_that_is_left(tmp_path):
+def test_a_failed_write_is_reported_with_the_space_that_is_left(tmp_path):
     torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0")
-    told = folders.why_not_written(tmp_path / "not" / "there", torchs)
-    assert re.fullmatch("a file could not be written to its end; [0-9,]+ MB are free there", told)
-    assert folders.why_not_written(tmp_path, OSError(13, "No")).startswith("[Errno 13] No; ")
+    text = files.why_not_written(tmp_path / "not" / "there", torchs)
+    assert re.fullmatch("a file could not be written to its end; [0-9,]+ MB are free there", text)
+    assert files.why_not_written(tmp_path, OSError(13, "No")).startswith("[Errno 13] No; ")
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     make(tmp_path, 5)
     (tmp_path / ".unfinished-global_step9").mkdir()
-    assert folders.remove_unfinished(tmp_path) == [".unfinished-global_step9"]
+    assert files.remove_unfinished(tmp_path) == [".unfinished-global_step9"]
     assert (tmp_path / "global_step5").is_dir()
 
 
@@ -81,27 +84,28 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path, killed):
     (tmp_path / ".unfinished-global_step5").mkdir()
     if killed == "before the old one goes":
         (tmp_path / ".unfinished-global_step5").rename(tmp_path / "global_step5")
-    folders.remove_unfinished(tmp_path)
-    assert checkpoint.newest(tmp_path) == "global_step5"
+    files.remove_unfinished(tmp_path)
+    assert newest(tmp_path) == Saved(tmp_path, "global_step5")
     assert {p.name for p in tmp_path.iterdir()} == {"global_step5", "latest"}
 
 
 def test_what_differs_is_named_with_a_way_out(tmp_path):
-    tag = make(tmp_path, 5)
-    checkpoint.require_same(tmp_path, tag, {"model": {"width": 1}})
+    saved = make(tmp_path, 5)
+    saved.require_same(RunDescription(model={"width": 1}), "model")
     with pytest.raises(CheckpointError, match="width: 1 in .*, 3 here.*Use the config"):
-        checkpoint.require_same(tmp_path, tag, {"model": {"width": 3}})
+        saved.require_same(RunDescription(model={"width": 3}), "model")
     with pytest.raises(CheckpointError, match="pos_emb: None in the checkpoint, 'none' here"):
-        checkpoint.require_same(tmp_path, tag, {"model": {"pos_emb": "none"}})
+        saved.require_same(RunDescription(model={"pos_emb": "none"}), "model")
 
 
 def test_weights_that_do_not_fit_are_all_listed(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model.pos = None
     model.shape = SimpleNamespace(block=SimpleNamespace(gpt_j_residual=False))
     stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}
-    tag = make(tmp_path, 1, stored)
+    saved = make(tmp_path, 1, stored)
     with pytest.raises(CheckpointError) as error:
-        weights.load_weights(model, tmp_path, tag)
+        load_weights(model, saved)
     for text in (
         "0.weight: (3, 5) in the checkpoint, (3, 2) here",
         "1.weight: missing in the checkpoint",
@@ -112,10 +116,10 @@ def test_weights_that_do_not_fit_are_all_listed(tmp_path):
 
 
 def test_a_damaged_or_foreign_folder_is_named(tmp_path):
-    tag = make(tmp_path, 1)
-    (tmp_path / tag / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04 torn")
+    saved = make(tmp_path, 1)
+    (saved.path / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04 torn")
     with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt: cannot be read"):
-        checkpoint.read_weights(tmp_path, tag)
-    (tmp_path / tag / "kerple.json").write_text("{")
+        saved.weights()
+    (saved.path / "kerple.json").write_text("{")
     with pytest.raises(CheckpointError, match="not written by this code, or it is damaged"):
-        checkpoint.read_record(tmp_path, tag)
+        _ = Saved(tmp_path, saved.tag).record

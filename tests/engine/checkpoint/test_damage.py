@@ -1,4 +1,4 @@
-"""A damaged newest checkpoint is named, and the one before it is used only when that is allowed."""
+"""A damaged newest checkpoint is named; the one before it is used only if that is allowed."""
 
 import json
 import shutil
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.config import load_config
-from megatron.engine.checkpoint import manifest
-from megatron.engine.checkpoint import relayout as universal
-from megatron.engine.checkpoint import saved as checkpoint
-from megatron.engine.checkpoint.resume import choose_start
-from megatron.engine.checkpoint.usable import usable
+from megatron.engine.checkpoint import relayout
+from megatron.engine.checkpoint.record import RunDescription
+from megatron.engine.checkpoint.resume import choose_start, usable
+from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.errors import CheckpointError
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.parallel import build_groups
 from tests.helpers.jobs import digest, rows, write_config, write_shards
@@ -68,8 +68,8 @@ def copy(finished, tmp_path):
     return tmp_path / "run"
 
 
-def test_a_whole_checkpoint_is_found_whole(finished):
-    assert manifest.damage(finished[1] / "global_step6", ALONE) is None
+def test_an_intact_checkpoint_has_no_damage(finished):
+    assert Saved(finished[1], "global_step6").damage(ALONE) is None
     record = json.loads((finished[1] / "global_step6" / "kerple.json").read_text())
     written = {p.name for p in (finished[1] / "global_step6").iterdir()} - {"kerple.json"}
     assert record["files"].keys() == written and len(written) >= 3
@@ -79,39 +79,39 @@ def test_a_whole_checkpoint_is_found_whole(finished):
 def test_the_damaged_file_is_named_with_the_reason_and_the_way_out(copy, name):
     damage, why = FAULTS[name]
     damage(copy / "global_step6" / name)
-    with pytest.raises(checkpoint.CheckpointError) as error:
+    with pytest.raises(CheckpointError) as error:
         usable(copy, ALONE, allow_fallback=False)
     text = str(error.value)
     assert str(copy / "global_step6" / name) in text and why in text
     assert f"resume from {copy / 'global_step3'} with --allow-fallback" in text
-    tag, found = usable(copy, ALONE, allow_fallback=True)
-    assert tag == "global_step3" and why in found
+    saved, found = usable(copy, ALONE, allow_fallback=True)
+    assert saved.tag == "global_step3" and why in found
 
 
 def test_a_record_whose_numbers_changed_is_damaged(copy):
     path = copy / "global_step6" / "kerple.json"
     path.write_text(path.read_text().replace('"step": 6', '"step": 5'))
-    assert "its checksum is wrong" in manifest.damage(copy / "global_step6", ALONE)
+    assert "its checksum is wrong" in Saved(copy, "global_step6").damage(ALONE)
 
 
 @pytest.mark.parametrize("named", ["", "global_step9"])
-def test_a_damaged_latest_is_passed_over_only_when_told(copy, named):
+def test_a_damaged_latest_is_passed_over_only_when_allowed(copy, named):
     (copy / "latest").write_text(named)
-    with pytest.raises(checkpoint.CheckpointError, match="let train.py --allow-fallback"):
+    with pytest.raises(CheckpointError, match="let train.py --allow-fallback"):
         usable(copy, ALONE, allow_fallback=False)
-    tag, found = usable(copy, ALONE, allow_fallback=True)
-    assert tag == "global_step6" and f"names {named!r}" in found
+    saved, found = usable(copy, ALONE, allow_fallback=True)
+    assert saved.tag == "global_step6" and f"names {named!r}" in found
 
 
 def test_what_lies_beyond_latest_is_taken_last(copy):
-    """Of two whole ones the earlier, when `latest` stands between them and is damaged."""
+    """`latest` names a damaged one between two intact ones: the earlier is taken."""
     shutil.copytree(copy / "global_step3", copy / "global_step9")
     flip(copy / "global_step6" / "mp_rank_00_model_states.pt")
-    with pytest.raises(checkpoint.CheckpointError, match="resume from .*global_step3 with"):
+    with pytest.raises(CheckpointError, match="resume from .*global_step3 with"):
         usable(copy, ALONE, allow_fallback=False)
-    assert usable(copy, ALONE, allow_fallback=True)[0] == "global_step3"
+    assert usable(copy, ALONE, allow_fallback=True)[0].tag == "global_step3"
     flip(copy / "global_step3" / "mp_rank_00_model_states.pt")
-    assert usable(copy, ALONE, allow_fallback=True)[0] == "global_step9"
+    assert usable(copy, ALONE, allow_fallback=True)[0].tag == "global_step9"
 
 
 def test_a_conversion_that_fails_says_so_and_leaves_nothing(finished, copy, tmp_path, monkeypatch):
@@ -119,44 +119,44 @@ def test_a_conversion_that_fails_says_so_and_leaves_nothing(finished, copy, tmp_
         Path(arguments.output_folder, "tmp").mkdir()
         raise RuntimeError("no space left on device")
 
-    monkeypatch.setattr(universal.ds_to_universal, "main", full)
-    with pytest.raises(checkpoint.CheckpointError, match="no space left on device; .* MB are free"):
+    monkeypatch.setattr(relayout.ds_to_universal, "main", full)
+    with pytest.raises(CheckpointError, match="no space left on device; .* MB are free"):
         scratch, changed = tmp_path / "scratch", "zero_stage 1 -> 2"
-        universal.restore(None, ALONE, copy / "global_step6", scratch, {}, {}, changed)
+        relayout.restore(None, ALONE, Saved(copy, "global_step6"), scratch, {}, changed)
     assert not (tmp_path / "scratch").exists()
 
 
-def test_no_whole_checkpoint_at_all_is_an_error(copy):
+def test_no_intact_checkpoint_at_all_is_an_error(copy):
     for tag in ("global_step3", "global_step6"):
         flip(copy / tag / "mp_rank_00_model_states.pt")
-    with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
         usable(copy, ALONE, allow_fallback=True)
 
 
-def test_another_batch_size_is_told(finished):
-    for micro, said in ((4, False), (8, True)):
+def test_another_batch_size_is_reported(finished):
+    for micro, warns in ((4, False), (8, True)):
         config = load_config([finished[0]], [f"train_micro_batch_size_per_gpu={micro}"])
         text = choose_start(config, ALONE, 24).text
-        assert ("train_batch_size is 8, and was 4 until now" in text) == said
+        assert ("train_batch_size is 8, and was 4 until now" in text) == warns
         assert f"resuming from {finished[1] / 'global_step6'}" in text
 
 
 def test_another_runs_folder_is_read_and_never_written(finished, tmp_path, monkeypatch):
     """Its checkpoint is converted where this job saves, which may be the one place it can write."""
     seen = []
-    monkeypatch.setattr(universal, "restore", lambda *args: seen.append(args[2:4]))
+    monkeypatch.setattr(relayout, "restore", lambda *args: seen.append(args[2:4]))
     config = load_config([finished[0]], [f"save={tmp_path / 'own'}"])
     start = choose_start(config, ALONE, 24)
-    record = checkpoint.read_record(finished[1], "global_step6")
-    layout = record["layout"] | {"data_parallel_size": 2}
-    about = {"layout": layout, "cuts": {}, "model": record["model"], "data": record["data"]}
+    record = Saved(finished[1], "global_step6").record
+    layout = record.layout | {"data_parallel_size": 2}
+    run = RunDescription(model=record.model, data=record.data, layout=layout)
     optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
-    start.finish(None, AnnealingLR(optimizer, schedule_of(config)), ALONE, about)
+    start.finish(None, AnnealingLR(optimizer, schedule_of(config)), ALONE, run)
     ((source, scratch),) = seen
-    assert source == finished[1] / "global_step6" and scratch.parent == tmp_path / "own"
+    assert source == Saved(finished[1], "global_step6") and scratch.parent == tmp_path / "own"
 
 
-def test_train_stops_at_damage_and_goes_on_when_told(finished, copy):
+def test_train_stops_at_damage_and_goes_on_when_allowed(finished, copy):
     config, run, text = finished
     assert f"saved {run / 'global_step6'}, training waited " in text
     flip(copy / "global_step6" / "mp_rank_00_model_states.pt")

@@ -9,11 +9,11 @@ import torch
 
 from megatron.config import load_config
 from megatron.engine.build import DTYPES, build_model
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.exchange import export_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.saved import Saved, tag_of
 from megatron.engine.errors import CheckpointError
-from megatron.engine.neox import read as neox_checkpoint
+from megatron.engine.neox import read as neox
 from megatron.positional import names
 
 VOCAB = 48
@@ -41,7 +41,7 @@ def own_checkpoint(folder, **changes):
     with torch.no_grad():
         for param in model.parameters():  # zero biases would hide a lost one
             param.add_(torch.rand_like(param) * 0.1)
-    tag = checkpoint.tag_of(5)
+    tag = tag_of(5)
     (folder / tag).mkdir()
     torch.save({"module": model.state_dict()}, folder / tag / "mp_rank_00_model_states.pt")
     record = {
@@ -62,13 +62,13 @@ def test_what_is_exported_is_the_same_model(tmp_path, pos_emb, parts):
     changes |= {"precision": "bfloat16"} if pos_emb == "kerple_log" else {}
     config, model = own_checkpoint(tmp_path / "run", hidden_size=48, **changes)
     written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
-    assert neox_checkpoint.is_published(written) and written.name == "global_step5"
-    found = neox_checkpoint.read(written)
+    assert neox.is_published(written) and written.name == "global_step5"
+    found = neox.read(written)
     assert found.shape.parts == parts and found.step == 5 and not found.problems
     assert found.args["padded_vocab_size"] == VOCAB
     dtype = DTYPES[config.training.precision]
     other = build_model(config, VOCAB, device_type="cpu").to(dtype)
-    load_weights(other, tmp_path / "out", written.name)
+    load_weights(other, Saved(tmp_path / "out", written.name))
     assert {tensor.dtype for tensor in found.weights.values()} == {dtype}
     for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -101,10 +101,10 @@ def test_an_embedding_that_the_published_code_lacks_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("parts", "divisor"), [(1, 16), (2, 24), (3, 16)])
 def test_the_vocabulary_is_padded_there_as_it_is_here(tmp_path, parts, divisor):
-    """That program computes the padding anew and refuses a checkpoint that differs."""
+    """That program computes the padding again and refuses a checkpoint that differs."""
     own_checkpoint(tmp_path / "run", num_attention_heads=6, hidden_size=36)
     written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
-    args = neox_checkpoint.read(written).args
+    args = neox.read(written).args
     assert (args["make_vocab_size_divisible_by"], args["model_parallel_size"]) == (divisor, parts)
     multiple = divisor * parts
     assert all(-(-size // multiple) * multiple == VOCAB for size in (VOCAB - 15, VOCAB))

@@ -16,9 +16,11 @@ from megatron.config import load_config
 from megatron.data.samples.index import build_sample_index
 from megatron.data.samples.split import open_splits
 from megatron.engine.build import build_model
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import choose_start
+from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.errors import CheckpointError
 from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.text import JobData
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
@@ -77,7 +79,7 @@ def published_loss(config, prefix, part, start, count):
     first = start % ((built - 1) // micro) * micro
     chosen = torch.from_numpy(samples[first : first + count * micro].astype(np.int64))
     model = build_model(config, 257, device_type="cpu")
-    load_weights(model, PUBLISHED, checkpoint.newest(PUBLISHED))
+    load_weights(model, newest(PUBLISHED))
     with torch.no_grad():
         return model(chosen[:, :-1], chosen[:, 1:]).mean().item(), first
 
@@ -115,11 +117,9 @@ def test_a_published_checkpoint_is_continued_from_its_step(tmp_path, prefix, run
     assert rows(run, "train/lr")[50001] == pytest.approx(rate)
     assert (run / "global_step50000").is_dir()  # what was downloaded is not pruned
     assert (run / "latest").read_text() == "global_step50004"
-    assert checkpoint.read_record(run, "global_step50004")["progress"] == {
-        "step": 50004,
-        "consumed_samples": 50004 * 2,
-        "train_samples": 50004 * 2,
-    }
+    samples = 50004 * 2
+    expected = TrainingProgress(50004, consumed_samples=samples, train_samples=samples)
+    assert Saved(run, "global_step50004").record.progress == expected
     text = call("train.py", path, "-o", "train_iters=50005")
     assert f"resuming from {run / 'global_step50004'}" in text and "moments" not in text
 
@@ -142,7 +142,7 @@ def test_evaluate_reads_the_folder(tmp_path, prefix, run):
 
 def test_nothing_to_evaluate_is_an_error(tmp_path, prefix):
     config = load_config([config_at(tmp_path, prefix, tmp_path, train_iters=0)])
-    with pytest.raises(checkpoint.CheckpointError, match="train_iters: 0 does nothing but"):
+    with pytest.raises(CheckpointError, match="train_iters: 0 does nothing but"):
         choose_start(config, ALONE, 0)
 
 
@@ -154,7 +154,7 @@ def test_the_recorded_curve_is_taken_where_the_config_asks_for_it(tmp_path, pref
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         annealing = AnnealingLR(optimizer, schedule_of(config), use_checkpoint=use)
         start = choose_start(config, ALONE, 60000 * 2)
-        start.finish(SimpleNamespace(), annealing, ALONE, {})
+        start.finish(SimpleNamespace(), annealing, ALONE, RunDescription())
         assert annealing.num_iters == 50000 and annealing.schedule.start_lr == rate
         assert start.progress.consumed_samples == 50000 * 2
 

@@ -1,4 +1,4 @@
-"""Published checkpoints that are damaged, incomplete, or whose parts are not alike."""
+"""Published checkpoints that are damaged, incomplete, or whose shards differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from megatron.config import load_config
 from megatron.engine.build import build_model
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
-from megatron.engine.neox import read as neox_checkpoint
+from megatron.engine.neox import read as neox
 from megatron.engine.safe_load import safe_load
 from tests.helpers.paths import FIXTURES
 
@@ -25,7 +25,7 @@ MODELS = FIXTURES / "parity" / "models"
 
 def copy_of(name: str, tmp_path: Path) -> tuple[Path, str]:
     shutil.copytree(MODELS / name / "checkpoint", tmp_path / name)
-    return tmp_path / name, checkpoint.newest(tmp_path / name)
+    return tmp_path / name, newest(tmp_path / name).tag
 
 
 def edit(path: Path, change) -> None:
@@ -45,7 +45,7 @@ def spoil_counts(files):
         (lambda f: torch.save([1], f / layout.file_name(2, 0)), "does not hold values by name"),
         (lambda f: torch.save([1], f / "mp_rank_00_model_states.pt"), "does not hold values"),
         (lambda f: shutil.copy(f / layout.file_name(2, 0), f / layout.file_name(2, 10**8)), "more"),
-        (spoil_counts, "3 layers in 100000000 tensor-parallel parts are more than any model has"),
+        (spoil_counts, "3 layers in 100000000 tensor-parallel ranks are more than any model has"),
         (
             lambda f: edit(
                 f / layout.file_name(2, 0),
@@ -81,20 +81,20 @@ def test_what_mp_rank_records_wrongly_counts_as_not_recorded(tmp_path, recorded)
         client.update(args={"num_layers": recorded}, iteration=recorded, lr_scheduler=recorded)
 
     edit(folder / tag / "mp_rank_00_model_states.pt", spoil)
-    found = neox_checkpoint.read(folder / tag)
+    found = neox.read(folder / tag)
     assert not found.problems and found.schedule is None
     assert (found.shape.num_layers, found.step) == (3, 50000)
 
 
-def test_a_missing_part_is_seen_although_no_file_says_that_there_were_two(tmp_path):
+def test_a_missing_rank_is_seen_although_no_file_says_that_there_were_two(tmp_path):
     folder, tag = copy_of("tp2_column_original", tmp_path)
     for path in [*(folder / tag).glob("*model_01*"), *(folder / tag).glob("mp_rank_*")]:
         path.unlink()
-    with pytest.raises(CheckpointError, match="all files of some part are missing"):
+    with pytest.raises(CheckpointError, match="all files of some rank are missing"):
         import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=False)
 
 
-def test_parts_that_merging_alters_are_given_back_as_they_were(tmp_path):
+def test_shards_that_merging_alters_are_given_back_as_they_were(tmp_path):
     """Biases that each rank trained for itself are summed; replicas may differ by rounding."""
     folder, tag = copy_of("tp2_row_gptj_geglu", tmp_path)
     files = folder / tag
@@ -122,17 +122,17 @@ def test_parts_that_merging_alters_are_given_back_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("summed", [True, False])
 def test_an_import_for_another_residual_is_refused(tmp_path, summed):
-    """Without its config a folder is merged as if trained without gpt_j_residual: say so later."""
+    """A folder without its config is merged as if trained without gpt_j_residual."""
     folder, tag = copy_of("tp2_row_gptj_geglu", tmp_path)
     import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=summed)
     own = ["model_parallel_size=1", "make_vocab_size_divisible_by=64", "seq_length_val=null"]
     config = load_config([MODELS / "tp2_row_gptj_geglu" / "config.yml"], own)
     gpt = build_model(config, 64, device_type="cpu")
     if summed:
-        assert load_weights(gpt, tmp_path / "ours", tag) == []
+        assert load_weights(gpt, Saved(tmp_path / "ours", tag)) == []
         return
     with pytest.raises(CheckpointError, match="merged for gpt_j_residual: false.*import again"):
-        load_weights(gpt, tmp_path / "ours", tag)
+        load_weights(gpt, Saved(tmp_path / "ours", tag))
 
 
 def test_an_import_never_replaces_what_is_there(tmp_path):

@@ -1,4 +1,4 @@
-"""Published checkpoints in and out: what is read, what is refused, and that nothing is lost."""
+"""Published checkpoints are read, refused if they are wrong, and exported without a loss."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megatron.attention import choose
-from megatron.engine.checkpoint import saved as checkpoint
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.write import prune
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
-from megatron.engine.neox import read as neox_checkpoint
+from megatron.engine.neox import read as neox
 from megatron.engine.safe_load import safe_load
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.positional import load
@@ -32,12 +33,12 @@ KERPLE = {"num_layers": 3, "vocab_size": 512, "max_positions": 64}
 
 def source_of(name: str) -> Path:
     folder = MODELS / name / "checkpoint"
-    return folder / checkpoint.newest(folder)
+    return newest(folder).path
 
 
 def copy_of(name: str, tmp_path: Path) -> tuple[Path, str]:
     shutil.copytree(MODELS / name / "checkpoint", tmp_path / name)
-    return tmp_path / name, checkpoint.newest(tmp_path / name)
+    return tmp_path / name, newest(tmp_path / name).tag
 
 
 def model(pos_emb="kerple_log", **changes) -> GPT:
@@ -55,14 +56,14 @@ def edit(path: Path, change) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_import_then_export_gives_the_same_files(name, tmp_path):
-    """Names of files and tensors, shapes, dtypes and values; tensor-parallel parts included."""
+    """Names of files and tensors, shapes, dtypes and values; tensor-parallel shards included."""
     source = source_of(name)
     found = import_checkpoint(source, tmp_path / "ours", summed_biases="gptj" in name)
     back = export_checkpoint(tmp_path / "ours", tmp_path / "back")
-    assert back.name == source.name == checkpoint.newest(tmp_path / "back")
+    assert back.name == source.name == newest(tmp_path / "back").tag
     files = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     mine = {path.relative_to(back) for path in back.rglob("*") if path.is_file()}
-    # the fixtures' second parts come without their mp_rank file
+    # the fixtures lack the mp_rank file of the second rank
     assert mine - {Path("mp_rank_01_model_states.pt")} == files
     compared = 0
     for path in (path for path in files if path.name.startswith("layer_")):
@@ -77,12 +78,12 @@ def test_import_then_export_gives_the_same_files(name, tmp_path):
 
 
 def test_the_shape_is_read_off_the_files():
-    shape = neox_checkpoint.read(source_of("tp2_row_gptj_geglu")).shape
+    shape = neox.read(source_of("tp2_row_gptj_geglu")).shape
     assert (shape.parts, shape.geglu, shape.row_output, shape.tied) == (2, True, True, False)
     assert shape.theta == ("bias_p", "bias_a")
-    shape = neox_checkpoint.read(source_of("rpe_tied_rmsnorm")).shape
+    shape = neox.read(source_of("rpe_tied_rmsnorm")).shape
     assert (shape.parts, shape.tied, shape.theta) == (1, True, ("weight",))
-    ten = neox_checkpoint.read(source_of("learned_ten_layers"))
+    ten = neox.read(source_of("learned_ten_layers"))
     assert ten.shape.num_layers == 10 and ten.step == 12 and not ten.problems
     assert "layers.9.mlp.dense_4h_to_h.bias" in ten.weights
 
@@ -90,7 +91,7 @@ def test_the_shape_is_read_off_the_files():
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("geglu", [False, True])
 @pytest.mark.parametrize("summed", [False, True])
-def test_parts_make_the_whole_again(parts, geglu, summed):
+def test_merging_the_shards_gives_the_tensor_back(parts, geglu, summed):
     generator = torch.Generator().manual_seed(parts)
     for name, size in {
         "word_embeddings.weight": (16, 8),
@@ -106,13 +107,13 @@ def test_parts_make_the_whole_again(parts, geglu, summed):
     }.items():
         whole = torch.randn(size, generator=generator)
         how = layout.rule(name, geglu=geglu, summed=summed, row_output=True)
-        pieces = layout.cut(whole, how, parts)
+        pieces = layout.split(whole, how, parts)
         assert len(pieces) == parts and torch.equal(layout.merge(pieces, how), whole), name
 
 
-def test_geglu_parts_hold_a_piece_of_both_halves():
+def test_geglu_shards_hold_a_piece_of_both_halves():
     whole = torch.arange(8.0)  # values 0-3, gates 4-7
-    first, second = layout.cut(whole, "halves", 2)
+    first, second = layout.split(whole, "halves", 2)
     assert first.tolist() == [0, 1, 4, 5] and second.tolist() == [2, 3, 6, 7]
 
 
@@ -136,12 +137,12 @@ def test_a_hostile_file_is_refused_and_nothing_runs(tmp_path, kind, file):
     else:
         torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
     with pytest.raises(CheckpointError, match="refused, and nothing in it was run") as error:
-        load_weights(model(), folder, tag)
+        load_weights(model(), Saved(folder, tag))
     assert kind == "pickle" or "posix.system" in str(error.value)
     with pytest.raises(CheckpointError):
         import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=False)
     assert not proof.exists() and not (tmp_path / "ours" / "latest").exists()
-    if kind == "pickle":  # the file does what it is accused of
+    if kind == "pickle":  # without the refusal the file runs its code
         pickle.loads(path.read_bytes())
     else:
         torch.load(path, weights_only=False)
@@ -163,7 +164,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(tmp_path):
 
     edit(files / "layer_03-model_00-model_states.pt", spoil)
     with pytest.raises(CheckpointError) as error:
-        load_weights(model(vocab_size=640), folder, tag)
+        load_weights(model(vocab_size=640), Saved(folder, tag))
     for text in (
         "layers.1.attention.dense.weight: (64, 32) in the checkpoint, (64, 64) here",
         "layers.1.mlp.dense_h_to_4h.bias: missing in the checkpoint",
@@ -191,76 +192,76 @@ def test_kernels_that_pipeline_stages_trained_apart_are_refused(tmp_path):
     path = folder / tag / "layer_04-model_00-model_states.pt"
     edit(path, lambda state: state["attention.rpe.bias_p"].mul_(1.5))
     with pytest.raises(CheckpointError, match=r"kernel of blocks \[2\] is not that of block 0"):
-        load_weights(model(), folder, tag)
+        load_weights(model(), Saved(folder, tag))
 
 
 def test_replicas_that_differ_are_refused(tmp_path):
     folder, tag = copy_of("tp2_column_original", tmp_path)
     path = folder / tag / "layer_02-model_01-model_states.pt"
     edit(path, lambda state: state["input_layernorm.weight"].add_(0.1))
-    problems = neox_checkpoint.read(folder / tag).problems
+    problems = neox.read(folder / tag).problems
     assert len(problems) == 1 and "input_layernorm.weight" in problems[0]
     edit(path, lambda state: state["input_layernorm.weight"].sub_(0.1))
-    found = neox_checkpoint.read(folder / tag)
+    found = neox.read(folder / tag)
     assert not found.problems and any("differ in the last digits" in note for note in found.notes)
 
 
-def test_theta_beyond_its_bounds_is_projected_once_and_said():
+def test_theta_beyond_its_bounds_is_projected_once_and_reported():
     folder = MODELS / "power_beyond_bounds" / "checkpoint"
-    tag = checkpoint.newest(folder)
+    saved = newest(folder)
     pos = load("kerple_power_add_mul")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     shape = GPTShape(
         num_layers=2, vocab_size=64, max_positions=16, block=BlockShape(hidden_size=24, num_heads=4)
     )
     gpt = GPT(shape, pos, attend, 1).double()
-    stored = neox_checkpoint.read(folder / tag).weights["embedding.theta"]
+    stored = neox.read(saved.path).weights["embedding.theta"]
     outside = int((pos.within_bounds(stored.double()) != stored).sum())
     assert outside >= 4
-    [note] = load_weights(gpt, folder, tag)
+    [note] = load_weights(gpt, saved)
     assert note == f"{outside} of 16 kernel parameters lay beyond their bounds: projected"
     assert gpt.theta.min().item() == 0.01 and gpt.theta[:, 0].max().item() == 2.0  # in float64
 
 
 def test_what_the_embedding_implies_must_agree(tmp_path):
     folder = MODELS / "tp2_column_original" / "checkpoint"
-    tag = checkpoint.newest(folder)
+    saved = newest(folder)
     pos = load("none")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     shape = GPTShape(
         num_layers=2, vocab_size=64, max_positions=16, block=BlockShape(hidden_size=24, num_heads=4)
     )
     with pytest.raises(CheckpointError, match="bias_a: other values than pos_emb none has here"):
-        load_weights(GPT(shape, pos, attend, 1), folder, tag)
-    import_checkpoint(folder / tag, tmp_path, summed_biases=False)
+        load_weights(GPT(shape, pos, attend, 1), saved)
+    import_checkpoint(saved.path, tmp_path, summed_biases=False)
     with pytest.raises(CheckpointError, match="bias_a: other values than pos_emb none has here"):
-        load_weights(GPT(shape, pos, attend, 1), tmp_path, tag)
+        load_weights(GPT(shape, pos, attend, 1), Saved(tmp_path, saved.tag))
 
 
 def test_an_imported_checkpoint_gives_the_weights_of_the_published_one(tmp_path):
     folder = MODELS / "kerple_log" / "checkpoint"
-    tag = checkpoint.newest(folder)
-    import_checkpoint(folder / tag, tmp_path, summed_biases=False)
+    saved = newest(folder)
+    import_checkpoint(saved.path, tmp_path, summed_biases=False)
     one, other = model(), model()
-    load_weights(one, folder, tag)
-    load_weights(other, tmp_path, checkpoint.newest(tmp_path))
+    load_weights(one, saved)
+    load_weights(other, newest(tmp_path))
     for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    record = checkpoint.read_record(tmp_path, tag)
-    assert record["progress"]["step"] == 50000
-    assert record["imported"]["schedule"]["decay_style"] == "cosine"
+    imported = newest(tmp_path)
+    assert imported.step == 50000
+    assert imported.record.imported["schedule"]["decay_style"] == "cosine"
 
 
 def test_one_checkpoint_is_not_taken_for_the_folder_that_holds_it():
     with pytest.raises(CheckpointError, match="is one checkpoint; name the folder that holds it"):
-        checkpoint.newest(source_of("kerple_log"))
+        newest(source_of("kerple_log"))
 
 
 def test_the_published_folders_are_never_pruned(tmp_path):
     folder, tag = copy_of("kerple_log", tmp_path)
     (folder / "global_step60000").mkdir()
     (folder / "global_step60000" / "kerple.json").write_text("{}")
-    checkpoint._prune(folder, 1, "global_step60000")
+    prune(Saved(folder, "global_step60000"), 1)
     assert (folder / tag).is_dir()
 
 
@@ -273,7 +274,7 @@ def test_the_tools(tmp_path, monkeypatch, capsys):
 
     source, a = source_of("tp2_row_gptj_geglu").parent, tmp_path / "a"
     code, text = call(import_kerple.main, source, a)
-    assert code == 0 and "step 14, 2 layers" in text and "2 tensor-parallel parts" in text
+    assert code == 0 and "step 14, 2 layers" in text and "2 tensor-parallel ranks" in text
     shape = json.loads((a / "global_step14/kerple.json").read_text())["imported"]["shape"]
     assert shape["summed_biases"]  # gpt_j_residual, read in the stored configuration
     code, text = call(import_kerple.main, source / "global_step14", tmp_path / "b", "--config")

@@ -1,0 +1,88 @@
+"""Write a checkpoint, and remove old ones (`keep_last_n_checkpoints`).
+
+A process that is killed at any moment leaves the previous checkpoint usable: see `files`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from megatron.engine.checkpoint.files import (
+    RECORD,
+    UNFINISHED,
+    create_unfinished,
+    describe_files,
+    publish,
+    sealed,
+    why_not_written,
+)
+from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
+from megatron.engine.checkpoint.relayout import conversion_info
+from megatron.engine.checkpoint.saved import Saved, finished, tag_of
+from megatron.engine.errors import CheckpointError
+from megatron.parallel import Groups, rng_state
+from megatron.version import __version__
+
+
+def save(
+    engine: deepspeed.DeepSpeedEngine,
+    groups: Groups,
+    folder: Path,
+    progress: TrainingProgress,
+    run: RunDescription,
+    *,
+    keep_last: int | None = None,
+) -> Saved:
+    """Write the state after `progress.step` steps into the run folder; every rank must call it.
+
+    Args:
+        run: recorded beside the state.
+        keep_last: remove all but this many newest checkpoints.
+
+    Raises:
+        CheckpointError: it cannot be written; checkpoints saved before are untouched.
+    """
+    saved = Saved(folder, tag_of(progress.step))
+    unfinished = folder / f"{UNFINISHED}{saved.tag}"
+    if groups.is_main:
+        create_unfinished(folder, saved.tag)
+    groups.barrier()
+    client = {"universal_checkpoint_info": conversion_info(run)}
+    try:
+        engine.save_checkpoint(str(folder), unfinished.name, client, save_latest=False)
+        torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
+        raise CheckpointError(
+            f"{saved.path} cannot be written ({why_not_written(folder, error)}); checkpoints "
+            "saved before are untouched"
+        ) from error
+    groups.barrier()
+    files = describe_files(unfinished, groups)
+    if groups.is_main:
+        record = {"version": __version__, "progress": asdict(progress), **asdict(run)}
+        (unfinished / RECORD).write_text(sealed(record | {"files": files}))
+        publish(folder, saved.tag)
+        prune(saved, keep_last)
+    groups.barrier()
+    return saved
+
+
+def prune(newest: Saved, keep_last: int | None) -> None:
+    """Remove all but the `keep_last` newest checkpoints of this run, up to `newest`.
+
+    Checkpoints of later steps are neither counted nor removed: the run went back to an earlier
+    step, perhaps because they are damaged. Published checkpoints are not removed either.
+    """
+    if not keep_last:
+        return
+    tags = finished(newest.folder)
+    earlier = [each for each in tags[: tags.index(newest)] if (each.path / RECORD).is_file()]
+    for each in earlier[: max(0, len(earlier) + 1 - keep_last)]:
+        # If the process is killed half-way, the next start removes the rest.
+        removed = each.path.rename(each.folder / f"{UNFINISHED}{each.tag}")
+        shutil.rmtree(removed, ignore_errors=True)

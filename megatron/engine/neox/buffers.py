@@ -1,0 +1,46 @@
+"""Slopes and frequencies that published files store, although the configuration implies them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.engine.neox import layout
+from megatron.model import BlockShape
+from megatron.positional import PositionalEmbedding
+from megatron.positional.rotary import frequencies
+
+
+def implied_buffers(
+    block: BlockShape, pos: PositionalEmbedding, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Published name -> buffer, computed from the configuration and rounded to `dtype`."""
+    sinusoidal, rotary, alibi = layout.BUFFERS
+    if pos.kind == "input" and not pos.learnable:
+        return {sinusoidal: frequencies(block.hidden_size, 10000.0, dtype, None)}
+    if pos.kind == "rotary":
+        rotated = int(block.head_size * block.rotary_pct)
+        return {rotary: frequencies(rotated, block.rotary_base, dtype, None)}
+    if pos.kind != "distance" or pos.learnable:
+        return {}
+    slopes_H1 = pos.initial_theta(block.num_heads).to(dtype)
+    name = layout.RPE + pos.parameters[0].name
+    return {name: slopes_H1[..., None]} if name == layout.FIXED else {alibi: slopes_H1.flatten()}
+
+
+def wrong_buffers(
+    block: BlockShape, pos: PositionalEmbedding, stored: dict[str, Tensor]
+) -> list[str]:
+    """One line for each stored buffer that differs from the implied one; none need be stored."""
+    wrong = []
+    for name, tensor in stored.items():
+        implied = implied_buffers(block, pos, tensor.dtype).get(name)
+        if name == layout.FIXED:
+            tensor = tensor.clamp(min=0.01)  # the published code clamps them when it first runs
+        if (
+            implied is None
+            or implied.shape != tensor.shape
+            or not torch.allclose(implied.float(), tensor.float(), rtol=1e-2, atol=0.0)
+        ):
+            wrong.append(f"{name}: other values than pos_emb {pos.name} has here")
+    return wrong
