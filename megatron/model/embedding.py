@@ -10,7 +10,7 @@ Legend: B batch, T positions of this rank, D hidden size, H heads of this rank, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +91,8 @@ class EmbeddingLayer(nn.Module):
         if words:
             self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
         if pos.kind == "input" and pos.learnable:
-            self.position_embeddings = skip_init(nn.Embedding, shape.max_positions, hidden)
+            table = skip_init(nn.Embedding, shape.max_positions, hidden)
+            self.position_embeddings = cast(nn.Embedding, table)
         if pos.kind == "distance" and pos.learnable:
             self.theta = nn.Parameter(initial_theta(pos, heads, seed, tp))
             mark_sharding(self.theta, BY_HEADS, tp)

@@ -115,9 +115,10 @@ class GPT(nn.Module):
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V], or this rank's slice of V if the output is sharded by tokens."""
-        if self.output is None:
-            return self.embedding.word_embeddings(x_BTD, project=True)
-        return self.output(x_BTD)
+        if self.output is not None:
+            return self.output(x_BTD)
+        assert self.embedding.word_embeddings is not None
+        return self.embedding.word_embeddings(x_BTD, project=True)
 
     @property
     def theta(self) -> nn.Parameter | None:

@@ -48,7 +48,7 @@ class Layer:
     name: str
     build: type[nn.Module]
     args: dict[str, Any] = field(default_factory=dict)
-    call: Callable[[nn.Module, Any], Any] | None = None
+    call: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     tied: bool = False
 
 
@@ -60,7 +60,7 @@ class PipeEmbedding(EmbeddingLayer):
 
     def forward(self, x_BTD: torch.Tensor) -> Flow:
         x_BTD, theta_HN = super().forward(x_BTD)
-        return x_BTD if self.theta is None else (x_BTD, theta_HN)
+        return x_BTD if self.theta is None or theta_HN is None else (x_BTD, theta_HN)
 
 
 class PipeBlock(Block):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -133,7 +133,7 @@ class Groups:
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
         created = [(each, dist.new_group(each)) for each in members]
-        return next(group for each, group in created if self.rank in each)
+        return next(cast(dist.ProcessGroup, group) for each, group in created if self.rank in each)
 
     @property
     def replica_rank(self) -> int:

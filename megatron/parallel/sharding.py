@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,22 @@ class Sharding:
         return torch.Size(shape)
 
 
-def mark_sharding(param: nn.Parameter, sharding: Sharding, tp: TensorGroup) -> None:
+class _Marked(nn.Parameter):
+    """The attributes that `mark_sharding` stores on a parameter (for the type checker)."""
+
+    sharding: Sharding
+    shard_rank: int
+    shard_count: int
+    model_parallel: bool
+    tensor_model_parallel: bool
+
+
+def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
     """Store on `param` how it is sharded; in a group of one, how it would be."""
-    param.sharding, param.shard_rank, param.shard_count = sharding, tp.rank, tp.size
+    marked = cast(_Marked, param)
+    marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size
     if tp.size > 1:  # DeepSpeed reads these when it computes the gradient's norm
-        param.model_parallel = param.tensor_model_parallel = True
+        marked.model_parallel = marked.tensor_model_parallel = True
 
 
 def sharding_of(param: Tensor) -> Sharding | None:
@@ -65,16 +77,17 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
 
 def full_shape(param: Tensor) -> torch.Size:
     """Shape of the unsharded parameter."""
-    sharding = sharding_of(param)
-    return param.shape if sharding is None else sharding.full_shape(param.shape, param.shard_count)
+    if (sharding := sharding_of(param)) is None:
+        return param.shape
+    return sharding.full_shape(param.shape, cast(_Marked, param).shard_count)
 
 
 def local_slice(param: Tensor, full: Tensor) -> Tensor:
     """The slice of `full` that belongs to this rank's `param`."""
-    sharding = sharding_of(param)
-    if sharding is None:
+    if (sharding := sharding_of(param)) is None:
         return full
-    return sharding.slice(full, param.shard_rank, param.shard_count)
+    marked = cast(_Marked, param)
+    return sharding.slice(full, marked.shard_rank, marked.shard_count)
 
 
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
