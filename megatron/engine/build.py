@@ -51,6 +51,7 @@ def numerics_of(config: Config) -> Numerics:
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
     """The model's shape for a tokenizer of `vocab_size` entries."""
     m = config.model
+    assert m.max_position_embeddings is not None  # derived when the config is loaded
     eps = {
         "layernorm": m.layernorm_epsilon,
         "rmsnorm": m.rms_norm_epsilon,
@@ -138,9 +139,9 @@ def build_model(
     return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp, cp)
 
 
-def identity_of(config: Config, model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
+def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> dict[str, Any]:
     """What makes two models' weights interchangeable, as JSON values: shape, kernel, tokenizer."""
-    shape = asdict(model.shape)
+    shape = asdict(model_shape)
     block = shape.pop("block")
     for name in ("init_method", "output_init_method", "init_std"):
         del shape[name]

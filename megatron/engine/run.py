@@ -71,7 +71,7 @@ class Job:
         torch.manual_seed(config.training.seed + stream)
         self.model = build_local_shard(config, self.data.tokenizer.vocab_size, groups)
         self.description = RunDescription(
-            model=identity_of(config, self.model, self.data.tokenizer),
+            model=identity_of(config, self.model.shape, self.data.tokenizer),
             data=self.data.identity,
             layout=layout_of(config, groups),
             config=config.to_flat_dict(),

@@ -190,7 +190,7 @@ def _evaluate_checkpoint(
     model = build_model(
         config, tokenizer.vocab_size, device_type=groups.device.type, training=False
     )
-    run = RunDescription(model=identity_of(config, model, tokenizer))
+    run = RunDescription(model=identity_of(config, model.shape, tokenizer))
     notes = load_weights(model, saved, run)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     shards, splits = evaluation_text(config, tokenizer)

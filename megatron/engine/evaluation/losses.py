@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron.engine.training.loop import next_batches
 from megatron.engine.training.pipeline import PipelineLosses
@@ -18,7 +19,7 @@ LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
     """The engine's model as a `LossFn` that works on every rank."""
-    return engine if groups.pipe_size == 1 else PipelineLosses(engine, groups)
+    return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""What all ranks of a job must have alike: the configuration, the text, the folders.
+"""Checks that all ranks of a job use the same configuration, text and folders.
 
-Machines of a job have copies of the first two, which may differ without anything stopping:
-each rank would train another model, or on other samples.
+Each machine has its own copy of the first two. If the copies differed, nothing would stop the job:
+the ranks would train different models, or on different samples.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron.parallel import Groups
 
 Seen = TypeVar("Seen")
 LOCAL = ("data", "logging")
-"""Sections of the config with paths that machines may each have their own of."""
+"""Sections of the config whose paths may differ between machines."""
 PATIENCE = 75
-"""Seconds in which a network file system shows one machine what another has written: NFS keeps what
-it knows of a folder for 60 unless it is told otherwise (acdirmax)."""
+"""Seconds until a network file system shows on one machine what another has written: NFS caches a
+folder for 60 by default (acdirmax)."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What the config says, but for what a machine may have for itself."""
+    """The config's values, without those that may differ between machines."""
     return {
         name: value
         for section, values in config.sections()
@@ -39,7 +39,7 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
     """Compare `values` over the ranks; every rank must call it.
 
     Raises:
-        StartError: names the first rank that has others than rank 0, and which.
+        StartError: names the first rank that differs from rank 0, and the values.
     """
     first, *others = groups.gather_from_job((socket.gethostname(), dict(values)))
     for rank, (host, theirs) in enumerate(others, start=1):
@@ -56,10 +56,10 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
 
 
 def require_one_folder(groups: Groups, folder: Path) -> None:
-    """Every rank must see in `folder` what rank 0 writes there; every rank must call it.
+    """Check that every rank sees in `folder` what rank 0 writes there; every rank must call it.
 
     Raises:
-        CheckpointError: names a rank that does not.
+        CheckpointError: names a rank that does not see it.
     """
     if groups.world_size == 1:
         return
@@ -67,15 +67,13 @@ def require_one_folder(groups: Groups, folder: Path) -> None:
     if groups.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         mark.write_text(text)
-
-    def look() -> str | None:
-        try:
-            return mark.read_text()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
     try:
-        seen_by_all(look, folder, groups, expected=groups.gather_from_job(text)[0])
+        seen_by_all(
+            lambda: mark.read_text() if mark.is_file() else None,
+            folder,
+            groups,
+            expected=groups.gather_from_job(text)[0],
+        )
     finally:
         if groups.is_main:
             mark.unlink(missing_ok=True)
@@ -84,10 +82,14 @@ def require_one_folder(groups: Groups, folder: Path) -> None:
 def seen_by_all(
     look: Callable[[], Seen], folder: Path, groups: Groups, *, expected: Seen | None = None
 ) -> Seen:
-    """What `look` finds in `folder`, the same (and `expected`, if given) on every rank.
+    """The result of `look`, once it is the same on every rank; every rank must call it.
+
+    Args:
+        look: reads something in `folder`.
+        expected: the result to wait for; None waits for the result of rank 0.
 
     Raises:
-        CheckpointError: it stays another on some rank.
+        CheckpointError: a rank still has another result after PATIENCE seconds.
     """
     until = time.monotonic() + PATIENCE
     while True:

@@ -1,4 +1,4 @@
-"""Errors that a user can mend end in one clear message and exit code 1, not in a traceback."""
+"""Errors that the user can correct end in one message and exit code 1, without a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.engine.job import failure
 from megatron.entry import NOBODY_READS, output_has_no_reader
 from megatron.positional import PositionalError
 
-MENDABLE = (
+USER_ERRORS = (
     AttentionError,
     CheckpointError,
     ConfigError,
@@ -38,9 +38,9 @@ class Outcome:
 
 @contextmanager
 def user_errors() -> Iterator[Outcome]:
-    """Print the message of an error that the user can mend; anything else is a bug and passes.
+    """Print the message of a user error; any other error is a bug and passes through.
 
-    In a job of several processes any error ends all of them; see `parallel.failure`.
+    In a job of several processes any error ends all of them; see `failure`.
     """
     outcome = Outcome()
     try:
@@ -49,18 +49,18 @@ def user_errors() -> Iterator[Outcome]:
         if isinstance(error, BrokenPipeError) and output_has_no_reader():
             if failure.is_member():
                 failure.end_process("error: nobody reads the output any more", code=NOBODY_READS)
-            raise  # to `entry.run`
+            raise  # `entry.run` handles it
         if failure.is_member():
             lost = failure.lost_contact(error)
-            failure.end_process(failure.LOST_TEXT if lost else _told(error), lost=lost)
-        if not isinstance(error, MENDABLE):
+            failure.end_process(failure.LOST_TEXT if lost else _message(error), lost=lost)
+        if not isinstance(error, USER_ERRORS):
             raise
-        print(_told(error), file=sys.stderr)
+        print(_message(error), file=sys.stderr)
         outcome.code = 1
 
 
-def _told(error: BaseException) -> str:
-    if isinstance(error, MENDABLE):
+def _message(error: BaseException) -> str:
+    if isinstance(error, USER_ERRORS):
         return f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

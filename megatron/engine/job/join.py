@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from megatron.engine.errors import StartError
 from megatron.engine.job import failure
@@ -74,7 +75,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     if not dist.is_initialized() and "RANK" not in os.environ:
         # A job of one needs no port, so nothing can collide with it on a shared machine.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT))
     deepspeed.init_distributed(
         dist_backend=backend,

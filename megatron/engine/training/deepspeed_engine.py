@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from megatron.config import Config
@@ -30,13 +31,14 @@ def job_engine(
 ) -> tuple[deepspeed.DeepSpeedEngine, AnnealingLR]:
     """Wrap `model` for training; returns the engine and its learning-rate schedule."""
     c = config
+    beta1, beta2 = c.optimizer.betas
     optimizer = build_optimizer(
         c.optimizer.type,
         parameter_groups(
             model, c.optimizer.weight_decay, decay_theta=c.optimizer.weight_decay_positional
         ),
         lr=c.optimizer.lr,
-        betas=tuple(c.optimizer.betas),
+        betas=(beta1, beta2),
         eps=c.optimizer.eps,
         momentum=c.optimizer.momentum,
     )
@@ -143,10 +145,15 @@ def build_engine(
     mpu = Mpu(groups) if needs_mpu else None
     deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep the previous engine's
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, mpu=mpu
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,  # pyright: ignore[reportArgumentType]  any class with its methods
+        config=config,
+        mpu=mpu,
     )
-    if hasattr(engine.optimizer, "fp32_groups") and not numerics.counts_empty_step:
-        engine.optimizer.optimizer.state.clear()
+    wrapped = engine.optimizer
+    if isinstance(wrapped, FP16_UnfusedOptimizer) and not numerics.counts_empty_step:
+        wrapped.optimizer.state.clear()  # 16-bit training without ZeRO
     schedule.write()
     return engine
 

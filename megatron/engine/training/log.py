@@ -191,7 +191,7 @@ def _start_wandb(
     settings = {"silent": True, "console": "off"}
     if options.get("host") is not None:
         settings["base_url"] = options["host"]
-    mode = options.get("mode") or os.environ.get("WANDB_MODE", "online")
+    mode: Any = options.get("mode") or os.environ.get("WANDB_MODE", "online")
     run_id = None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
 
 from megatron.engine.errors import DivergedError
 from megatron.engine.training.log import RunLog
@@ -88,7 +91,7 @@ def train_step(
         This rank's mean loss (a 0-d tensor, not synchronised), and the norm of the gradient before
         clipping.
     """
-    if groups.pipe_size > 1:
+    if isinstance(engine, PipelineEngine):
         loss = train_batch(engine, list(next_batches(batches, accumulation, groups)))
         return loss, engine.get_global_grad_norm()
     total = torch.zeros((), device=groups.device)
@@ -98,16 +101,20 @@ def train_step(
         total += loss.detach().float()
         engine.backward(loss)
         if not engine.zero_optimization() and engine.is_gradient_accumulation_boundary():
-            mark_sharded_gradients(engine.module)
+            mark_sharded_gradients(_model(engine))
             if not engine.bfloat16_enabled():
                 # Without ZeRO the engine has no norm in fp32, and in fp16 a norm that is multiplied
                 # by the loss scale.
                 scale = getattr(engine.optimizer, "loss_scale", 1.0)
-                norm = gradient_norm(engine.module, groups.model) / scale
+                norm = gradient_norm(_model(engine), groups.model) / scale
         engine.step()
     if norm is None:
         norm = engine.get_global_grad_norm()
     return total / accumulation, norm
+
+
+def _model(engine: deepspeed.DeepSpeedEngine) -> nn.Module:
+    return cast(nn.Module, engine.module)
 
 
 @contextmanager
@@ -120,7 +127,8 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
     Raises:
         DivergedError: the gradients overflow at the least loss scale.
     """
-    scaling = getattr(engine.optimizer, "loss_scale_config", None)  # without ZeRO
+    optimizer: Any = engine.optimizer  # each precision and ZeRO stage has another class
+    scaling = getattr(optimizer, "loss_scale_config", None)  # without ZeRO
     least = scaling and scaling.dynamic_loss_scale and scaling.cur_scale == scaling.min_loss_scale
     try:
         yield
@@ -128,9 +136,9 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
         if _SCALE_EXHAUSTED not in str(error):
             raise
     else:
-        if not (least and engine.optimizer.overflow):
+        if not (least and optimizer.overflow):
             return
-    scale = engine.optimizer.loss_scale
+    scale = optimizer.loss_scale
     lower = ", lower min_loss_scale" if scale > 1 else ""
     raise DivergedError(
         f"fp16: the gradients overflow at step {step} even at the least loss scale, {scale:g}, so "
@@ -178,7 +186,7 @@ class TrainingLoop:
         self.engine.train()
         for step in range(first_step + 1, settings.train_iters + 1):
             start = time.monotonic()
-            lr = self.engine.optimizer.param_groups[0]["lr"]
+            lr = self.engine.get_lr()[0]
             with explained_overflow(self.engine, step):
                 loss, norm = train_step(self.engine, batches, settings.accumulation, self.groups)
             self.theta.project()
@@ -189,7 +197,7 @@ class TrainingLoop:
             logs = last or step % settings.log_interval == 0
             mean = self._finite_loss(step) if logs or saves else math.nan
             # The loss was computed before the update, so it does not show what the update did.
-            if saves and not all_finite(self.engine.module, self.groups):
+            if saves and not all_finite(_model(self.engine), self.groups):
                 raise DivergedError(f"weights are no longer finite after step {step}; {ADVICE}")
             meter.seconds += time.monotonic() - start
             if logs:

@@ -75,7 +75,7 @@ def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
 def all_finite(model: nn.Module, groups: Groups) -> bool:
     """Whether every weight on every rank is a finite number."""
     local = (getattr(p, "ds_tensor", p) for p in model.parameters())
-    wrong = sum((~torch.isfinite(tensor)).sum() for tensor in local)
+    wrong = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in local]).sum()
     return groups.sum_over_job(wrong.to(groups.device)).item() == 0
 
 
@@ -85,11 +85,11 @@ def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
 
     The norm of a 16-bit tensor computed in its own dtype is wrong by percents.
     """
-    params = [param for param in model.parameters() if param.grad is not None]
-    square = _square([p.grad for p in params if tp.size == 1 or sharding_of(p) is None])
+    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    square = _square([grad for p, grad in gradients if tp.size == 1 or sharding_of(p) is None])
     if tp.size > 1:
-        sliced = _square([p.grad for p in params if sharding_of(p) is not None])
-        square = square + torch.stack(tp.gather(sliced)).sum()
+        sharded = _square([grad for p, grad in gradients if sharding_of(p) is not None])
+        square = square + torch.stack(tp.gather(sharded)).sum()
     return square.sqrt()
 
 
@@ -102,9 +102,10 @@ def mark_sharded_gradients(model: nn.Module) -> None:
     """
     for param in model.parameters():
         if param.grad is not None and sharding_of(param) is not None:
-            param.grad.model_parallel = True
+            param.grad.model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Sum of all squares, in fp32."""
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).square().sum()
+    norms = torch._foreach_norm(tensors, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square().sum()

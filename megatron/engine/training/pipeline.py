@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,7 @@ class PipelineLosses:
     def __init__(self, engine: PipelineEngine, groups: Groups):
         self.engine, self.groups = engine, groups
         self.multiple = groups.model.size if groups.model.splits_sequence else 1
+        assert groups.pipe is not None  # a job of one stage has no pipeline engine
         self.last = dist.get_global_rank(groups.pipe, groups.pipe_size - 1)
 
     @torch.no_grad()
@@ -159,7 +161,12 @@ class PipelineLosses:
         engine.total_loss = None  # DeepSpeed would add to the last call's loss, of another shape
         padding = (0, -inputs_BT.shape[1] % self.multiple)  # causal attention ignores it
         batch = iter([(F.pad(inputs_BT, padding), F.pad(targets_BT, padding))])
-        found = engine.eval_batch(batch, reduce_output=None, bcast_loss=False, num_micro_batches=1)
+        found: Any = engine.eval_batch(
+            batch,
+            reduce_output=None,  # pyright: ignore[reportArgumentType]  returns a list of tensors
+            bcast_loss=False,
+            num_micro_batches=1,
+        )
         engine.reset_activation_shape()
         if engine.is_last_stage():
             losses_BT = found[0][:, : inputs_BT.shape[1]].float().contiguous()

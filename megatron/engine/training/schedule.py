@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -90,11 +91,10 @@ class AnnealingLR:
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, float | int | str]:
-        state = asdict(self.schedule)
-        return {**state, "num_iters": self.num_iters}
+    def state_dict(self) -> dict[str, Any]:
+        return {**asdict(self.schedule), "num_iters": self.num_iters}
 
-    def load_state_dict(self, state: dict[str, float | int | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         state = dict(state)
         self.num_iters = int(state.pop("num_iters"))
         if self.use_checkpoint:

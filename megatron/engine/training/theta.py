@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import deepspeed
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
@@ -103,7 +104,7 @@ class TrainedTheta:
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
         """ZeRO-0: theta itself in fp32, or its counterpart in the 16-bit optimizer's fp32 list."""
         optimizer = self.engine.optimizer
-        if not hasattr(optimizer, "fp32_groups"):
+        if not isinstance(optimizer, FP16_UnfusedOptimizer):
             return theta
         for copies, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for copy, master in zip(copies, masters, strict=True):

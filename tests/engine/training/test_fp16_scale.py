@@ -139,7 +139,7 @@ def run_loop(engine, settings):
 def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, kind):
     """Steps 1 and 2 lower the scale to the least, step 3 fits, step 4 is beyond help."""
     least = scaler("{enabled: true, initial_scale_power: 3, hysteresis: 1, min_loss_scale: 2}")
-    engine = SimpleNamespace(optimizer=kind(least), train=lambda: None)
+    engine = SimpleNamespace(optimizer=kind(least), train=lambda: None, get_lr=lambda: [0.1])
     overflows = [True, True, False, True, False]
     done = []
 
@@ -167,7 +167,9 @@ def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
     def step(engine, batches, accumulation, groups):
         raise ValueError("another matter")
 
-    engine = SimpleNamespace(optimizer=ZeroOptimizer(None), train=lambda: None)
+    engine = SimpleNamespace(
+        optimizer=ZeroOptimizer(None), train=lambda: None, get_lr=lambda: [0.1]
+    )
     monkeypatch.setattr(loop, "train_step", step)
     settings = SimpleNamespace(train_iters=1, accumulation=1)
     with pytest.raises(ValueError, match="^another matter$"):
