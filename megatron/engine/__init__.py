@@ -1,6 +1,6 @@
 """The training engine: the only package that imports DeepSpeed.
 
-What must be said to DeepSpeed and torch before their first import is said here.
+DeepSpeed and torch read these settings when they are first imported.
 """
 
 import os
@@ -11,5 +11,5 @@ import torch
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no GPU
-# DeepSpeed's own calls, nothing that a user could change.
+# DeepSpeed calls it; a user cannot change that.
 warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated")

@@ -33,16 +33,16 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """The next multiple of `divisible_by`.
+    """The smallest multiple of `divisible_by` that is not below `vocab_size`.
 
-    GPT-NeoX multiplies by model_parallel_size, so that its model changes with the layout; here
-    `divisible_by` must be a multiple of it instead.
+    GPT-NeoX multiplies `divisible_by` by model_parallel_size, so its model changes with the layout.
+    Here `divisible_by` must be a multiple of model_parallel_size instead.
     """
     return -(-vocab_size // divisible_by) * divisible_by
 
 
 def numerics_of(config: Config) -> Numerics:
-    """Where the config's model rounds."""
+    """Where the config's model rounds its numbers."""
     if not config.model.published_numerics:
         return WIDE
     return PublishedNumerics(DTYPES[config.training.precision])
@@ -103,7 +103,7 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 def attention_of(
     config: Config, pos: PositionalEmbedding, device_type: str, *, training: bool = True
 ) -> AttentionFn:
-    """The config's attention backend, chosen.
+    """The attention backend that the config asks for.
 
     Raises:
         AttentionError: it cannot serve this model on this device.
@@ -129,7 +129,7 @@ def build_model(
     tp: TensorGroup = ALONE,
     cp: TensorGroup = ALONE,
 ) -> GPT:
-    """The model (its slice in `tp`) on the CPU in fp32, initialised from the config's seed.
+    """The model, or its shard in `tp`, on the CPU in fp32, initialised from the config's seed.
 
     Raises:
         AttentionError: the attention backend cannot serve this model on this device.
@@ -140,7 +140,7 @@ def build_model(
 
 
 def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What makes two models' weights interchangeable, as JSON values: shape, kernel, tokenizer."""
+    """Shape, kernel and tokenizer as JSON values; models with equal ones can share weights."""
     shape = asdict(model_shape)
     block = shape.pop("block")
     for name in ("init_method", "output_init_method", "init_std"):
@@ -159,7 +159,7 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
-    """Where the run's shards are; a `builtin:` corpus is tokenised by the first to come."""
+    """Prefix of the run's shards; the first process that needs a `builtin:` corpus tokenises it."""
     if config.data.data_path is None:
         raise DataError("data_path is not set; name a shard prefix or builtin:python-stdlib")
     return resolve_data_path(config.data.data_path, config.data.data_dir, tokenizer)

@@ -15,6 +15,7 @@ import torch
 from megatron.data.shards.writer import ShardWriter
 from megatron.engine.training.schedule import Schedule
 from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
+from tests.helpers.launch import run_script
 from tests.helpers.paths import ROOT
 
 
@@ -27,16 +28,24 @@ def command(script, *args):
     return [sys.executable, str(ROOT / script), *map(str, args)]
 
 
-def call(script, *args, cwd=ROOT, code=0, **env):
+def call(script, *args, code=0):
+    """Run a command in a process that has imported DeepSpeed already; return its output."""
+    found, text = run_script(ROOT / script, *args, cwd=ROOT, environ=dict(os.environ))
+    assert found == code, text
+    return text
+
+
+def call_in_new_interpreter(script, *args, **env):
+    """Run a command in a new interpreter; return its output."""
     done = subprocess.run(
         command(script, *args),
-        cwd=cwd,
+        cwd=ROOT,
         env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -52,7 +61,7 @@ def finished(tmp_path_factory, prefix):
     folder = tmp_path_factory.mktemp("finished")
     lengths = {"eval_lengths": [16, 32], "eval_tokens": 256, "eval_context_baseline": 4}
     config, run = config_at(folder, prefix, save_interval=3, **lengths)
-    return config, run, call("train.py", config)
+    return config, run, call_in_new_interpreter("train.py", config)
 
 
 def test_kill_9_then_the_same_command_gives_the_same_weights(tmp_path, prefix):
@@ -84,7 +93,9 @@ def test_it_needs_no_compiler_and_no_ninja(tmp_path, prefix):
     config, run = config_at(tmp_path, prefix, train_iters=2)
     for tool in ("cc", "gcc", "g++", "c++", "ninja"):
         assert shutil.which(tool, path=str(tools)) is None
-    call("train.py", config, PATH=str(tools), TORCH_EXTENSIONS_DIR=str(extensions), CXX="", CC="")
+    call_in_new_interpreter(
+        "train.py", config, PATH=str(tools), TORCH_EXTENSIONS_DIR=str(extensions), CXX="", CC=""
+    )
     assert (run / "global_step2").is_dir()
     assert not extensions.exists() or not any(extensions.iterdir())
 

@@ -1,19 +1,19 @@
-"""What a run says: the console, ``metrics.jsonl`` and Weights & Biases, from the main rank only.
+"""The log of a run: console, `metrics.jsonl` and Weights & Biases, from the main rank only.
 
-``metrics.jsonl`` has one JSON object a line, ``{"step": 100, "loss": 1.52, ...}``, written and
-flushed at once, so that a killed process loses no line it has printed. JSON knows no NaN and no
-infinity: they are written as ``null`` (the console line, and wandb, show them as they are).
+`metrics.jsonl` has one JSON object per line, `{"step": 100, "loss": 1.52, ...}`. Each line is
+flushed at once, so that a killed process loses no line that it has printed. JSON has no NaN and no
+infinity: the file shows them as `null`, the console and wandb as they are.
 
 A resumed run continues the file. The killed run may have left rows beyond the checkpoint that the
-new run starts from, and a torn last line: both are dropped (``last_step``), so that every step
-stands in the file once. A run that starts afresh in a used folder moves the old file to
-``metrics.jsonl.previous``.
+new run starts from, and a torn last line. Both are dropped (`last_step`), so that the file has each
+step once. A run that starts at step 0 in a used folder moves the old file to
+`metrics.jsonl.previous`.
 
-wandb is imported only when it is asked for. An online run's id is kept in ``wandb_id`` beside the
-metrics, and a resumed run continues it. Offline, wandb cannot resume (two offline folders with one
-id overwrite each other when they are uploaded), so there each start is a wandb run of its own.
-``step`` is logged as a metric of its own: wandb's internal counter refuses to go back, a resumed
-run does.
+wandb is imported only if the config asks for it. The id of an online run is kept in `wandb_id`
+beside the metrics, and a resumed run continues that run. Offline, wandb cannot resume: two offline
+folders with one id overwrite each other when they are uploaded. There, each start is a new wandb
+run. `step` is logged as a metric, because wandb's internal counter cannot go back, as a resumed run
+does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron.engine.errors import RunLogError
+from megatron.files import write_text
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"
@@ -36,22 +37,22 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 
 class RunLog:
-    """The log of one run. On every rank but the main one each method does nothing.
+    """The log of one run. Its methods do nothing on ranks other than the main one.
 
     Args:
-        run_dir: folder for ``metrics.jsonl`` and wandb's files, created if need be; None: console
-            only (and wandb, in its own default folder).
-        is_main: whether this process is the one that speaks.
+        run_dir: folder for `metrics.jsonl` and wandb's files, created if it does not exist; None
+            logs on the console only (and to wandb, in wandb's default folder).
+        is_main: whether this process is the main rank.
         use_wandb: whether metrics also go to wandb.
         wandb_options: any of project, team, group, host, mode (online | offline | disabled), with
-            or without the prefix ``wandb_``; None or absent leaves wandb's default.
-        config: the resolved flat configuration, shown by wandb beside the run.
-        append: True for a resumed run: continue ``metrics.jsonl`` and the wandb run.
-        last_step: with ``append``, the step resumed from; later rows are dropped. None keeps all.
+            or without the prefix `wandb_`; None or absent takes wandb's default.
+        config: the resolved flat configuration, which wandb shows with the run.
+        append: True for a resumed run: continue `metrics.jsonl` and the wandb run.
+        last_step: with `append`, the step resumed from; later rows are dropped. None keeps all.
 
     Raises:
         ValueError: an unknown wandb option or mode.
-        RunLogError: wandb was asked for and could not be started.
+        RunLogError: wandb could not be started.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class RunLog:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / METRICS_FILE
             if append:
-                _keep_whole_rows(path, last_step)
+                _keep_complete_rows(path, last_step)
             elif path.exists():
                 os.replace(path, path.with_suffix(".jsonl.previous"))
             self._file = path.open("a", encoding="utf-8")
         if self._wandb is not None:
-            self.line(_where(self._wandb))
+            self.line(_location(self._wandb))
 
     def line(self, text: str) -> None:
         """Print one line on the console."""
@@ -92,7 +93,7 @@ class RunLog:
             print(text, flush=True)
 
     def metrics(self, step: int, values: Mapping[str, float], *, text: str | None = None) -> None:
-        """Record ``values`` (plain numbers or 0-d tensors) at ``step``; print ``text`` if given."""
+        """Record `values` (plain numbers or 0-d tensors) at `step`; print `text` if given."""
         if not self.is_main:
             return
         row = {"step": step} | {name: _number(value) for name, value in values.items()}
@@ -125,8 +126,8 @@ class RunLog:
         self.close(failed=kind is not None)
 
 
-def _where(run: Any) -> str:
-    """Where to find a wandb run: wandb itself is kept silent."""
+def _location(run: Any) -> str:
+    """A line that shows where to find a wandb run; wandb's own output is off."""
     if run.disabled:
         return "wandb: disabled, nothing is recorded"
     if run.offline:
@@ -144,17 +145,15 @@ def _json_line(row: Mapping[str, int | float]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _keep_whole_rows(path: Path, last_step: int | None) -> None:
-    """Drop from ``path`` a torn last line and every row later than ``last_step``, atomically."""
+def _keep_complete_rows(path: Path, last_step: int | None) -> None:
+    """Drop from `path` a torn last line and every row later than `last_step`, atomically."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [text for text in lines if _is_kept(text, last_step)]
     if kept == lines:
         return
-    rewritten = path.with_suffix(".jsonl.tmp")
-    rewritten.write_text("".join(kept), encoding="utf-8")
-    os.replace(rewritten, path)
+    write_text(path, "".join(kept))
 
 
 def _is_kept(text: str, last_step: int | None) -> bool:
@@ -165,7 +164,7 @@ def _is_kept(text: str, last_step: int | None) -> bool:
         step = row["step"]
     except (ValueError, KeyError, TypeError):
         return False
-    if any(name.startswith("final/") for name in row):  # measured anew whenever a run ends
+    if any(name.startswith("final/") for name in row):  # measured again whenever a run ends
         return False
     return last_step is None or step <= last_step
 
@@ -185,7 +184,7 @@ def _checked_options(wandb_options: Mapping[str, Any]) -> dict[str, Any]:
 def _start_wandb(
     folder: Path | None, options: dict[str, Any], config: dict[str, Any], append: bool
 ) -> Any:
-    """Start the wandb run, or with ``append`` continue the one recorded in ``folder``."""
+    """Start the wandb run, or with `append` continue the one recorded in `folder`."""
     import wandb
 
     settings = {"silent": True, "console": "off"}
@@ -219,5 +218,5 @@ def _start_wandb(
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
     if folder is not None and mode == "online":
-        id_file.write_text(run.id + "\n", encoding="utf-8")
+        write_text(id_file, run.id + "\n")
     return run
