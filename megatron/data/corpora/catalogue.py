@@ -1,4 +1,4 @@
-"""The corpora that have a name: their addresses, sizes, licences, and alternatives.
+"""The corpora that have a name: their addresses, licences, and alternatives.
 
 Sizes and SHA-256 are given only where they are certain. Otherwise a download is compared with the
 length that the server announces, and the manifest of the shards records the SHA-256 of the input.
@@ -37,7 +37,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus. `text_bytes` and `documents` count the complete corpus, where known.
+    """A corpus.
 
     `files`: the original archives. `pile_set`: the corpus's meta.pile_set_name in the Pile's
     shards. `hubs`: ids of data sets with the same text.
@@ -47,79 +47,70 @@ class Corpus:
     licence: str
     pile_set: str | None = None
     hubs: tuple[str, ...] = ()
-    documents: int | None = None
-    text_bytes: int | None = None
     note: str = ""
-
-
-def _one(*urls: str, size: int | None = None, sha256: str | None = None) -> tuple[RemoteFile]:
-    return (RemoteFile(urls, size, sha256),)
 
 
 _MIXED = "the Pile's: text under its authors' terms, collected for research"
 _UNCOPYRIGHTED = "monology/pile-uncopyrighted"
 
+
+def _pile_set(name: str, *urls: str, hub: str = _UNCOPYRIGHTED) -> Corpus:
+    """One of the Pile's data sets, in one archive; `name` is its meta.pile_set_name."""
+    return Corpus((RemoteFile(urls),), _MIXED, name, (hub,))
+
+
 CORPORA: dict[str, Corpus] = {
-    "openwebtext2": Corpus(
-        _one(
-            f"{_HUB}/segyges/OpenWebText2/resolve/main/openwebtext2.jsonl.zst.tar",
-            f"{_PILE_SETS}/openwebtext2.jsonl.zst.tar",
-        ),
-        _MIXED, "OpenWebText2", ("segyges/OpenWebText2",), 17_103_000, 66_770_000_000,
+    "openwebtext2": _pile_set(
+        "OpenWebText2",
+        f"{_HUB}/segyges/OpenWebText2/resolve/main/openwebtext2.jsonl.zst.tar",
+        f"{_PILE_SETS}/openwebtext2.jsonl.zst.tar",
+        hub="segyges/OpenWebText2",
     ),
-    "github": Corpus(
-        _one("http://eaidata.bmk.sh/data/github_small.jsonl.zst"),
-        _MIXED, "Github", (_UNCOPYRIGHTED,), None, 95_160_000_000,
-    ),
+    "github": _pile_set("Github", "http://eaidata.bmk.sh/data/github_small.jsonl.zst"),
     "arxiv": Corpus(
-        _one(f"{_PILE_SETS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz"),
-        "arXiv's: the papers' own licences", "ArXiv", (_UNCOPYRIGHTED,), None, 56_210_000_000,
+        (
+            RemoteFile(
+                (f"{_PILE_SETS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz",)
+            ),
+        ),
+        "arXiv's: the papers' own licences",
+        "ArXiv",
+        (_UNCOPYRIGHTED,),
     ),
     "enwik8": Corpus(
-        _one("http://mattmahoney.net/dc/enwik8.zip", size=36_445_475),
-        "CC BY-SA and GFDL (Wikipedia, 2006)", None, (), 1, 100_000_000,
+        (RemoteFile(("http://mattmahoney.net/dc/enwik8.zip",), size=36_445_475),),
+        "CC BY-SA and GFDL (Wikipedia, 2006)",
     ),
-    "enron": Corpus(
-        _one("http://eaidata.bmk.sh/data/enron_emails.jsonl.zst"),
-        _MIXED, "Enron Emails", (_UNCOPYRIGHTED,), 517_401,
+    "enron": _pile_set("Enron Emails", "http://eaidata.bmk.sh/data/enron_emails.jsonl.zst"),
+    "europarl": _pile_set(
+        "EuroParl", f"{_PILE_SETS}/EuroParliamentProceedings_1996_2011.jsonl.zst"
     ),
-    "europarl": Corpus(
-        _one(f"{_PILE_SETS}/EuroParliamentProceedings_1996_2011.jsonl.zst"),
-        _MIXED, "EuroParl", (_UNCOPYRIGHTED,),
-    ),
-    "freelaw": Corpus(
-        _one(f"{_PILE_SETS}/FreeLaw_Opinions.jsonl.zst"), _MIXED, "FreeLaw", (_UNCOPYRIGHTED,)
-    ),
-    "nih": Corpus(
-        _one(f"{_PILE_SETS}/NIH_ExPORTER_awarded_grant_text.jsonl.zst"),
-        _MIXED, "NIH ExPorter", (_UNCOPYRIGHTED,),
-    ),
-    "pubmed": Corpus(
-        _one(f"{_PILE_SETS}/PMC_extracts.tar.gz"), _MIXED, "PubMed Central", (_UNCOPYRIGHTED,)
-    ),
-    "hackernews": Corpus(
-        _one(f"{_PILE_SETS}/hn.tar.gz"), _MIXED, "HackerNews", (_UNCOPYRIGHTED,), 373_000
-    ),
-    "ubuntu_irc": Corpus(
-        _one(f"{_PILE_SETS}/ubuntu_irc_until_2020_9_1.jsonl.zst"),
-        _MIXED, "Ubuntu IRC", (_UNCOPYRIGHTED,),
-    ),
+    "freelaw": _pile_set("FreeLaw", f"{_PILE_SETS}/FreeLaw_Opinions.jsonl.zst"),
+    "nih": _pile_set("NIH ExPorter", f"{_PILE_SETS}/NIH_ExPORTER_awarded_grant_text.jsonl.zst"),
+    "pubmed": _pile_set("PubMed Central", f"{_PILE_SETS}/PMC_extracts.tar.gz"),
+    "hackernews": _pile_set("HackerNews", f"{_PILE_SETS}/hn.tar.gz"),
+    "ubuntu_irc": _pile_set("Ubuntu IRC", f"{_PILE_SETS}/ubuntu_irc_until_2020_9_1.jsonl.zst"),
     "pile_00": Corpus(
-        _one(f"{_EYE}/pile/train/00.jsonl.zst"), _MIXED, None, (_UNCOPYRIGHTED,),
+        (RemoteFile((f"{_EYE}/pile/train/00.jsonl.zst",)),),
+        _MIXED,
+        hubs=(_UNCOPYRIGHTED,),
         note="one of the Pile's 30 shards; --pile-set keeps some of its sets",
     ),
     "pile": Corpus(
         tuple(RemoteFile((f"{_EYE}/pile/train/{i:02}.jsonl.zst",)) for i in range(30)),
-        _MIXED, None, (_UNCOPYRIGHTED,), note="--pile-set keeps some of its sets",
+        _MIXED,
+        hubs=(_UNCOPYRIGHTED,),
+        note="--pile-set keeps some of its sets",
     ),
     "c4": Corpus(
         tuple(
             RemoteFile((f"{_HUB}/allenai/c4/resolve/main/en/c4-train.{i:05}-of-01024.json.gz",))
             for i in range(1024)
         ),
-        "ODC-BY, and Common Crawl's terms", None, ("allenai/c4",),
+        "ODC-BY, and Common Crawl's terms",
+        hubs=("allenai/c4",),
     ),
-}  # fmt: skip
+}
 
 GPT2_FILES: dict[str, RemoteFile] = {
     name: RemoteFile(

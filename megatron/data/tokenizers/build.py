@@ -9,7 +9,7 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer, CharLevelTokenizer
 from megatron.suggest import nearest
 
-_TYPES = (
+TYPES = (
     "ByteLevelTokenizer",
     "CharLevelTokenizer",
     "GPT2BPETokenizer",
@@ -36,11 +36,11 @@ def build_tokenizer(
     Raises:
         TokenizerError: if the type is unknown, or a file is missing or damaged.
     """
-    by_lower = {name.lower(): name for name in (*_TYPES, *_LATER)}
+    by_lower = {name.lower(): name for name in (*TYPES, *_LATER)}
     name = by_lower.get((type or "").lower())
     if name in _LATER:
         raise TokenizerError(
-            f"tokenizer_type: {name} is not built yet; use one of {', '.join(_TYPES)}"
+            f"tokenizer_type: {name} is not built yet; use one of {', '.join(TYPES)}"
         )
     if name is None:
         short = (type or "").lower()
@@ -48,7 +48,7 @@ def build_tokenizer(
         near = nearest(short, by_lower) or next(prefixed, None)
         hint = f"did you mean {by_lower[near]}? " if near else ""
         raise TokenizerError(
-            f"tokenizer_type: unknown type {type!r}; {hint}known: {', '.join(_TYPES)}"
+            f"tokenizer_type: unknown type {type!r}; {hint}known: {', '.join(TYPES)}"
         )
     if name == "ByteLevelTokenizer":
         return ByteLevelTokenizer()

@@ -1,4 +1,4 @@
-"""The built-in corpus: what it holds, that making it twice is making it once."""
+"""The built-in corpus: its content; it is made once, and again if it is damaged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_whole_library(tmp_path, capsys):
     for i in (0, 7, len(shards) - 1):
         text = (stdlib_root() / files[i]).read_bytes().decode()
         assert BYTES.decode(shards.get(i)) == text + "<|endoftext|>"
-    # The order mixes: each split draws from many of the library's packages.
+    # The order is mixed: each split has files of many packages.
     for start, end in splits[:2]:
         assert len({path.parts[0] for path in files[start:end]}) > 20
 
@@ -55,7 +55,7 @@ def test_the_whole_library(tmp_path, capsys):
 def test_selection_and_order(library, tmp_path, capsys):
     names = [path.as_posix() for path in stdlib_files()]
     assert sorted(names) == ["a.py", "json/b.py", "latin.py"]
-    assert names == ["latin.py", "json/b.py", "a.py"]  # by hash, everywhere the same
+    assert names == ["latin.py", "json/b.py", "a.py"]  # by hash, so the same on every machine
     prefix = prepare_builtin("python-stdlib", tmp_path / "data", BYTES)
     assert "/latin.py:2: byte 0xe9 is not valid UTF-8" in capsys.readouterr().err
     source = read_manifest(prefix)["source"]
@@ -66,10 +66,10 @@ def test_selection_and_order(library, tmp_path, capsys):
     assert [BYTES.decode(shards.get(i)[:-1]) for i in range(2)] == ["# json/b.py\n", "# a.py\n"]
 
 
-def test_made_once_and_mended_if_broken(library, tmp_path, monkeypatch):
+def test_made_once_and_again_if_damaged(library, tmp_path, monkeypatch):
     prefix = prepare_builtin("python-stdlib", tmp_path, BYTES)
     content = ShardReader(prefix).tokens.tobytes()
-    (library / "new.py").write_text("# the library changes; data in use does not\n")
+    (library / "new.py").write_text("# the library changes, the prepared data does not\n")
     assert prepare_builtin("python-stdlib", tmp_path, BYTES) == prefix
     assert ShardReader(prefix).tokens.tobytes() == content
     (library / "new.py").unlink()

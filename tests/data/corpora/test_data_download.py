@@ -1,4 +1,4 @@
-"""Downloads over loopback: resumed, verified, landed by a rename; and the whole way to training."""
+"""Downloads over loopback: resumed, verified, renamed; and from archives to training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import prepare_data  # noqa: E402
-from megatron.data.corpora import catalogue as registry
+import prepare_data
+from megatron.data.corpora import catalogue
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, RemoteFile, alternatives
 from megatron.data.corpora.download import check, download
 from megatron.data.errors import CorpusError
@@ -24,8 +24,10 @@ from tests.helpers.paths import ROOT
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves `files` (name -> bytes) with ranges; `breaks`: bytes after which an answer breaks off,
-    for as many answers as the list has."""
+    """Serves `files` (name -> bytes) with ranges.
+
+    `breaks`: for each of the next answers, the bytes after which the connection breaks.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -123,7 +125,7 @@ download(RemoteFile((sys.argv[1],)), Path(sys.argv[2]))
 
 def test_a_killed_download_goes_on(server, tmp_path):
     server.files["a.bin"] = BODY
-    server.breaks = [1_000_000] + [0] * 50  # then the connection gives nothing more
+    server.breaks = [1_000_000] + [0] * 50  # then every connection breaks without a byte
     command = [sys.executable, "-c", KILLED, f"{server.url}/a.bin", str(tmp_path / "a.bin")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     part = tmp_path / "a.bin.part"
@@ -139,7 +141,7 @@ def test_a_killed_download_goes_on(server, tmp_path):
     assert [asked[2] for asked in server.asked] == [f"bytes={have}-"]
 
 
-def test_a_new_version_starts_anew(server, tmp_path, monkeypatch):
+def test_a_new_version_is_downloaded_from_its_start(server, tmp_path, monkeypatch):
     waits = []
     monkeypatch.setattr("megatron.data.corpora.download.time.sleep", waits.append)
     server.files["a.bin"] = BODY
@@ -177,7 +179,7 @@ def test_the_next_address_and_the_mirror(server, tmp_path):
 
 def test_check_and_a_dead_link_name_the_alternatives(server, tmp_path, monkeypatch, capsys):
     dead = (RemoteFile((f"{server.url}/gone.jsonl.zst",)),)
-    corpus = registry.Corpus(dead, "licence", "Github", ("monology/pile-uncopyrighted",))
+    corpus = catalogue.Corpus(dead, "licence", "Github", ("monology/pile-uncopyrighted",))
     monkeypatch.setitem(CORPORA, "github", corpus)
     assert prepare_data.main(["--check", "github"]) == 1
     out = capsys.readouterr().out
@@ -192,7 +194,7 @@ def test_check_and_a_dead_link_name_the_alternatives(server, tmp_path, monkeypat
     assert f"ok  {server.url}/gone.jsonl.zst: 4 bytes" in capsys.readouterr().out
 
 
-def test_every_corpus_says_what_it_is():
+def test_every_corpus_has_addresses_and_alternatives():
     for name, corpus in CORPORA.items():
         assert corpus.files and corpus.licence and alternatives(name, corpus)
         for file in corpus.files:
@@ -220,7 +222,7 @@ TRAINING = {
 
 
 def test_three_corpora_from_their_archives_to_training(server, tmp_path, gpt2_files):
-    """Each original layout, downloaded from its first address, prepared and trained on; blended."""
+    """Each original layout is downloaded and prepared; then a run trains on their blend."""
     data = tmp_path / "data"
     made = {}
     for seed, name in enumerate(sorted(archives.LAYOUTS)):

@@ -1,4 +1,4 @@
-"""Inputs at the edge of what is one: empty archives, arrays, foreign folders, partial runs."""
+"""Unusual inputs: empty archives, JSON arrays, folders of other libraries, single partitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = '{"text": "fine", "meta": {"pile_set_name": "ArXiv"}}\n'
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """run(inputs, *flags, code) prepares them as data set x; returns what was said."""
+    """run(inputs, *flags, code) prepares them as data set x; returns its output."""
 
     def prepare(inputs: list[Path], *flags: object, code: int = 0, name: str = "x") -> str:
         arguments = ["--input", *inputs, "--name", name, "-d", tmp_path / "out", "--workers", 1]
@@ -49,7 +49,7 @@ def empty_archives(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", [".jsonl.gz", ".tar", ".zip", ".parquet"])
 def test_an_archive_without_records_is_an_error(tmp_path, run, kind):
-    """Among good inputs too: it was meant to hold something."""
+    """Among good inputs too: an empty archive is probably a mistake."""
     empty, good = empty_archives(tmp_path)[kind], tmp_path / "good.jsonl"
     good.write_text(GOOD)
     assert f"error: {empty}: has no records" in run([good, empty], code=1)
@@ -81,7 +81,7 @@ def test_why_nothing_was_written(tmp_path, run):
 
 
 def test_partitions_without_documents(tmp_path, run, capsys):
-    """One chunk in two partitions: one is empty, and said to be; two empty ones are no data set."""
+    """One chunk, two partitions: the empty one is reported; merging two empty ones fails."""
     out, path = tmp_path / "out", tmp_path / "a.jsonl"
     path.write_text(GOOD)
     text = [run([path], "--partition", f"{part}/2") for part in (1, 2)]
@@ -130,7 +130,7 @@ def test_folders_of_the_datasets_library(tmp_path, run):
     before = source.identity()
     [arrow] = (tmp_path / "rows").glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes()[:-2000])
-    assert source.identity() != before  # an interrupted run would begin anew
+    assert source.identity() != before  # an interrupted run would start over
     assert f"error: {tmp_path / 'rows'}" in run([tmp_path / "rows"], code=1, name="y")
 
 

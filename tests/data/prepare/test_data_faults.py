@@ -1,4 +1,4 @@
-"""Real processes that are killed in the middle, or want the same files at the same time."""
+"""Real processes that are killed during their work, or write the same files at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.build import build_tokenizer
 
-# Writes data sets of one document more each time, over and over, and says when it began.
+# Writes data sets repeatedly, each with one more document; prints "ready" when it begins.
 WRITER = """
 import sys
 import numpy as np
@@ -31,7 +31,7 @@ for n in range(1, 10**6):
         for i in range(n % 50 + 1):
             writer.add_document(np.full(300, n, np.int32))
 """
-# Writes a large data set without end.
+# Writes one data set that never ends.
 SLOW_WRITER = """
 import sys
 import numpy as np
@@ -67,7 +67,7 @@ print(hashlib.sha256(data.batch(np.arange(2000))).hexdigest())
 
 @pytest.fixture
 def start(repo_root):
-    """start(code, *arguments) runs it in a process of its own, up to its "ready"."""
+    """start(code, *arguments) runs it in a new process and returns after its "ready"."""
     running = []
 
     def begin(code: str, *arguments: object) -> subprocess.Popen:
@@ -105,7 +105,7 @@ def test_a_killed_writer_leaves_no_index(start, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == parts
     with pytest.raises(ShardError, match="no such file"):
         ShardReader(prefix)
-    # The next writer takes over, and nothing of the dead one is left.
+    # The next writer takes over and leaves nothing of the dead one.
     with ShardWriter(prefix, np.int32) as writer:
         writer.add_document(np.arange(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
@@ -113,7 +113,7 @@ def test_a_killed_writer_leaves_no_index(start, tmp_path):
 
 
 def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
-    """Over and over, at different moments: whatever .idx there is belongs to the .bin beside it."""
+    """Repeatedly, at different moments: an existing .idx always belongs to the .bin beside it."""
     prefix, whole = tmp_path / "x", 0
     rng = np.random.RandomState(0)
     for _ in range(8):
@@ -122,7 +122,7 @@ def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
         kill(process)
         if not Path(f"{prefix}.idx").exists():
             continue
-        shards = ShardReader(prefix)  # raises if the two do not fit together
+        shards = ShardReader(prefix)  # raises if the two do not match
         n = int(shards.tokens[0])
         assert len(shards) == n % 50 + 1 and (shards.tokens == n).all()
         assert Path(f"{prefix}.json").read_text() == str(n)
@@ -183,7 +183,7 @@ def test_without_locks_two_writers_do_not_meet(no_locks, tmp_path):
 
 
 def test_without_locks_two_builders_of_an_index(no_locks, published_shards, tmp_path, monkeypatch):
-    """The second finds the folder of the first in place, and uses it."""
+    """The second finds the folder of the first and uses it."""
     arguments = (tmp_path, "train", published_shards.sizes, (0, 100), 50, 64, 0)
     build = index_cache.build_sample_index
 

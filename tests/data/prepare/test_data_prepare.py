@@ -1,4 +1,4 @@
-"""Text to shards: parity with the published command, a message for each fault."""
+"""Preparing shards: parity with the published command, and a message for each fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTES = build_tokenizer("ByteLevelTokenizer")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """run(*arguments) -> (status, stdout, stderr) of prepare_data.py, in a folder of its own."""
+    """run(*arguments) -> (status, stdout, stderr) of prepare_data.py, in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str):
@@ -177,7 +177,7 @@ def test_wrong_commands(run, tmp_path, arguments, status, message):
 
 
 def written(folder, texts, name="x", **options):
-    """Shards of `texts`, in `folder`; returns the manifest."""
+    """Write shards of `texts` in `folder`; return the manifest."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = PrepareOptions(quiet=True, **options)
@@ -220,8 +220,8 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):
         open_splits(prefix, "1", other)
 
 
-def test_a_mended_input_is_read_anew_and_a_skipping_run_goes_on(tmp_path):
-    """A stopped run keeps its journal; it counts only while the inputs are the same."""
+def test_a_changed_input_is_read_again_and_a_skipping_run_goes_on(tmp_path):
+    """A stopped run keeps its journal, which is used only if the inputs are the same."""
     path, options = tmp_path / "x.jsonl", {"checkpoint_seconds": 0.0, "quiet": True}
     good = [f"{i} " * 400 for i in range(3000)]  # several chunks
     lines = [json.dumps({"text": text}) + "\n" for text in good]
@@ -237,7 +237,7 @@ def test_a_mended_input_is_read_anew_and_a_skipping_run_goes_on(tmp_path):
     expected = (tmp_path / "x.bin").read_bytes()
     with pytest.raises(CorpusError, match="x.jsonl:3001"):
         write_shards(sources, [tmp_path / "y"], BYTES, stop)
-    path.write_text("".join(lines[1:]))  # mended, and changed at its begin
+    path.write_text("".join(lines[1:]))  # corrected, and changed at its beginning
     [manifest] = write_shards(find_sources([path]), [tmp_path / "y"], BYTES, stop)
     assert manifest["documents"] == 2999
     assert (tmp_path / "y.bin").read_bytes() == expected[len(good[0]) * 2 + 2 :]

@@ -1,4 +1,4 @@
-"""Every kind of input: the documents that its own library reads, an error where it is damaged."""
+"""Every kind of input: equal to what its library reads; damage is an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEPT = [text for text in DOCUMENTS if text]
 
 
 def prepared(tmp_path: Path, *inputs, on_error="stop", **encode) -> list[str]:
-    """The documents of shards made of `inputs`, decoded."""
+    """Prepare shards of `inputs`; return their documents, decoded."""
     options = PrepareOptions(EncodeOptions(**encode), 1, on_error, quiet=True)
     write_shards(find_sources(inputs), [tmp_path / "out"], BYTES, options)
     shards = ShardReader(tmp_path / "out")
@@ -150,7 +150,7 @@ def test_globs_in_order_and_hidden_mistakes(tmp_path):
 
 
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
-    """Not only the given one: the files of one inside would be missing without a word."""
+    """Also a folder inside the given one: its files would be left out silently."""
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.txt").write_text("a")
     scandir = os.scandir
@@ -201,7 +201,7 @@ def test_a_data_set_of_the_hub_library(tmp_path):
 
 def test_chunks_depend_on_the_content_alone():
     class Slow(io.RawIOBase):
-        """Gives its content in pieces of odd sizes."""
+        """A stream that returns pieces of varying sizes."""
 
         def __init__(self, content):
             self.content, self.step = content, 0
@@ -224,14 +224,14 @@ def test_chunks_depend_on_the_content_alone():
     assert [chunk.first for chunk in fast] == firsts.tolist()
 
 
-def cut(content: bytes, keep: float) -> bytes:
+def truncated(content: bytes, keep: float) -> bytes:
     return content[: int(len(content) * keep)]
 
 
 def damaged(tmp_path: Path, name: str) -> Path:
-    """An input of kind `name`, cut off or broken."""
+    """A truncated or damaged input of kind `name`."""
     path = tmp_path / name
-    if name.startswith("end-"):  # all members whole, the mark of the end missing
+    if name.startswith("end-"):  # all members complete, the end mark missing
         archives.tar_of(path, [("a.txt", b"x" * 512)])
         path.write_bytes(path.read_bytes()[: 512 * 3])
     elif name.startswith("bits-"):
@@ -240,12 +240,12 @@ def damaged(tmp_path: Path, name: str) -> Path:
         path.write_bytes(whole)
     elif name == "a.tar.gz":
         whole = archives.arxiv(tmp_path, DOCUMENTS).read_bytes()
-        path.write_bytes(cut(whole, 0.7))
+        path.write_bytes(truncated(whole, 0.7))
     elif name == "b.tar":
         whole = archives.openwebtext2(tmp_path, DOCUMENTS).read_bytes()
-        path.write_bytes(cut(whole, 0.5))
+        path.write_bytes(truncated(whole, 0.5))
     else:
-        path.write_bytes(cut(KINDS[name](path).read_bytes(), 0.9))
+        path.write_bytes(truncated(KINDS[name](path).read_bytes(), 0.9))
     return path
 
 

@@ -17,13 +17,14 @@ TOKENS = (".bin", ".idx")
 
 def test_output_does_not_depend_on_workers_or_backend(unbroken, tmp_path):
     arguments, expected = unbroken
-    for name, extra in (("a", ["--workers", 3]), ("b", ["--backend", "auto", "--workers", 2])):
-        text = call(*arguments, "--name", name, "-d", tmp_path, *extra)
+    for name, backend, workers in (("a", "tokenizers", 3), ("b", "auto", 2)):
+        flags = ["--backend", backend, "--workers", workers]
+        text = call(*arguments, "--name", name, "-d", tmp_path, *flags)
         assert "documents/s" in text and "MB/s of text" in text
         assert content(tmp_path / f"{name}_text_document") == expected
 
 
-def test_partitions_joined_are_the_whole(unbroken, tmp_path):
+def test_joined_partitions_are_the_unpartitioned_data_set(unbroken, tmp_path):
     arguments, expected = unbroken
     for part in (1, 2, 3):
         call(*arguments, "--name", "x", "-d", tmp_path, "--partition", f"{part}/3")
@@ -75,7 +76,7 @@ def test_skipped_faults_are_counted_and_listed(tmp_path):
     assert [any(FAULTS[name] in line for line in listed) for name in ("json", "zst", "tar")]
     assert len(listed) == 5 and all(str(tmp_path) in line for line in listed)
     shards = ShardReader(tmp_path / "x_text_document")
-    # The whole records around a bad one are kept, and those before a truncation.
+    # The good records around a bad one are kept, and those before a truncation.
     assert 7 < len(shards) < 7 + 600
 
 

@@ -10,8 +10,8 @@ import pytest
 from megatron.data.errors import CorpusError
 from megatron.data.prepare.workers import Workers
 
-# Kills a worker of an endless stream at a random moment, over and over. Items and answers are
-# larger than a pipe holds, so it is often in the middle of one.
+# Repeatedly kills a worker of an endless stream at a random moment. Items and answers are larger
+# than a pipe, so the worker is often reading or writing one.
 KILLED = """
 import itertools, os, random, signal, sys, threading
 from megatron.data.errors import CorpusError
@@ -29,7 +29,7 @@ for _ in range(25):
         except CorpusError as error:
             assert "a worker process died (killed by SIGKILL" in str(error)
             continue
-        raise SystemExit("the stream came to an end")
+        raise SystemExit("the stream ended")
 print("all noticed")
 """
 
@@ -52,7 +52,7 @@ def test_results_come_in_the_order_of_the_items(count):
 
 
 def test_items_are_taken_as_they_are_needed():
-    """Three items a worker ahead of the results that were taken, however long the stream."""
+    """At most three items per worker are read ahead of the results, in a stream of any length."""
     taken = 0
 
     def items():

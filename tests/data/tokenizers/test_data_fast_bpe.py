@@ -1,4 +1,4 @@
-"""The libraries that encode: each gives the reference's ids, or is refused."""
+"""The encoding libraries: each gives the reference's ids, or raises an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_backend(gpt2_files):
 
 
 def assert_exact(tokenizer, texts: list[str]) -> None:
-    """`tokenizer` gives the ids of the reference, the `tokenizers` library."""
+    """Compare the ids of `tokenizer` with those of the reference, the `tokenizers` library."""
     reference = HFTokenizer.encode_batch(tokenizer, texts)
     for text, got, wanted in zip(texts, tokenizer.encode_batch(texts), reference, strict=True):
         assert np.array_equal(got, wanted), repr(text[:80])
@@ -53,7 +53,7 @@ def test_made_up_text(by_backend, name, text):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_kind_of_character(by_backend, name):
-    """Some of each Unicode category, beside letters, digits, spaces and quotes."""
+    """Characters of each Unicode category, next to letters, digits, spaces and quotes."""
     by_category: dict[str, list[str]] = {}
     for code in range(0x110000):
         character = chr(code)
@@ -83,7 +83,7 @@ def test_who_encodes(gpt2_files, tmp_path, monkeypatch):
     monkeypatch.setattr(fast_bpe, "find_spec", lambda name: None)
     assert build_tokenizer("GPT2BPETokenizer", *gpt2_files).backend == "tokenizers"
     monkeypatch.undo()
-    merges = tmp_path / "merges.txt"  # not GPT-2's own: one merge fewer
+    merges = tmp_path / "merges.txt"  # GPT-2's merges without the last one
     merges.write_text(gpt2_files[1].read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[0])
     assert build_tokenizer("GPT2BPETokenizer", gpt2_files[0], merges).backend == "tokenizers"
     with pytest.raises(TokenizerError, match="tiktoken: encodes GPT-2's own vocabulary"):
@@ -93,8 +93,7 @@ def test_who_encodes(gpt2_files, tmp_path, monkeypatch):
 
 
 def test_backends_share_a_fingerprint(by_backend, gpt2_files, tmp_path):
-    """Also with the one that is known without reading the files' contents, and with GPT-2's
-    vocabulary in another layout of its JSON."""
+    """GPT-2's stored fingerprint and a vocabulary with other JSON spacing have the same one too."""
     other = tmp_path / "vocab.json"
     other.write_text(json.dumps(json.loads(gpt2_files[0].read_text("utf-8")), indent=1), "utf-8")
     given = [(*gpt2_files, "tokenizers"), (*gpt2_files, "auto"), (other, gpt2_files[1], "auto")]
@@ -128,7 +127,7 @@ def test_a_backend_that_differs_is_refused(monkeypatch):
     checked = fast_bpe.CheckedBatches("quick", off_on_x, reference)
     assert checked(["good!"])[0].tolist() == [*b"good!"]
     every = fast_bpe._CHECK_EVERY
-    checked(["x1"] * ((5 * every - 5) // 2))  # 5 characters stand for 5 x 64
+    checked(["x1"] * ((5 * every - 5) // 2))  # comparing 5 characters covers 5 x 64
     with pytest.raises(TokenizerError, match="quick: differs from the reference on 'x1'"):
         checked(["x1"] * 2)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: the published ids, round trips, bytes a token stands for, and messages."""
+"""Tokenizers: the published ids, round trips, bytes of each token, and messages."""
 
 from __future__ import annotations
 
@@ -115,12 +115,12 @@ def test_fingerprints_tell_tokenizers_apart(gpt2, gpt2_files, hf_file, tmp_path)
     assert len(prints) == 5
     same = build_tokenizer("gpt2bpetokenizer", *gpt2_files)
     assert same.fingerprint() == gpt2.fingerprint()
-    # Recorded in shards made by earlier versions: it must not change by itself.
+    # Shards of earlier versions contain it, so it must not change.
     assert others[0].fingerprint().startswith("a70c4ee09c65")
 
 
 @pytest.mark.parametrize("kind", ["ByteLevelTokenizer", "GPT2BPETokenizer"])
-def test_text_that_is_no_text(gpt2, kind):
+def test_text_that_is_not_valid_unicode(gpt2, kind):
     tokenizer = gpt2 if kind == "GPT2BPETokenizer" else build_tokenizer(kind)
     with pytest.raises(TokenizerError, match=r"character 2 is '\\ud800', half of a surrogate"):
         tokenizer.encode("ab\ud800")
