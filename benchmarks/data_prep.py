@@ -216,7 +216,7 @@ def report(folder: Path, files: list[str], options) -> None:
 
 
 def draw(path: str, rows: list[dict], memory: dict[str, list[tuple[float, float]]]) -> None:
-    """Plot the speed of each command (left), and memory over time for 1x and 10x the text (right)."""
+    """Plot the speed of each command, and memory over time for 1x and 10x the text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

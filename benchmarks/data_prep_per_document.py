@@ -22,7 +22,7 @@ def _start(vocab_file: str, merge_file: str) -> None:
     global _tokenizer
     _tokenizer = build_tokenizer(
         "GPT2BPETokenizer", vocab_file, merge_file, "tokenizers"
-    )._backend  # the library's object
+    ).reference  # the library's object
 
 
 def _encode(text: str) -> tuple[list[int], int]:

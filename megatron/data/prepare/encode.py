@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.data.errors import CorpusError, DataError, TokenizerError, needs_package
+from megatron.data.errors import CorpusError, DataError, needs_package
 from megatron.data.prepare.chunks import Chunk
 from megatron.data.tokenizers.base import Tokenizer, utf8
 
@@ -138,12 +138,6 @@ class Encoder:
             sizes += 1
             arrays = [each for ids in arrays for each in (ids, eod)]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
-        # A wrapped id would be another token: the ids are checked before they are narrowed.
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
-            raise TokenizerError(
-                f"{tokenizer.name}: gave the id {tokens.max()}, outside its vocabulary of "
-                f"{tokenizer.vocab_size}"
-            )
         out.sizes.append(sizes)
         out.tokens.append(tokens.astype(tokenizer.dtype.newbyteorder("<"), copy=False))
         out.counts["documents"] += len(texts)

@@ -17,7 +17,7 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, check_utf8
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer.json, through the `tokenizers` library."""
+    """A tokenizer.json; `reference` is the `tokenizers` library's object that encodes."""
 
     name = "HFTokenizer"
 
@@ -27,8 +27,8 @@ class HFTokenizer(Tokenizer):
             text = content.decode("utf-8")
             # The fingerprint covers this text; the library's own dump varies by version.
             self._canonical = json.dumps(json.loads(text), sort_keys=True)
-            self._backend = tokenizers.Tokenizer.from_str(text)
-        self._set_sizes(self._backend.get_vocab(with_added_tokens=True), str(vocab_file))
+            self.reference = tokenizers.Tokenizer.from_str(text)
+        self._set_sizes(self.reference.get_vocab(with_added_tokens=True), str(vocab_file))
 
     def _set_sizes(self, vocabulary: dict[str, int], source: str) -> None:
         self.vocab_size = max(len(vocabulary), max(vocabulary.values(), default=-1) + 1)
@@ -42,7 +42,7 @@ class HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         check_utf8(texts)
-        encodings = self._backend.encode_batch_fast(texts)
+        encodings = self.reference.encode_batch_fast(texts)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -50,21 +50,21 @@ class HFTokenizer(Tokenizer):
         unknown = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         runs = [run[1:] if n else run for n, run in enumerate(np.split(ids, unknown))]
         return "\ufffd".join(
-            self._backend.decode(run.tolist(), skip_special_tokens=False) for run in runs
+            self.reference.decode(run.tolist(), skip_special_tokens=False) for run in runs
         )
 
     def _byte_table(self) -> np.ndarray:
         # Byte-level vocabularies write each byte as one character; added tokens are plain text.
-        added = self._backend.get_added_tokens_decoder()
-        byte_level = "ByteLevel" in repr(self._backend.decoder)
+        added = self.reference.get_added_tokens_decoder()
+        byte_level = "ByteLevel" in repr(self.reference.decoder)
         table = np.zeros(self.vocab_size, np.int64)
-        for token, i in self._backend.get_vocab(with_added_tokens=True).items():
+        for token, i in self.reference.get_vocab(with_added_tokens=True).items():
             if i in added:
                 table[i] = 0 if added[i].special else len(token.encode())
             elif byte_level:
                 table[i] = len(token)
             else:
-                table[i] = len(self._backend.decode([i]).encode())
+                table[i] = len(self.reference.decode([i]).encode())
         table[self.eod] = 0
         return table
 
@@ -107,19 +107,19 @@ class GPT2BPETokenizer(HFTokenizer):
         return _read_merges(self._merge_bytes, self._files[1], self._vocabulary)
 
     @cached_property
-    def _backend(self) -> tokenizers.Tokenizer:
+    def reference(self) -> tokenizers.Tokenizer:
         """The reference library's tokenizer."""
         merges = self._merges
         with fault_in_file(f"{self._files[0]} and {self._files[1]} do not fit together"):
             model = models.BPE(vocab=self._vocabulary, merges=merges)
-        reference = tokenizers.Tokenizer(model)
-        reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        reference.decoder = decoders.ByteLevel()
-        return reference
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
 
     @cached_property
     def _fast(self) -> fast_bpe.Encode | None:
-        return fast_bpe.build(self.backend, self._vocabulary, lambda: self._backend)
+        return fast_bpe.build(self.backend, self._vocabulary, lambda: self.reference)
 
     @cached_property
     def _canonical(self) -> str:
@@ -127,7 +127,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
     def load(self) -> None:
         if self._fast is None:
-            self._backend  # noqa: B018  builds it
+            self.reference  # noqa: B018  builds it
 
     def fingerprint(self) -> str:
         return gpt2.FINGERPRINT if self._published else super().fingerprint()
@@ -138,11 +138,11 @@ class GPT2BPETokenizer(HFTokenizer):
         check_utf8(texts)
         encoded = self._fast(texts)
         for ids in encoded:
-            if (
-                len(ids) and ids.max() >= self.vocab_size
-            ):  # in a smaller dtype it would be another token
+            # In a smaller dtype the id would be that of another token.
+            if len(ids) and ids.max() >= self.vocab_size:
                 raise TokenizerError(
-                    f"{self.backend}: gave the id {ids.max()}, which is no token's"
+                    f"{self.backend}: gave the id {ids.max()}, outside its vocabulary of "
+                    f"{self.vocab_size}"
                 )
         return [ids.astype(self.dtype) for ids in encoded]
 
@@ -157,8 +157,8 @@ class GPT2BPETokenizer(HFTokenizer):
 def _read_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
     with fault_in_file(f"{path}: is not GPT-2's vocab.json"):
         vocabulary = json.loads(content.decode("utf-8"))
-    if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
-        raise TokenizerError(f"{path}: is not GPT-2's vocab.json: not an object of tokens and ids")
+        if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
+            raise ValueError("not an object of tokens and ids")
     if missing := sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if c not in vocabulary):
         raise TokenizerError(f"{path}: lacks the byte symbols {''.join(missing[:20])!r}")
     return vocabulary

@@ -25,7 +25,7 @@ def gpt2(gpt2_files):
 @pytest.fixture(scope="module")
 def hf_file(gpt2, tmp_path_factory):
     """A tokenizer.json: GPT-2's, with a special end of document and an added run of spaces."""
-    backend = type(gpt2._backend).from_str(gpt2._backend.to_str())
+    backend = type(gpt2.reference).from_str(gpt2.reference.to_str())
     backend.add_special_tokens(["<|endoftext|>"])
     backend.add_tokens(["     "])
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
