@@ -142,10 +142,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"-d {arguments.data_dir}: is a file, not a folder")
     if arguments.workers < 1:
         parser.error(f"--workers {arguments.workers}: at least 1")
-    part, _, parts = arguments.partition.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+    index, _, count = arguments.partition.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         parser.error(f"--partition {arguments.partition}: write I/N with 1 <= I <= N, e.g. 2/8")
-    arguments.partition = (int(part), int(parts))
+    arguments.partition = (int(index), int(count))
     return arguments
 
 
@@ -206,8 +206,8 @@ def prepare(arguments: argparse.Namespace) -> str:
         corpus = find_corpus(arguments.dataset, BUILTIN)
         folder = folder / arguments.dataset
         about = {"corpus": arguments.dataset, "licence": corpus.licence}
-    part, parts = arguments.partition
-    name = arguments.name if parts == 1 else f"{arguments.name}-{part:05}-of-{parts:05}"
+    index, count = arguments.partition
+    name = arguments.name if count == 1 else f"{arguments.name}-{index:05}-of-{count:05}"
     prefix = str(folder / f"{name}_text_document")
     if shard_path(prefix, ".idx").exists() and not arguments.overwrite:
         raise CorpusError(

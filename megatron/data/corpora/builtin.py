@@ -104,8 +104,8 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
     root, files = stdlib_root(), stdlib_files()
     if not files:
         raise CorpusError(
-            f"{root}: holds no .py files (is the library zipped?); prepare a corpus of "
-            "your own with prepare_data.py --input"
+            f"{root}: holds no .py files (is the library zipped?); prepare "
+            "another corpus with prepare_data.py --input"
         )
     paths = [str(root / file) for file in files]
     write_shards(

@@ -25,7 +25,7 @@ class HFTokenizer(Tokenizer):
         content = Path(vocab_file).read_bytes()
         with fault_in_file(f"{vocab_file}: is not a tokenizer.json"):
             text = content.decode("utf-8")
-            # The fingerprint covers this text; the library's own dump varies by version.
+            # The fingerprint covers this text; the library's dump varies by version.
             self._canonical = json.dumps(json.loads(text), sort_keys=True)
             self.reference = tokenizers.Tokenizer.from_str(text)
         self._set_sizes(self.reference.get_vocab(with_added_tokens=True), str(vocab_file))
@@ -78,11 +78,11 @@ class GPT2BPETokenizer(HFTokenizer):
     `backend` is the library that encodes. All give the same ids, so the fingerprint is the same:
 
     - "tokenizers": the reference, for every vocabulary;
-    - "tiktoken": several times as fast; only for GPT-2's own merges, for which its rule (merge the
+    - "tiktoken": several times as fast; only for GPT-2's merges, for which its rule (merge the
       pair of lowest rank, however its tokens were formed) is known to give the same ids;
     - "gigatoken": optional and faster still; each run compares it with the reference and stops at a
       difference (`fast_bpe.py`);
-    - "auto": tiktoken for GPT-2's own merges if it is installed, otherwise tokenizers; the
+    - "auto": tiktoken for GPT-2's merges if it is installed, otherwise tokenizers; the
       attribute `backend` names the chosen library.
     """
 
@@ -98,7 +98,7 @@ class GPT2BPETokenizer(HFTokenizer):
         self._published = gpt2.are_published_files(vocabulary, self._merge_bytes)
         gpt2_merges = self._published or gpt2.are_published_merges(self._vocabulary, self._merges)
         self.backend = fast_bpe.choose(backend, gpt2_merges)
-        # GPT-2's own files are known to match, and training encodes nothing: build the rest later.
+        # GPT-2's published files are known to match, and training encodes nothing: build the rest later.
         if not self._published or backend != "auto":
             self.load()
 

@@ -64,7 +64,7 @@ def choose(backend: str, gpt2_merges: bool) -> str:
         return "tiktoken" if gpt2_merges and find_spec("tiktoken") else "tokenizers"
     if backend != "tokenizers" and not gpt2_merges:
         raise TokenizerError(
-            f"tokenizer backend {backend}: encodes GPT-2's own vocabulary and merges, not these; "
+            f"tokenizer backend {backend}: encodes GPT-2's vocabulary and merges, not these; "
             "use tokenizers (auto does)"
         )
     return backend

@@ -1,4 +1,4 @@
-"""GPT-2's own vocabulary and merges: how to recognise them.
+"""GPT-2's published vocabulary and merges: how to recognise them.
 
 With them, training starts sooner (no merges to parse), and faster libraries may encode
 (`fast_bpe.py`).
@@ -29,7 +29,7 @@ def are_published_files(vocabulary: bytes, merges: bytes) -> bool:
 
 
 def are_published_merges(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """Whether these are GPT-2's own merges, and the vocabulary's ids follow their order."""
+    """Whether these are GPT-2's merges, and the vocabulary's ids follow their order."""
     digest = hashlib.sha256(json.dumps(merges).encode()).hexdigest()
     return digest == _MERGES_HASH and all(
         vocabulary["".join(pair)] == 256 + i for i, pair in enumerate(merges)
