@@ -73,7 +73,7 @@ class Workers:
             CorpusError: if a worker dies.
             Exception: the error that `function` raised, in the place of its result.
         """
-        if not self._workers:
+        if not self._workers:  # one process
             yield from map(self.function, items)
             return
         items, more = iter(items), True
@@ -166,6 +166,7 @@ def _work(
     near_ends: list[_Worker],
     parent: int,
 ) -> None:
+    """Answer the items that arrive, until the pipe closes or the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)

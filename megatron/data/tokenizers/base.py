@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -71,6 +71,15 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    def decode_runs(
+        self, ids: Sequence[int] | np.ndarray, decode: Callable[[list[int]], str]
+    ) -> str:
+        """`decode` of each run of known ids, joined by U+FFFD for each unknown id."""
+        ids = np.asarray(ids, dtype=np.int64)
+        unknown = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        runs = [run[1:] if n else run for n, run in enumerate(np.split(ids, unknown))]
+        return "\ufffd".join(decode(run.tolist()) for run in runs)
 
     def token_bytes(self, ids: np.ndarray) -> np.ndarray:
         """Number of UTF-8 bytes of each token, 0 for eod: int64, in the shape of `ids`.

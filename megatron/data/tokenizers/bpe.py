@@ -46,11 +46,8 @@ class HFTokenizer(Tokenizer):
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        ids = np.asarray(ids, dtype=np.int64)
-        unknown = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
-        runs = [run[1:] if n else run for n, run in enumerate(np.split(ids, unknown))]
-        return "\ufffd".join(
-            self.reference.decode(run.tolist(), skip_special_tokens=False) for run in runs
+        return self.decode_runs(
+            ids, lambda run: self.reference.decode(run, skip_special_tokens=False)
         )
 
     def _byte_table(self) -> np.ndarray:
@@ -98,7 +95,7 @@ class GPT2BPETokenizer(HFTokenizer):
         self._published = gpt2.are_published_files(vocabulary, self._merge_bytes)
         gpt2_merges = self._published or gpt2.are_published_merges(self._vocabulary, self._merges)
         self.backend = fast_bpe.choose(backend, gpt2_merges)
-        # GPT-2's published files are known to match, and training encodes nothing: build the rest later.
+        # The published files are known to match, and training encodes nothing: build it later.
         if not self._published or backend != "auto":
             self.load()
 

@@ -53,7 +53,7 @@ def choose(backend: str, gpt2_merges: bool) -> str:
 
     Args:
         backend: One of BACKENDS.
-        gpt2_merges: Whether the merges are GPT-2's own, which the faster backends require.
+        gpt2_merges: Whether the merges are GPT-2's, which the faster backends require.
 
     Raises:
         TokenizerError: if the backend is unknown, or cannot encode these merges.

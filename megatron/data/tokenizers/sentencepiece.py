@@ -47,11 +47,7 @@ class SPMTokenizer(Tokenizer):
         return np.array(self._pieces.encode(text), dtype=self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        ids = np.asarray(ids, dtype=np.int64)
-        known = (ids >= 0) & (ids < self.vocab_size)
-        runs = np.split(ids, np.flatnonzero(~known))
-        runs = [run[1:] if n else run for n, run in enumerate(runs)]
-        return "\ufffd".join(self._pieces.decode(run.tolist()) for run in runs)
+        return self.decode_runs(ids, self._pieces.decode)
 
     def _byte_table(self) -> np.ndarray:
         table = np.zeros(self.vocab_size, np.int64)
