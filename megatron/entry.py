@@ -1,7 +1,11 @@
-"""How every command ends: with its exit code, and in silence where nobody reads its output."""
+"""Shared by all commands: parsing arguments, reporting errors, and ending with an exit code.
+
+A command ends silently if nobody reads its output.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import select
@@ -66,6 +70,13 @@ def reports(*known: type[Exception]) -> Callable[..., Callable[Arguments, int]]:
         return reporting
 
     return decorate
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of arguments whose `--help` shows `description` with its line breaks."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def output_has_no_reader() -> bool:

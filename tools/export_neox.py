@@ -1,17 +1,17 @@
-"""A checkpoint of this project in the published (GPT-NeoX pipeline) layout.
+"""Write a checkpoint of this project in the published (GPT-NeoX pipeline) layout.
 
     python tools/export_neox.py SRC DST [--tp N]
 
-SRC is a run folder (its newest checkpoint is taken); DST gets `latest` and `global_stepN/` with
-`layer_XX-model_YY-model_states.pt` and `mp_rank_YY_model_states.pt`. An imported checkpoint gives
-back the files it came from, tensor for tensor. There is no optimizer state in them: give the
-published program `no_load_optim: true`. With another number of parts than it was trained with, give
-it also `make_vocab_size_divisible_by`: the padded vocabulary divided by N, which it compares.
+SRC is a run folder, whose newest checkpoint is exported. The tool writes `latest` and
+`global_stepN/` into DST, with `layer_XX-model_YY-model_states.pt` and `mp_rank_YY_model_states.pt`.
+An imported checkpoint is exported to the files that it was imported from, tensor for tensor. The
+files hold no optimizer state: set `no_load_optim: true` in the published program. If N differs from
+the number of ranks that trained it, set `make_vocab_size_divisible_by` there too, to the padded
+vocabulary divided by N: that program compares them.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megatron import entry
@@ -22,13 +22,11 @@ from megatron.engine.errors import CheckpointError
 
 @entry.reports(CheckpointError, ConfigError)
 def main() -> int:
-    """Exit code 0, or 1 with what is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Exit code 0, or 1 if it cannot be exported."""
+    parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
-    parts_help = "tensor-parallel parts (default: as many as it was trained with)"
+    parts_help = "tensor-parallel ranks (default: as many as it was trained with)"
     parser.add_argument("--tp", type=int, metavar="N", help=parts_help)
     args = parser.parse_args()
     if args.tp is not None and args.tp < 1:

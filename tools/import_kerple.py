@@ -1,17 +1,16 @@
-"""A published KERPLE or GPT-NeoX checkpoint into this project's layout.
+"""Import a published KERPLE or GPT-NeoX checkpoint into this project's layout.
 
     python tools/import_kerple.py SRC DST [--config FILE.yml ...]
 
 SRC holds `latest` and `global_stepN/` (or is a `global_stepN`), as unzipped from a release. DST
-becomes a run folder: name it as `load` in a config, or as `--load` of evaluate.py. Both also read
-SRC itself; importing merges the tensor-parallel shards once and checks that nothing is missing.
-Weights, step and learning-rate curve are taken, the optimizer's state is not. Files that ask for
-code to be run are refused.
+becomes a run folder: name it as `load` in a config, or as `--load` of evaluate.py. Both can also
+read SRC. Importing merges the tensor-parallel shards once and checks that nothing is missing. It
+reads weights, step and learning-rate curve, but not the optimizer's state. Files that ask to run
+code are refused.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megatron import entry
@@ -24,10 +23,8 @@ from megatron.engine.neox.read import is_published
 
 @entry.reports(CheckpointError)
 def main() -> int:
-    """Exit code 0, or 1 with everything that is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Exit code 0, or 1 with everything that prevents the import."""
+    parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
     config_help = "what it was trained with (default: the files stored in it)"

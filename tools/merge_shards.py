@@ -10,8 +10,6 @@ list or the glob as `data_path` needs no merge.
 
 from __future__ import annotations
 
-import argparse
-
 from megatron import entry
 from megatron.data.errors import DataError
 from megatron.data.shards.joined import find_prefixes, merge
@@ -19,9 +17,7 @@ from megatron.data.shards.joined import find_prefixes, merge
 
 @entry.reports(DataError)
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = entry.parser(__doc__)
     parser.add_argument("inputs", nargs="+", help="prefixes or globs of shards, in order")
     parser.add_argument("output", help="prefix of the joined shards")
     arguments = parser.parse_args(argv)

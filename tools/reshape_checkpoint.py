@@ -4,12 +4,11 @@
 
 OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt then hold each parameter unsharded,
 whatever its layout was. Training does not need this step: train.py converts by itself. Use it to
-convert beforehand, on a machine without the job, or to read optimizer state.
+convert on a machine without the job, or to read optimizer state.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
@@ -50,9 +49,7 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
 @entry.reports(CheckpointError)
 def main() -> int:
     """Exit code 0 on success, 1 for an error that the user can fix."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = entry.parser(__doc__)
     parser.add_argument("run", type=Path, help="folder with `latest` and global_step folders")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--tag", help="checkpoint to convert (default: the newest)")

@@ -41,11 +41,16 @@ def copy_of(name: str, tmp_path: Path) -> tuple[Path, str]:
     return tmp_path / name, newest(tmp_path / name).tag
 
 
-def model(pos_emb="kerple_log", **changes) -> GPT:
+def model(pos_emb="kerple_log", hidden_size=64, **changes) -> GPT:
     pos = load(pos_emb)
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
-    block = BlockShape(hidden_size=64, num_heads=4)
+    block = BlockShape(hidden_size=hidden_size, num_heads=4)
     return GPT(GPTShape(**KERPLE | changes, block=block), pos, attend, 1)
+
+
+def small_model(pos_emb: str) -> GPT:
+    """The shape of the cases `power_beyond_bounds` and `tp2_column_original`."""
+    return model(pos_emb, 24, num_layers=2, vocab_size=64, max_positions=16)
 
 
 def edit(path: Path, change) -> None:
@@ -207,14 +212,9 @@ def test_replicas_that_differ_are_refused(tmp_path):
 
 
 def test_theta_beyond_its_bounds_is_projected_once_and_reported():
-    folder = MODELS / "power_beyond_bounds" / "checkpoint"
-    saved = newest(folder)
-    pos = load("kerple_power_add_mul")
-    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
-    shape = GPTShape(
-        num_layers=2, vocab_size=64, max_positions=16, block=BlockShape(hidden_size=24, num_heads=4)
-    )
-    gpt = GPT(shape, pos, attend, 1).double()
+    saved = newest(MODELS / "power_beyond_bounds" / "checkpoint")
+    gpt = small_model("kerple_power_add_mul").double()
+    pos = gpt.pos
     stored = neox.read(saved.path).weights["embedding.theta"]
     outside = int((pos.within_bounds(stored.double()) != stored).sum())
     assert outside >= 4
@@ -224,18 +224,12 @@ def test_theta_beyond_its_bounds_is_projected_once_and_reported():
 
 
 def test_what_the_embedding_implies_must_agree(tmp_path):
-    folder = MODELS / "tp2_column_original" / "checkpoint"
-    saved = newest(folder)
-    pos = load("none")
-    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
-    shape = GPTShape(
-        num_layers=2, vocab_size=64, max_positions=16, block=BlockShape(hidden_size=24, num_heads=4)
-    )
+    saved = newest(MODELS / "tp2_column_original" / "checkpoint")
     with pytest.raises(CheckpointError, match="bias_a: other values than pos_emb none has here"):
-        load_weights(GPT(shape, pos, attend, 1), saved)
+        load_weights(small_model("none"), saved)
     import_checkpoint(saved.path, tmp_path, summed_biases=False)
     with pytest.raises(CheckpointError, match="bias_a: other values than pos_emb none has here"):
-        load_weights(GPT(shape, pos, attend, 1), Saved(tmp_path, saved.tag))
+        load_weights(small_model("none"), Saved(tmp_path, saved.tag))
 
 
 def test_an_imported_checkpoint_gives_the_weights_of_the_published_one(tmp_path):
