@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
@@ -126,11 +127,8 @@ def tile_of(variant: Variant) -> Tile:
 def read_rows(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         _, *lines = csv.reader(file)
-    kinds = [field.type for field in fields(Row)]
-    return [
-        Row(*(int(x) if kind == "int" else x for x, kind in zip(line, kinds, strict=True)))
-        for line in lines
-    ]
+    kinds: list[Any] = [int if field.type == "int" else str for field in fields(Row)]
+    return [Row(*(kind(x) for kind, x in zip(kinds, line, strict=True))) for line in lines]
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
@@ -196,7 +194,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sample", action="store_true", help="only a dozen variants")
     parser.add_argument("--changed", action="store_true", help="keep the CSV's rows of these tiles")
     parser.add_argument("--out", type=Path, help="CSV to write (all variants: the committed one)")

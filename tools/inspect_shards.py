@@ -127,7 +127,7 @@ def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     longest = max(2, int(sizes.max(initial=1)))
-    axes.hist(np.maximum(sizes, 1), bins=np.geomspace(1, longest + 1, 60), color="#4878a8")
+    axes.hist(np.maximum(sizes, 1), bins=np.geomspace(1, longest + 1, 60).tolist(), color="#4878a8")
     axes.set(xscale="log", yscale="log", xlabel="tokens in the document", ylabel="documents")
     axes.set_title(f"{title}: {len(sizes):,} documents")
     figure.savefig(path, dpi=120)

@@ -148,7 +148,9 @@ class ModelCase:
         if coarse and layout.FIXED in stored.buffers:  # rounded before they were clamped
             slopes = stored.buffers[layout.FIXED].float().view(-1, 1)
             slopes = BY_HEADS.slice(slopes, tp.rank, tp.size)
-            self.model.embedding.fixed_theta.value.copy_(slopes)
+            fixed = self.model.embedding.fixed_theta
+            assert fixed is not None, "buffers of fixed slopes mean kerple_power_original"
+            fixed.value.copy_(slopes)
         load_weights(self.model, saved)
         self.model.to(self.device)
         self._check_clamped(1e-4 if coarse else 1e-8)
@@ -245,7 +247,7 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
             out |= positional_tensors(model, tensor)
         else:
             index, published = layout.published_place(name, model.shape.num_layers)
-            out[f"{index}.{published}"] = unsharded(params[name], tensor, model.layers[0].tp)
+            out[f"{index}.{published}"] = unsharded(params[name], tensor, model.split.tp)
     return out
 
 
@@ -257,13 +259,14 @@ def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]
     if theta_HN is None:
         if model.pos.name != "kerple_power_original":
             return {}
-        device = model.embedding.word_embeddings.weight.device
+        device = next(model.parameters()).device
         _, theta_HN = model.embedding(torch.zeros(1, 1, dtype=torch.long, device=device))
+        assert theta_HN is not None
         names = ["bias_a"]
     else:
         table = model.pos.name == "rpe"
         names = [layout.TABLE] if table else [p.name for p in model.pos.parameters]
-    theta_HN = torch.cat(model.layers[0].tp.gather(theta_HN.detach()))
+    theta_HN = torch.cat(model.split.tp.gather(theta_HN.detach()))
     columns = layout.theta_columns(theta_HN, names)
     return {f"2.{name}": tensor for name, tensor in columns.items()}
 

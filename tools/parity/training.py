@@ -105,13 +105,14 @@ class TrainingCase:
         trained = TrainedTheta(self.engine, theta, self.model.pos, self.groups)
         self._note_kernel("kernel", theta)
         for step_tokens in tokens:
-            self._note("lr_used", self.engine.optimizer.param_groups[0]["lr"])
+            self._note("lr_used", self.engine.get_lr()[0])
             self._note_kernel("used", theta)
             batches = iter(step_tokens)
             loss, norm = train_step(self.engine, batches, len(step_tokens), self.groups)
             self._note("loss", loss.item())
+            assert norm is not None, "the optimizer clips gradients, so it knows their norm"
             self._note("norm", float(norm))
-            self._note("lr_after", self.engine.optimizer.param_groups[0]["lr"])
+            self._note("lr_after", self.engine.get_lr()[0])
             self._note_kernel("before clamp", theta)
             if theta is not None:
                 self._note_kernel("master", trained.master())
