@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from megatron import entry
 from megatron.data.errors import DataError
-from megatron.data.shards.joined import find_prefixes, merge
+from megatron.data.shards.joined import find_prefixes
+from megatron.data.shards.merge import merge
 
 
 @entry.reports(DataError)

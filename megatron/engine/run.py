@@ -213,7 +213,7 @@ class Job:
                 self.model.pos,
                 None if theta_HN is None else theta_HN.cpu(),
             ),
-            EvaluationText(self.data.shards, self.data.splits, self.data.tokenizer),
+            EvaluationText(self.data.text.shards, self.data.text.splits, self.data.tokenizer),
             self.config.evaluation.eval_lengths,
             run_dir=self.run_dir,
             say=log.line,

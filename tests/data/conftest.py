@@ -1,4 +1,4 @@
-"""Data tests: the published files, small shards made on the spot."""
+"""Fixtures of the data tests: published files, small shards, a small corpus."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megatron.data.shards.reader import ShardReader
-from megatron.data.shards.writer import ShardWriter
 from tests.helpers import archives, commands
+from tests.helpers.shards import write_documents
 
 
 @pytest.fixture(scope="session")
 def parity(fixtures) -> Path:
-    """What the published code made (see the README beside it)."""
+    """The folder of files that the published code made; it has a README."""
     return fixtures / "data"
 
 
@@ -26,13 +26,10 @@ def published_shards(parity) -> ShardReader:
 
 @pytest.fixture
 def make_shards(tmp_path) -> Callable[..., ShardReader]:
-    """make_shards(documents, dtype) writes them and opens what was written."""
+    """make_shards(documents, dtype, name) writes and opens them."""
 
     def make(documents: Iterable, dtype=np.uint16, name: str = "made") -> ShardReader:
-        with ShardWriter(tmp_path / name, dtype) as writer:
-            for document in documents:
-                writer.add_document(np.asarray(document, dtype))
-        return ShardReader(tmp_path / name)
+        return write_documents(tmp_path / name, documents, dtype)
 
     return make
 

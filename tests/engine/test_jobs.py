@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.shards.writer import ShardWriter
 from megatron.engine.training.schedule import Schedule
 from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
 from tests.helpers.launch import run_script
 from tests.helpers.paths import ROOT
+from tests.helpers.shards import write_documents
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +280,7 @@ def test_a_diverged_run_leaves_the_checkpoint_as_it_was(finished, tmp_path):
 
 def test_shards_of_another_tokenizer_are_named_before_the_model_sees_them(tmp_path):
     foreign = tmp_path / "foreign"
-    with ShardWriter(foreign, np.uint16) as writer:
-        for _ in range(60):
-            writer.add_document(np.full(80, 900))
+    write_documents(foreign, [np.full(80, 900)] * 60)
     config, _ = config_at(tmp_path, str(foreign))
     text = call("train.py", config, code=1)
     assert "holds token 900, but the tokenizer has only 257" in text and "Traceback" not in text

@@ -12,7 +12,8 @@ from megatron.config import load_config
 from megatron.data.errors import ShardError
 from megatron.data.samples.blend import BlendedDataset
 from megatron.data.samples.index_cache import cache_folder
-from megatron.data.shards.joined import merge
+from megatron.data.shards.merge import merge
+from megatron.data.shards.reader import ShardReader
 from megatron.engine.text import JobData
 from tests.helpers.jobs import write_config, write_shards
 
@@ -64,17 +65,40 @@ def test_corpora_for_each_split(prefixes, tmp_path):
     assert isinstance(loader.dataset, BlendedDataset) and len(loader.dataset.datasets) == 2
     np.testing.assert_allclose(loader.dataset.weights, [0.75, 0.25])
     assert loader.dataset._choice.tolist()[:8].count(0) == 6
-    assert data.splits == [(0, 90), (90, 105), (105, 120)] and len(data.shards) == 120
+    assert data.text.splits == [(0, 90), (90, 105), (105, 120)] and len(data.text.shards) == 120
     held_out = data.held_out("valid", evaluations_before=0)
     assert [d.shards.prefix for d in held_out.dataset.datasets] == prefixes[2:]
     assert data.identity["corpora"]["train"] == [[30, 3.0], [60, 1.0]]
     by_documents = job_data(
         tmp_path, **corpora(prefixes), weight_by_num_documents=True, weighted_sampler_alpha=0.3
     )
-    weights = [weight for *_, weight in by_documents.corpora["train"]]
+    weights = [corpus.weight for corpus in by_documents.text.corpora["train"]]
     shares = np.array([30, 60]) / 90
     wanted = shares**0.3 / (shares**0.3).sum() * (1 - shares)
     np.testing.assert_allclose(weights, wanted / wanted.sum())
+
+
+def test_each_shard_is_opened_once(prefixes, tmp_path, monkeypatch):
+    """If the config names it in a list, by a glob, or in two splits."""
+    opened = []
+    parse = ShardReader._parse_header
+    monkeypatch.setattr(
+        ShardReader,
+        "_parse_header",
+        lambda shard, header: opened.append(shard.prefix) or parse(shard, header),
+    )
+    shared = {
+        "train_data_paths": [str(tmp_path / "part[01]/text_document"), prefixes[2]],
+        "valid_data_paths": prefixes[2:],
+        "test_data_paths": prefixes[2:],
+    }
+    for changes in ({"data_path": prefixes}, corpora(prefixes), shared):
+        data = job_data(tmp_path, **changes)
+        next(data.training(index_samples=12, consumed=0))
+        next(data.held_out("valid", evaluations_before=0))
+        assert sorted(opened) == sorted(prefixes)
+        opened.clear()
+    assert data.text.splits == [(0, 105), (105, 120), (120, 135)]
 
 
 def test_another_tokenizer_is_refused(prefixes, tmp_path):
@@ -101,7 +125,7 @@ def test_indices_are_kept_beside_the_data_or_in_a_folder_of_the_machine(
     folder.write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "machine"))
     (tmp_path / "machine").mkdir()
-    assert cache_folder(prefixes[0]).parent == tmp_path / "machine"
+    assert cache_folder(tmp_path / "part0").parent == tmp_path / "machine"
     data = job_data(tmp_path, data_path=prefixes[0])
     np.testing.assert_array_equal(batches(data.training(index_samples=12, consumed=0)), expected)
     assert len(list((tmp_path / "machine").glob("*/train_*"))) == 1

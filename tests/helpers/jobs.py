@@ -13,10 +13,10 @@ import torch
 import yaml
 
 from megatron.config import load_config
-from megatron.data.shards.writer import ShardWriter
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.run import Job
 from megatron.parallel import Groups
+from tests.helpers.shards import write_documents
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
@@ -46,10 +46,9 @@ def write_shards(folder: Path, documents: int = 60) -> str:
     """Shards of text with something to learn; returns their prefix."""
     rng = np.random.default_rng(7)
     prefix = folder / "text_document"
-    with ShardWriter(prefix, np.uint16) as writer:
-        for _ in range(documents):
-            word = rng.integers(97, 123, rng.integers(3, 9))
-            writer.add_document(np.append(np.tile(word, rng.integers(5, 30)), 256))
+    words = (rng.integers(97, 123, rng.integers(3, 9)) for _ in range(documents))
+    repeated = (np.append(np.tile(word, rng.integers(5, 30)), 256) for word in words)
+    write_documents(prefix, repeated)
     return str(prefix)
 
 

@@ -1,4 +1,4 @@
-"""tools/inspect_shards.py on good shards, and on shards with something wrong."""
+"""tools/inspect_shards.py on good and on damaged shards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import prepare_data  # noqa: E402
-from megatron.data.shards.writer import ShardWriter
+import prepare_data
+from tests.helpers.shards import write_documents
 from tools import inspect_shards
 
 
@@ -68,8 +68,7 @@ def recount(prefix: Path) -> None:
 def test_another_tokenizer_and_none(prefix, tmp_path, capsys):
     assert inspect_shards.main([str(prefix), "-t", "CharLevelTokenizer"]) == 1
     assert "was made with ByteLevelTokenizer" in capsys.readouterr().err
-    with ShardWriter(tmp_path / "foreign", np.uint16) as writer:
-        writer.add_document(np.arange(5))
+    write_documents(tmp_path / "foreign", [range(5)])
     assert inspect_shards.main([str(tmp_path / "foreign")]) == 0
     out = capsys.readouterr().out
     assert "manifest: none" in out and "give the tokenizer" in out

@@ -23,15 +23,14 @@ import numpy as np
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
 from megatron.data.samples.dataset import TokenDataset
-from megatron.data.samples.index import split_documents
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
+from megatron.data.samples.split import SPLITS, split_documents
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.build import padded_vocab_size
 from tools.parity.result import Result
 
-SPLITS = ("train", "valid", "test")
 TOKENIZER = "tokenizer"
 """The folder of GPT-2's files in a data case."""
 

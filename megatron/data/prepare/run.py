@@ -277,7 +277,7 @@ class _Run:
             build_manifest(
                 self.tokenizer,
                 encode.append_eod,
-                {**self.counts, "documents": len(writer), "tokens": writer.tokens},
+                {**self.counts, "documents": writer.documents, "tokens": writer.tokens},
                 described if key == "text" else {**described, "key": key},
             )
             for writer, key in zip(self.writers, encode.keys, strict=True)

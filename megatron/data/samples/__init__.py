@@ -1,1 +1,1 @@
-"""Training samples: their order, the datasets that cut them out, the loader."""
+"""Training samples: their order, the data sets that read them from shards, the loader."""

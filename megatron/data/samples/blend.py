@@ -3,15 +3,15 @@
     choice i = first d with the largest  w_d max(i, 1) - c_d        c_d: times d was chosen before
     sample i = sample c_d of corpus d
 
-in float64, w normalised to the sum 1. The rule looks back only, so the order is one endless
-sequence: longer orders begin with the shorter ones. Corpus d is indexed for ceil(1.005 N w_d)
-samples, all with the run's seed, where N is the number of samples asked for. With
-`weight_by_num_documents`, the weights follow from the corpora's documents n_d and alpha:
+in float64, with w normalised to the sum 1. The choice depends on earlier choices only, so the order
+is one endless sequence: longer orders begin with the shorter ones. Corpus d is indexed for
+ceil(1.005 N w_d) samples with the run's seed, where N is the number of samples asked for. With
+`weight_by_num_documents`, the weights follow from alpha and the numbers of documents n_d:
 
     p_d = n_d / sum n;   q_d = p_d^alpha / sum p^alpha;   w_d = q_d (1 - p_d), normalised
 
-All of this is GPT-NeoX's (`data_utils.py`, `blendable_dataset.py`, `helpers.cpp`), bit for bit,
-without a compiled helper.
+These are GPT-NeoX's rules (`data_utils.py`, `blendable_dataset.py`, `helpers.cpp`), bit for bit,
+computed without a compiled helper.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron.data.errors import DataError, DataExhausted
-from megatron.data.samples.dataset import TokenDataset
+from megatron.data.errors import DataError
+from megatron.data.samples.interface import Samples, checked_indices
 
-_MAX_CORPORA = 254  # GPT-NeoX's: the choice is a byte
-_SPARE = 1.005  # samples indexed a corpus, against what its weight asks for
-_LANES = 2048  # stretches of the sequence computed side by side
-_WARM_UP = 256  # steps a stretch runs before its own begin, to fall into the true state
+_MAX_CORPORA = 254  # GPT-NeoX's limit: the choice is a byte
+_SPARE = 1.005  # index 0.5% more samples per corpus than its weight needs
+_LANES = 2048  # stretches of the sequence that are computed side by side
+_WARM_UP = 256  # steps before a stretch, in which its guessed counts approach the true ones
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Weights to the sum 1. DataError if they have none."""
+    """The weights, scaled to the sum 1.
+
+    Raises:
+        DataError: a weight is negative or not finite, or all are 0.
+    """
     total = sum(weights)
     if not (weights and math.isfinite(total) and total > 0 and min(weights) >= 0):
         raise DataError(f"weights {list(weights)}: must be >= 0 with a sum above 0")
@@ -39,7 +43,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Weights of corpora with these numbers of documents; see the module docstring."""
+    """Weights w of corpora with these numbers of documents n; see the module docstring."""
     if len(documents) == 1:
         return [1.0]
     total = sum(documents)
@@ -52,17 +56,21 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
 
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Samples that each corpus is indexed for; `weights` sum to 1."""
+    """How many samples each corpus is indexed for; `weights` sum to 1."""
     return [int(math.ceil(num_samples * weight * _SPARE)) for weight in weights]
 
 
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
-    """uint8 [size]: which corpus each sample is taken from; `weights` float64, sum 1.
+    """uint8 [size]: the corpus that each sample is taken from; `weights` float64, sum 1.
 
     Each step needs the counts before it, so the rule is a loop. Long orders are cut into stretches
-    that are computed side by side from guessed counts; wrong guesses correct themselves in a few
-    steps, because the rule always serves the corpus furthest behind. Where a stretch's begin is not
-    the end of the one before, it is computed again from there: the result is the loop's.
+    that are computed side by side from guessed counts. Wrong guesses correct themselves in a few
+    steps, because the rule always chooses the corpus that lacks most samples. If the counts at a
+    stretch's start differ from those at the end of the stretch before it, the stretch is computed
+    again from the latter. The result is therefore the loop's.
+
+    Raises:
+        DataError: there are more corpora than a byte can number.
     """
     if len(weights) > _MAX_CORPORA:
         raise DataError(f"{len(weights)} corpora to blend: at most {_MAX_CORPORA}")
@@ -73,7 +81,7 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     starts = np.arange(_LANES) * length
     begin = np.maximum(starts - _WARM_UP, 0)
     counts = np.floor(weights * begin[:, None])
-    missing = begin - counts.sum(axis=1)  # so many are in the fractions: to the first corpora
+    missing = begin - counts.sum(axis=1)  # what rounding down left out goes to the first corpora
     counts += np.arange(len(weights)) < missing[:, None]
     counts[starts == 0] = 0
     warm = starts > 0
@@ -95,27 +103,33 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
 def _lockstep(
     weights: np.ndarray, counts_BD: np.ndarray, step_B: np.ndarray, length: int
 ) -> np.ndarray:
-    """uint8 [B, length]: `length` steps of the rule from each of B states, updated in place."""
+    """uint8 [B, length]: `length` steps of the rule from each of B states; updates `counts_BD`."""
     rows = np.arange(len(step_B))
     choices = np.empty((len(step_B), length), np.uint8)
     for t in range(length):
         error_BD = weights * np.maximum(step_B + t, 1.0)[:, None] - counts_BD
-        chosen_B = error_BD.argmax(axis=1)  # the first of equal ones, as published
+        chosen_B = error_BD.argmax(axis=1)  # of equal errors the first, as published
         counts_BD[rows, chosen_B] += 1
         choices[:, t] = chosen_B
     return choices
 
 
 class BlendedDataset:
-    """Blended samples, with the face of `TokenDataset`.
+    """`Samples` of several corpora: `num_samples`, or `extend_to` if that is more.
 
-    `build(d, num_samples, extend_to)` makes corpus d's data set. There are `num_samples` samples
-    in the published order, or up to `extend_to`, the order going on by the same rule.
+    Args:
+        build: makes the data set of corpus d: `build(d, num_samples, extend_to)`.
+        weights: of the corpora, with any sum above 0.
+        name: "train", ..., for messages.
+        extend_to: continue the order by the same rule up to here.
+
+    Raises:
+        DataError: the weights are unusable, or there are too many corpora.
     """
 
     def __init__(
         self,
-        build: Callable[[int, int, int], TokenDataset],
+        build: Callable[[int, int, int], Samples],
         weights: Sequence[float],
         num_samples: int,
         name: str,
@@ -145,18 +159,13 @@ class BlendedDataset:
         """The files, for messages."""
         return ", ".join(dataset.where for dataset in self.datasets)
 
-    def sample(self, i: int) -> np.ndarray:
-        """int64 [seq_length + 1]: sample i."""
-        return self.batch([i])[0]
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [n, seq_length + 1]: the samples `indices`. DataExhausted past the end."""
-        indices_N = np.asarray(indices, dtype=np.int64)
-        if len(indices_N) and not 0 <= indices_N.min() <= indices_N.max() < self._length:
-            raise DataExhausted(
-                f"{self.name}: sample {indices_N.max()} of {self._length}; the order was built for "
-                f"{self.num_samples} samples: raise train_iters (or extend_to)"
-            )
+        """int64 [n, seq_length + 1]: the samples `indices`.
+
+        Raises:
+            DataExhausted: there is no such sample.
+        """
+        indices_N = checked_indices(self, indices, "raise train_iters (or extend_to)")
         out_NT = np.empty((len(indices_N), self.seq_length + 1), dtype=np.int64)
         choice_N, number_N = self._choice[indices_N], self._number[indices_N]
         for d in np.unique(choice_N):

@@ -1,19 +1,18 @@
-"""Samples of a split, by number, in the published order (`sample_index.py`).
+"""Samples of a split, by number, in the published order (see `index.py`).
 
-`TokenDataset` numbers samples 0, 1, ...; sample i holds seq_length + 1 tokens, its inputs [:-1] and
-labels [1:].
+`TokenDataset` numbers samples 0, 1, .... Sample i holds seq_length + 1 tokens; its inputs are [:-1]
+and its labels [1:].
 
-The published data set leaves out the last sample that it built (`published_length`), even where
-that makes one less than was asked for, and its loader then ends a batch early. Here there are
-always the `num_samples` asked for.
+The published data set leaves out the last sample that it built (`published_length`), even if one
+sample is then missing, and its loader ends a batch early. `TokenDataset` always has all
+`num_samples`.
 
-Order beyond the index (`extend_to`). The published order depends on the number of samples it was
-built for, so raising `train_iters` would reorder what was already consumed. Instead the index stays
-the one for the recorded `num_samples`, all its samples come first, and further blocks of whole
-epochs (one epoch; more only if one holds no sample) follow, block k = 1, 2, ... being the published
-order of that many epochs with seed + k. So the order is one endless sequence: extending any number
-of times never changes what came before, and within the index, and within each further block, no
-sample comes twice.
+Order beyond the index (`extend_to`): the published order depends on the number of samples it was
+built for, so raising `train_iters` would reorder samples that were already consumed. Instead, the
+index for the recorded `num_samples` is kept, and its samples come first. Further blocks follow.
+Block k = 1, 2, ... is the published order of one epoch (of more epochs only if one holds no sample)
+with seed + k. The order is thus one endless sequence. Extending it never changes earlier samples,
+and no sample occurs twice in the index or in one block.
 """
 
 from __future__ import annotations
@@ -23,25 +22,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.errors import DataExhausted, ShardError
+from megatron.data.errors import ShardError
 from megatron.data.samples.index import SampleIndex, build_sample_index
 from megatron.data.samples.index_cache import cached_sample_index
-from megatron.data.shards.reader import ShardReader
+from megatron.data.samples.interface import checked_indices
+from megatron.data.shards.interface import Shards
 
 
 class TokenDataset:
-    """Samples of `seq_length` + 1 tokens out of documents [start, end) of `shards`.
+    """`Samples` of documents [start, end) of `shards`: those of complete epochs.
 
-    There are `num_samples` or, where whole epochs give them, more.
+    There are at least `num_samples` of them.
 
-    `name` ("train", ...) stands in messages and cache folders; with `cache_dir` the index is kept
-    there and mapped. `num_samples` is what the order depends on: a checkpoint must record it.
-    `extend_to`: see the module docstring.
+    Args:
+        num_samples: the order depends on it, so a checkpoint must record it.
+        name: "train", ...; it occurs in messages and in the names of cache folders.
+        cache_dir: where the index is kept and mapped from; None keeps it in memory alone.
+        extend_to: at least so many samples; see the module docstring.
+
+    Raises:
+        ShardError: the split has no documents or no tokens, or the shards hold no integers.
+        ValueError: the shards do not have these documents.
     """
 
     def __init__(
         self,
-        shards: ShardReader,
+        shards: Shards,
         documents: tuple[int, int],
         num_samples: int,
         seq_length: int,
@@ -89,21 +95,14 @@ class TokenDataset:
         """The published index, built for `num_samples`."""
         return self._blocks[0]
 
-    def sample(self, i: int) -> np.ndarray:
-        """int64 [seq_length + 1]: sample i."""
-        return self.batch([i])[0]
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """int64 [n, seq_length + 1]: the samples `indices`, built in one buffer.
 
-        Raises DataExhausted past the end.
+        Raises:
+            DataExhausted: there is no such sample.
         """
-        indices_N = np.asarray(indices, dtype=np.int64)
-        if len(indices_N) and not 0 <= indices_N.min() <= indices_N.max() < self._length:
-            raise DataExhausted(
-                f"{self.name}: sample {indices_N.max()} of {self._length}; the order was built for "
-                f"{self.num_samples} samples: raise train_iters (or extend_to), or give more data"
-            )
+        remedy = "raise train_iters (or extend_to), or give more data"
+        indices_N = checked_indices(self, indices, remedy)
         out_NT = np.empty((len(indices_N), self.seq_length + 1), dtype=np.int64)
         if len(self._blocks) == 1:
             self._fill(out_NT, self._blocks[0], indices_N)
@@ -111,9 +110,9 @@ class TokenDataset:
         block_N = np.searchsorted(self._block_starts, indices_N, side="right") - 1
         for b in np.unique(block_N):
             rows = np.flatnonzero(block_N == b)
-            part = np.empty((len(rows), self.seq_length + 1), dtype=np.int64)
-            self._fill(part, self._blocks[b], indices_N[rows] - self._block_starts[b])
-            out_NT[rows] = part
+            of_block_NT = np.empty((len(rows), self.seq_length + 1), dtype=np.int64)
+            self._fill(of_block_NT, self._blocks[b], indices_N[rows] - self._block_starts[b])
+            out_NT[rows] = of_block_NT
         return out_NT
 
     def _fill(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:

@@ -1,9 +1,9 @@
-"""Evaluation text of a given length: non-overlapping pieces of the documents in file order.
+"""Evaluation text of a given length: non-overlapping sequences of the documents in file order.
 
-The documents of a split are one row of tokens x_0, x_1, ...; sequence i of length L is x[i L : i L
-+ L + 1]: inputs x[i L : i L + L], targets one further, so that each of the tokens x_1 ... x_{n L}
-is a target exactly once, whatever L. Lengths are then compared on the same text, of which only the
-context differs.
+The documents of a split, one after the other, are tokens x_0, x_1, .... Sequence i of length L is
+x[i L : i L + L + 1]. Its inputs are x[i L : i L + L], and its targets are the same, one token
+later. Each of the tokens x_1 ... x_{n L} is therefore a target exactly once, whatever L is, so
+lengths are compared on the same text and differ only in context.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.errors import ShardError
-from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.interface import Shards, tokens_of
 
 
 def eval_sequences(
-    shards: ShardReader, documents: tuple[int, int], length: int, max_tokens: int
+    shards: Shards, documents: tuple[int, int], length: int, max_tokens: int
 ) -> np.ndarray:
     """int64 [n, length + 1]: sequences of documents [start, end) with n * length <= max_tokens.
 
-    To have the same targets for several lengths, take `max_tokens` from `eval_span`. ShardError if
-    there is not one whole sequence.
+    Several lengths have the same targets if `max_tokens` comes from `eval_span`.
+
+    Raises:
+        ShardError: the documents do not fill one sequence.
     """
-    row = _row(shards, documents)
+    row = tokens_of(shards, documents)
     n = min(max_tokens, len(row) - 1) // length
     if n < 1:
         raise ShardError(
@@ -40,28 +42,16 @@ def eval_sequences(
 
 
 def eval_span(
-    shards: ShardReader, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
+    shards: Shards, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
 ) -> int:
     """Targets (<= max_tokens) that every length can cover exactly: a multiple of all of `lengths`.
 
-    Where the text is shorter than their least common multiple, it is what the longest length
-    covers; a shorter one then leaves out less than one sequence of its own at the end. 0 if not one
-    sequence fits.
+    If the text is shorter than the least common multiple, the result is what the longest length
+    covers. A shorter length then leaves out less than one of its sequences at the end. The result
+    is 0 if the text is shorter than one sequence.
     """
-    available = max(0, min(max_tokens, len(_row(shards, documents)) - 1))
+    available = max(0, min(max_tokens, len(tokens_of(shards, documents)) - 1))
     multiple = math.lcm(*lengths)
     if available >= multiple:
         return available // multiple * multiple
     return available // max(lengths) * max(lengths)
-
-
-def _row(shards: ShardReader, documents: tuple[int, int]) -> np.ndarray:
-    """The tokens of documents [start, end), which lie one after the other in .bin."""
-    start, end = documents
-    if not 0 <= start <= end <= len(shards):
-        raise ValueError(f"documents {documents} of {len(shards)}")
-    if start == end:
-        return shards.tokens[:0]
-    begin = int(shards.pointers[start]) // shards.dtype.itemsize
-    stop = int(shards.pointers[end - 1]) // shards.dtype.itemsize + int(shards.sizes[end - 1])
-    return shards.tokens[begin:stop]

@@ -1,9 +1,9 @@
 """The order of training samples: which tokens make up sample i.
 
-The documents of a split, repeated for E epochs, are shuffled together and laid end to end, so that
-they form one row of E * T tokens (T = tokens in the split). With L = seq_length the row is cut at
-every L-th token; sample s holds the L + 1 tokens [s L, s L + L], hence shares one token with its
-neighbour:
+The documents of a split, repeated for E epochs, are shuffled together and laid end to end. They
+form one row of E * T tokens, where T is the number of tokens in the split. With L = seq_length, the
+row is cut at every L-th token. Sample s holds the L + 1 tokens [s L, s L + L], so it shares one
+token with its neighbour:
 
     E = max(1, ceil((N L + 1) / T))     the fewest epochs that give N samples
     S = (E T - 1) // L                  samples built, >= N
@@ -11,11 +11,11 @@ neighbour:
     sample_idx  int32 [S + 1, 2]        (place in doc_idx, offset in that document) of token s L
     shuffle_idx uint32 [S]              sample i of the training order is cut shuffle_idx[i]
 
-`sample_idx` is int64 where int32 would not do, `shuffle_idx` int64 from 2^32 - 1 samples on. Both
+`sample_idx` is int64 if int32 is too small, `shuffle_idx` is int64 from 2^32 - 1 samples on. Both
 shuffles draw from one `numpy.random.RandomState(seed)`, first doc_idx, then shuffle_idx. A boundary
-never falls on a document without tokens, except the first, which is (0, 0) always. This is the
-order of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers.cpp`), bit for bit, computed without
-a compiled helper.
+never falls on a document without tokens, except for the first boundary, which is always (0, 0).
+This is the order of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers.cpp`), bit for bit,
+computed without a compiled helper.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.errors import DataError, ShardError
+from megatron.data.errors import ShardError
 
-# Documents plus cuts handled at a time: a chunk's work arrays stay in the processor's cache, and
-# the extra memory is a constant, whatever the number of documents.
+# Documents plus cuts handled at a time. A chunk's work arrays stay in the processor's cache, and
+# the extra memory does not grow with the number of documents.
 _CHUNK = 1 << 17
 
 
@@ -45,68 +45,40 @@ class SampleIndex:
         return len(self.shuffle_idx)
 
 
-def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
-    """Cut `num_documents` into [(start, end)] for train, valid and test by weights such as "969,
-    30, 1".
-
-    Rounding and the correction of the remainder are GPT-NeoX's. Weights are separated by `,` or
-    `/`; missing ones are 0, any after the third are ignored. Raises DataError for anything else.
-    """
-    separator = "," if "," in split else "/"
-    try:
-        weights = [float(part) for part in split.split(separator)]
-    except ValueError:
-        raise DataError(
-            f"split: {split!r} is not a list of numbers; write three weights such as '969, 30, 1'"
-        ) from None
-    weights = (weights + [0.0, 0.0])[:3]
-    total = sum(weights)
-    if not np.isfinite(weights).all() or min(weights) < 0 or total <= 0:
-        raise DataError(
-            f"split: {split!r} needs finite weights >= 0 with a sum above 0, such as '969, 30, 1'"
-        )
-    bounds = [0]
-    for weight in weights:
-        bounds.append(bounds[-1] + int(round(weight / total * float(num_documents))))
-    surplus = bounds[-1] - num_documents
-    # The published correction can push a bound below 0 on a handful of documents; there it crashes.
-    bounds = [0] + [max(0, bound - surplus) for bound in bounds[1:]]
-    return [(bounds[i], bounds[i + 1]) for i in range(3)]
-
-
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """E of the module docstring: the fewest whole epochs that hold `num_samples` samples."""
+    """E of the module docstring: the fewest complete epochs that hold `num_samples` samples."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
 def build_sample_index(
     sizes: np.ndarray,
-    documents: tuple[int, int] | np.ndarray,
+    documents: tuple[int, int],
     num_samples: int,
     seq_length: int,
     seed: int,
 ) -> SampleIndex:
     """Build the published order for `num_samples` samples of `seq_length` + 1 tokens.
 
-    `sizes` int32 [all documents of the shards], tokens in each; `documents` the split's (start,
-    end) or an explicit array of document numbers. `num_samples` = 0 gives one epoch. Raises
-    ShardError if the split holds no tokens.
+    Args:
+        sizes: int32 [all documents of the shards], tokens in each.
+        documents: (start, end) of the split.
+        num_samples: 0 gives one epoch.
+
+    Raises:
+        ShardError: the split holds no tokens.
     """
     if seq_length < 1 or num_samples < 0:
         raise ValueError(f"seq_length {seq_length} must be >= 1, num_samples {num_samples} >= 0")
-    if isinstance(documents, tuple):
-        tokens_per_epoch = int(sizes[slice(*documents)].sum(dtype=np.int64))
-        documents = np.arange(*documents, dtype=np.int32)
-    else:
-        tokens_per_epoch = int(sizes[documents].sum(dtype=np.int64))
+    start, end = documents
+    tokens_per_epoch = int(sizes[start:end].sum(dtype=np.int64))
     if tokens_per_epoch == 0:
         raise ShardError(
-            f"the {len(documents)} documents of this split hold no tokens; give the split more "
+            f"the {end - start} documents of this split hold no tokens; give the split more "
             "weight, or more data"
         )
     epochs = num_epochs(tokens_per_epoch, seq_length, num_samples)
     rng = np.random.RandomState(seed)
-    doc_idx = np.tile(documents.astype(np.int32), epochs)
+    doc_idx = np.tile(np.arange(start, end, dtype=np.int32), epochs)
     rng.shuffle(doc_idx)
     sample_idx = cut_samples(sizes, doc_idx, seq_length, epochs * tokens_per_epoch)
     built = len(sample_idx) - 1
@@ -117,7 +89,7 @@ def build_sample_index(
 
 
 def sample_idx_dtype(num_built: int, num_places: int) -> type:
-    """int32 where the number of entries (GPT-NeoX's rule) and the places fit it, else int64."""
+    """int32 if the number of entries (GPT-NeoX's rule) and the places fit it, otherwise int64."""
     limit = np.iinfo(np.int32).max
     return np.int32 if 2 * (num_built + 1) < limit and num_places <= limit else np.int64
 
@@ -127,10 +99,10 @@ def cut_samples(
 ) -> np.ndarray:
     """Return `sample_idx` [S + 1, 2]: where in the row of documents every seq_length-th token lies.
 
-    Token t belongs to the first document that ends beyond it, so its place is the number of
-    documents that end at or before t. Where cuts are dense that is found without a search: count
-    the documents that end between neighbouring cuts (`bincount`) and sum up the counts. Done in
-    chunks: extra memory is constant.
+    Token t belongs to the first document that ends after it, so its place is the number of
+    documents that end at or before t. If cuts are dense, no search is needed: count the documents
+    that end between neighbouring cuts (`bincount`) and sum the counts. The work is done in chunks,
+    so the extra memory is constant.
     """
     built = (total_tokens - 1) // seq_length
     cuts_S2 = np.empty((built + 1, 2), dtype=sample_idx_dtype(built, len(doc_idx)))
@@ -154,5 +126,5 @@ def cut_samples(
         np.add(place_K, chunk_start, out=cuts_S2[rows, 0], casting="unsafe")
         done += count
         row_start += chunk_tokens
-    cuts_S2[0] = 0  # also where the first documents are without tokens
+    cuts_S2[0] = 0  # also if the first documents have no tokens
     return cuts_S2

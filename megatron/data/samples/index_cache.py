@@ -1,10 +1,10 @@
-"""Sample indices kept on disk, so that the ranks of a machine, and later runs, build each one once.
+"""Sample indices kept on disk: the processes of a machine, and later runs, build each index once.
 
-An index lives in a folder named by a hash of everything that it depends on; the folder appears by a
-rename, complete or not at all, and is then mapped, so that all processes of a machine share its
-memory. No rank counts on what another rank has built: each looks for the folder where it runs,
-builds it if it is missing (one process a machine, or one of all machines where they share a file
-system with locks), and so every machine has it whether or not machines share files.
+The folder of an index is named by a hash of everything that the index depends on. It appears by a
+rename, so it is complete or absent. Its arrays are mapped, so all processes of a machine share
+their memory. No rank relies on the index that another rank built: each looks for the folder on its
+machine and builds it if it is missing. A lock lets one process build at a time. So every machine
+gets the index, whether or not the machines share a file system.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ import numpy as np
 
 from megatron.data.locks import one_at_a_time
 from megatron.data.samples.index import SampleIndex, build_sample_index
+from megatron.files import flush
 
 _ALGORITHM = 1  # raise it when build_sample_index would give another order
 _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
-def cache_folder(prefix: str | os.PathLike) -> Path:
-    """Where the indices of shards are kept: `index_cache` beside them, or, where that cannot be
-    written, a folder of this user's among the machine's temporary files."""
-    folder = Path(os.fspath(prefix).split(" + ")[0]).parent / "index_cache"
+def cache_folder(data_folder: Path) -> Path:
+    """The folder for the indices of shards: `index_cache` in the shards' folder.
+
+    If that cannot be written, it is a folder of this user among the machine's temporary files.
+    """
+    folder = data_folder / "index_cache"
     try:
         folder.mkdir(exist_ok=True)
         (probe := folder / f".{uuid.uuid4().hex}").touch()
@@ -49,10 +52,10 @@ def cached_sample_index(
     seq_length: int,
     seed: int,
 ) -> SampleIndex:
-    """`build_sample_index`, kept in `cache_dir`; `name` labels its folder."""
+    """`build_sample_index`, kept in a folder of `cache_dir` whose name begins with `name`."""
     key = hashlib.sha256(
         f"{_ALGORITHM} {documents} {num_samples} {seq_length} {seed}\n".encode()
-        + hashlib.sha256(np.ascontiguousarray(sizes[slice(*documents)])).digest()
+        + hashlib.sha256(np.ascontiguousarray(sizes[slice(*documents)]).data).digest()
     ).hexdigest()[:16]
     folder = Path(cache_dir) / f"{name}_{num_samples}ns_{seq_length}sl_{seed}s_{key}"
     found = _load(folder)
@@ -60,39 +63,40 @@ def cached_sample_index(
         with one_at_a_time(Path(cache_dir) / ".lock"):
             found = _load(folder)  # another process may have built it meanwhile
             if found is None:
-                shutil.rmtree(folder, ignore_errors=True)  # there, but damaged
+                shutil.rmtree(folder, ignore_errors=True)  # it exists, but is damaged
                 built = build_sample_index(sizes, documents, num_samples, seq_length, seed)
-                found = _stored(built, folder)
+                found = _store(built, folder)
     return found
 
 
 def _load(folder: Path) -> SampleIndex | None:
-    """The index kept in `folder`, mapped; None if it is not there or cannot be read."""
+    """The index kept in `folder`, mapped; None if it is absent or cannot be read."""
     if not folder.is_dir():
         return None
     try:
         arrays = [np.load(folder / f"{array}.npy", mmap_mode="r") for array in _ARRAYS]
     except (OSError, ValueError, EOFError):
         return None
-    # np.memmap itself is slow to index.
+    # Indexing an np.memmap itself is slow.
     return SampleIndex(*(array.view(np.ndarray) for array in arrays))
 
 
-def _stored(index: SampleIndex, folder: Path) -> SampleIndex:
-    """Keep `index`; return it mapped, or as it is where the disk does not take it."""
-    part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+def _store(index: SampleIndex, folder: Path) -> SampleIndex:
+    """Keep `index` in `folder`; return it mapped, or as it is if the disk refuses it."""
+    # Not `files.replacing`: machines that share the folder may share process ids.
+    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
-        part.mkdir(parents=True)
+        unfinished.mkdir(parents=True)
         for array in _ARRAYS:
-            with open(part / f"{array}.npy", "wb") as file:
-                np.save(file, getattr(index, array))
-                file.flush()
-                os.fsync(file.fileno())
-        os.rename(part, folder)
+            path = unfinished / f"{array}.npy"
+            np.save(path, getattr(index, array))
+            flush(path)
+        os.rename(unfinished, folder)
     except OSError as error:
-        if not folder.is_dir():  # else another process, on a file system without locks, was first
+        # If the folder exists, another process was faster, on a file system without locks.
+        if not folder.is_dir():
             print(f"{folder}: the sample index cannot be kept: {error}", file=sys.stderr)
             return index
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return _load(folder) or index

@@ -1,13 +1,13 @@
 """Which samples a rank reads at which step, and how many samples a run needs.
 
-The samples of a `TokenDataset` are consumed in order, 0, 1, 2, ... A micro-step takes the next
-micro * dp of them, and rank r the rows [r * micro, (r + 1) * micro) of those; a global batch is gas
-such micro-steps in a row:
+Samples are consumed in order, 0, 1, 2, .... A micro-step takes the next micro * dp samples; rank r
+takes the rows [r * micro, (r + 1) * micro) of them. A global batch is gas (gradient accumulation
+steps) such micro-steps in a row:
 
     sample(step, g, r, row) = step * global_batch + g * micro * dp + r * micro + row
 
-so a global batch is the same set of samples for every number of ranks, and the position is one
-number, the samples consumed. This is GPT-NeoX's order (its `DistributedBatchSampler` without
+A global batch is therefore the same set of samples for every number of ranks, and the position is
+one number, the samples consumed. This is the order of GPT-NeoX (`DistributedBatchSampler` without
 interleaving).
 """
 
@@ -17,26 +17,34 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron.data.errors import DataExhausted
-from megatron.data.samples.dataset import TokenDataset
+from megatron.data.errors import DataExhausted, ShardError
+from megatron.data.samples.interface import Samples
 
 
 class TrainLoader:
     """Iterator of this rank's micro-batches, int64 [micro_batch, seq_length + 1].
 
-    `consumed_samples` counts the samples that ALL ranks have consumed; it is the whole state. Going
-    past the last sample raises DataExhausted (never StopIteration, which would end a loop without a
-    word).
+    The only state is `consumed_samples`, the number of samples that all ranks together consumed.
+
+    Args:
+        vocab_size: refuse tokens that are not below it. Shards made by another program do not name
+            their tokenizer, and on a GPU such a token ends in a device assert.
+
+    `next` raises:
+        DataExhausted: the samples are used up. (StopIteration would end a loop silently.)
+        ShardError: a token is not below `vocab_size`.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: Samples,
         global_batch: int,
         micro_batch: int,
         dp_rank: int = 0,
         dp_size: int = 1,
         consumed_samples: int = 0,
+        *,
+        vocab_size: int | None = None,
     ) -> None:
         step = micro_batch * dp_size
         if micro_batch < 1 or global_batch < 1 or global_batch % step:
@@ -50,13 +58,14 @@ class TrainLoader:
             raise ValueError(f"consumed_samples {consumed_samples} is negative")
         self.dataset, self.global_batch, self.micro_batch = dataset, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.consumed_samples = dp_rank, dp_size, consumed_samples
+        self.vocab_size = vocab_size
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps to a global batch: the gradient accumulation steps."""
+        """Micro-steps per global batch: the gradient accumulation steps."""
         return self.global_batch // (self.micro_batch * self.dp_size)
 
     @property
@@ -76,6 +85,12 @@ class TrainLoader:
             )
         first = self.consumed_samples + self.dp_rank * self.micro_batch
         batch_BT = self.dataset.batch(np.arange(first, first + self.micro_batch))
+        if self.vocab_size is not None and (largest := int(batch_BT.max())) >= self.vocab_size:
+            raise ShardError(
+                f"{self.dataset.where}: holds token {largest}, but the tokenizer has only "
+                f"{self.vocab_size}; set tokenizer_type, vocab_file and merge_file to what the "
+                "shards were made with"
+            )
         self.consumed_samples += step
         return batch_BT
 
@@ -83,13 +98,15 @@ class TrainLoader:
 def sample_counts(
     train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
 ) -> tuple[int, int, int]:
-    """Samples that the published code builds the train, valid and test index for.
+    """How many samples the published code builds the train, valid and test index for.
 
-    The order depends on them.
+    The order of the samples depends on these numbers:
 
-    train: iterations x batch. valid: one evaluation each `eval_interval` and one at the end,
-    `eval_iters` batches each. test: `eval_iters` batches. With train_iters 0 (evaluation of a
-    trained model): 0, one, one evaluation.
+        train   train_iters batches
+        valid   an evaluation every `eval_interval` iterations and one at the end
+        test    one evaluation
+
+    An evaluation is `eval_iters` batches.
     """
     evaluations = train_iters // eval_interval + 1
     return (
@@ -101,7 +118,7 @@ def sample_counts(
 
 def published_start(
     split: str,
-    dataset: TokenDataset,
+    dataset: Samples,
     iteration: int,
     *,
     micro_batch: int,
@@ -110,12 +127,16 @@ def published_start(
     eval_interval: int,
     eval_iters: int,
 ) -> int:
-    """Samples that the published loader of `split` skips when resumed at `iteration`.
+    """How many samples the published loader of `split` skips when it resumes at `iteration`.
 
-    train: iteration * gas micro-steps. valid: (iteration * gas // eval_interval) * eval_iters,
-    which counts micro-steps as iterations and so is the true position only with gas = 1. Both wrap
-    around at the number of whole micro-steps in the data set. test: always 0. (gas = `micro_steps`,
-    gradient accumulation steps.)
+    In micro-steps, with gas = `micro_steps`:
+
+        train   iteration * gas
+        valid   (iteration * gas // eval_interval) * eval_iters
+        test    0
+
+    The valid position counts micro-steps as iterations, so it is correct only for gas = 1. Train
+    and valid positions wrap around at the number of complete micro-steps in the data set.
     """
     step = micro_batch * dp_size
     micro_steps_done = iteration * micro_steps

@@ -1,38 +1,43 @@
-"""Opening a run's shards, checked against its tokenizer and cut into train, valid and test."""
+"""Which documents of a data set are for training, validation and test."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import numpy as np
 
-from megatron.data.samples.index import split_documents
-from megatron.data.shards.joined import JoinedShards, find_prefixes, open_shards
-from megatron.data.shards.manifest import check_tokenizer
-from megatron.data.shards.reader import ShardReader
-from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.errors import DataError
+
+SPLITS = ("train", "valid", "test")
 
 
-def open_splits(
-    data_path: str | os.PathLike | Sequence[str],
-    split: str,
-    tokenizer: Tokenizer | None = None,
-) -> tuple[ShardReader | JoinedShards, list[tuple[int, int]]]:
-    """Open the shards `data_path` (a prefix, a glob of them, or a list) and cut them by `split`.
+def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
+    """Divide `num_documents` documents into [(start, end)] for train, valid and test.
 
-    Returns (shards, [train, valid, test]), each split as (start, end) of documents.
+    Rounding and the correction of the remainder are GPT-NeoX's.
 
-    With `tokenizer`, shards whose manifest names another one are refused (ShardError).
+    Args:
+        split: weights such as "969, 30, 1", separated by `,` or `/`. Missing weights are 0, and all
+            after the third are ignored.
+
+    Raises:
+        DataError: `split` is anything else.
     """
-    shards = open_checked(data_path, tokenizer)
-    return shards, split_documents(split, len(shards))
-
-
-def open_checked(
-    data_path: str | os.PathLike | Sequence[str], tokenizer: Tokenizer | None
-) -> ShardReader | JoinedShards:
-    """Open shards; ShardError if a manifest names another tokenizer."""
-    prefixes = find_prefixes(data_path)
-    if tokenizer is not None:
-        for prefix in prefixes:
-            check_tokenizer(prefix, tokenizer)
-    return open_shards(prefixes)
+    separator = "," if "," in split else "/"
+    try:
+        weights = [float(part) for part in split.split(separator)]
+    except ValueError:
+        raise DataError(
+            f"split: {split!r} is not a list of numbers; write three weights such as '969, 30, 1'"
+        ) from None
+    weights = (weights + [0.0, 0.0])[:3]
+    total = sum(weights)
+    if not np.isfinite(weights).all() or min(weights) < 0 or total <= 0:
+        raise DataError(
+            f"split: {split!r} needs finite weights >= 0 with a sum above 0, such as '969, 30, 1'"
+        )
+    bounds = [0]
+    for weight in weights:
+        bounds.append(bounds[-1] + int(round(weight / total * float(num_documents))))
+    surplus = bounds[-1] - num_documents
+    # The published correction can push a bound below 0 on a handful of documents; there it crashes.
+    bounds = [0] + [max(0, bound - surplus) for bound in bounds[1:]]
+    return [(bounds[i], bounds[i + 1]) for i in range(3)]

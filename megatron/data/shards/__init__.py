@@ -1,1 +1,1 @@
-"""Token shards (`.bin` and `.idx`): format, reader, writer, several joined as one."""
+"""Token shards (`.bin` and `.idx`): format, reader, writer, several shards joined or merged."""

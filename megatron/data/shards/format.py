@@ -1,6 +1,6 @@
 """The memory-mapped format (`mmap`) of Megatron and GPT-NeoX for tokenised documents.
 
-A data set is a pair of files, PREFIX.bin and PREFIX.idx, all numbers little-endian:
+A data set is a pair of files, PREFIX.bin and PREFIX.idx. All numbers are little-endian:
 
     .bin   the tokens of all documents, one after the other, nothing else
     .idx   magic    9 bytes  b"MMIDIDX" 00 00
@@ -12,9 +12,9 @@ A data set is a pair of files, PREFIX.bin and PREFIX.idx, all numbers little-end
            pointers int64 [n]  byte at which it starts in .bin
            doc_idx  int64 [m]  0, 1, ..., n: first item of each document, then n
 
-Written here byte for byte as GPT-NeoX's `preprocess_data.py` writes it. Codes 6 and 7 follow
-GPT-NeoX (float32, float64); Megatron-LM reads 6 as a double. Tokens are never floats, so this does
-not matter in practice.
+The files are byte for byte those of GPT-NeoX's `preprocess_data.py`. Codes 6 and 7 follow GPT-NeoX
+(float32, float64); Megatron-LM reads 6 as float64. Tokens are never floats, so this does not matter
+in practice.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
-    """PREFIX + suffix; a prefix may contain dots, so this is not `Path.with_suffix`."""
+    """PREFIX + suffix. A prefix may contain dots, so this is not `Path.with_suffix`."""
     return Path(os.fspath(prefix) + suffix)

@@ -1,4 +1,4 @@
-"""PREFIX.json, the manifest beside the shards: what the tokens are, and where they come from."""
+"""PREFIX.json, the manifest beside the shards: their tokenizer, counts and sources."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from megatron.data.tokenizers.base import Tokenizer
 
 
 def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source: dict) -> dict:
+    """The manifest of shards made with `tokenizer`.
+
+    Args:
+        append_eod: whether each document ends with the tokenizer's end-of-document token.
+        counts: documents, tokens and so on.
+        source: the corpus or files, and what was skipped; of a partition, also `partition`.
+    """
     return {
         "format": 1,
         "tokenizer": tokenizer.name,
@@ -24,16 +31,21 @@ def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source:
 
 
 def to_bytes(manifest: dict) -> bytes:
+    """The content of PREFIX.json."""
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
 def read_manifest(prefix: str | os.PathLike) -> dict | None:
-    """The manifest beside the shards, or None (others write none); ShardError if damaged."""
+    """The manifest of the shards, or None: other programs write none.
+
+    Raises:
+        ShardError: the file is damaged.
+    """
     path = shard_path(prefix, ".json")
+    if not path.exists():
+        return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
     except ValueError as error:
         raise ShardError(
             f"{path}: is not a manifest ({error}); remove it, or rebuild the data"
@@ -41,8 +53,21 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
     return manifest if isinstance(manifest, dict) and "tokenizer_fingerprint" in manifest else None
 
 
+def partition_of(manifest: dict | None) -> dict | None:
+    """The partition that a manifest describes, or None: keys `part`, `of`, `begin` and `end`.
+
+    `part` counts from 1 to `of`. `begin` and `end` are the partition's first and last chunk as
+    [source, number], None if it has no chunk.
+    """
+    return ((manifest or {}).get("source") or {}).get("partition")
+
+
 def check_tokenizer(prefix: str | os.PathLike, tokenizer: Tokenizer) -> None:
-    """ShardError if the manifest says that another tokenizer made the shards."""
+    """Check that the manifest of the shards, if there is one, names this tokenizer.
+
+    Raises:
+        ShardError: it names another one.
+    """
     manifest = read_manifest(prefix)
     if manifest and manifest["tokenizer_fingerprint"] != tokenizer.fingerprint():
         raise ShardError(

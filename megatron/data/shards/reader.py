@@ -1,8 +1,8 @@
-"""Reading token shards, PREFIX.bin and PREFIX.idx (`shard_format.py`), without loading them."""
+"""Reading one token shard, PREFIX.bin and PREFIX.idx (see `format.py`), without loading it."""
 
 from __future__ import annotations
 
-import mmap as _mmap
+import mmap
 import os
 from pathlib import Path
 
@@ -10,26 +10,27 @@ import numpy as np
 
 from megatron.data.errors import ShardError
 from megatron.data.shards.format import DTYPES, HEADER, MAGIC, OLD_MAGIC, shard_path
+from megatron.data.shards.interface import tokens_of
 
 _CHECK_ROWS = 1 << 20  # documents whose pointers are checked at a time
 
 
 class ShardReader:
-    """Read access to PREFIX.bin and PREFIX.idx without loading them.
+    """`Shards` of one pair of files, mapped into memory (Megatron's `MMapIndexedDataset`).
 
-    `sizes` int32 [n], `pointers` int64 [n] (bytes), `doc_idx` int64 [m], `dtype`, `tokens` [all
-    tokens]: the whole .bin as one flat array, mapped. Nothing may be written to any of them.
-    Opening checks that the two files are complete and belong together; ShardError says what is
-    wrong and what to do.
+    Also has `doc_idx` int64 [m], see `format.py`.
+
+    Raises:
+        ShardError: a file is missing, incomplete or damaged, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | os.PathLike) -> None:
         self.prefix = os.fspath(prefix)
+        self.folder = Path(self.prefix).parent
         self._idx, self._bin = shard_path(prefix, ".idx"), shard_path(prefix, ".bin")
         self._require_files()
         with open(self._idx, "rb") as file:
-            header = file.read(HEADER.size)
-            num_documents, num_groups = self._parse_header(header)
+            num_documents, num_groups, self.dtype = self._parse_header(file.read(HEADER.size))
             found = os.fstat(file.fileno()).st_size
             expected = HEADER.size + num_documents * 12 + num_groups * 8
             if found != expected:
@@ -38,7 +39,7 @@ class ShardReader:
                     f"{num_documents} documents need {expected} bytes, the file has {found}; copy "
                     "it again or rebuild it with prepare_data.py"
                 )
-            index = _mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ)
+            index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         at = HEADER.size
         self.sizes = np.frombuffer(index, "<i4", num_documents, at)
         at += self.sizes.nbytes
@@ -50,22 +51,9 @@ class ShardReader:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __reduce__(self) -> tuple:
-        return type(self), (self.prefix,)  # a worker process maps the files itself
-
-    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens of document i from `offset` on, `length` or all of them; a view, not a copy."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
-        size = int(self.sizes[i])
-        length = size - offset if length is None else length
-        if min(offset, length) < 0 or offset + length > size:
-            raise IndexError(
-                f"{self.prefix}: tokens {offset} to {offset + length} of document {i}, "
-                f"which has {size}"
-            )
-        start = int(self.pointers[i]) // self.dtype.itemsize + offset
-        return self.tokens[start : start + length]
+    def get(self, i: int) -> np.ndarray:
+        """Tokens of document i; a view, not a copy."""
+        return tokens_of(self, (i, i + 1))
 
     def _require_files(self) -> None:
         missing = [path for path in (self._idx, self._bin) if not path.is_file()]
@@ -75,14 +63,14 @@ class ShardReader:
             advice = f"give the path without its ending: {self.prefix[:-4]}"
         elif len(missing) == 1:
             advice = "copy the other one too, or rebuild both with prepare_data.py"
-        elif near := sorted(Path(self.prefix).parent.glob(f"{Path(self.prefix).name}*.idx")):
+        elif near := sorted(self.folder.glob(f"{Path(self.prefix).name}*.idx")):
             advice = "did you mean " + " or ".join(str(path)[:-4] for path in near[:3]) + "?"
         else:
             advice = "data_path is the common path of both files; make them with prepare_data.py"
         raise ShardError(f"{' and '.join(map(str, missing))}: no such file; {advice}")
 
-    def _parse_header(self, header: bytes) -> tuple[int, int]:
-        """Return (documents, entries of doc_idx) and set `dtype`."""
+    def _parse_header(self, header: bytes) -> tuple[int, int, np.dtype]:
+        """Return (documents, entries of doc_idx, dtype of the tokens)."""
         if header.startswith(OLD_MAGIC):
             raise ShardError(
                 f"{self._idx}: is in the old 'lazy'/'cached' format; write the data again with "
@@ -103,8 +91,7 @@ class ShardReader:
             raise ShardError(f"{self._idx}: format version {version}; only version 1 is known")
         if code not in DTYPES:
             raise ShardError(f"{self._idx}: unknown dtype code {code}; known: {sorted(DTYPES)}")
-        self.dtype = DTYPES[code].newbyteorder("<")
-        return num_documents, num_groups
+        return num_documents, num_groups, DTYPES[code].newbyteorder("<")
 
     def _map_tokens(self) -> np.ndarray:
         """Check .idx against the size of .bin and map the tokens."""
@@ -120,7 +107,7 @@ class ShardReader:
                 )
             if found == 0:
                 return np.empty(0, self.dtype)  # an empty file cannot be mapped
-            return np.frombuffer(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ), self.dtype)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.dtype)
 
     def _check_pointers(self) -> int:
         """Check that the documents lie end to end; return the bytes that .bin must have."""

@@ -25,6 +25,8 @@ import torch
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
+from megatron.data.samples.split import SPLITS
+from megatron.data.shards.interface import Shards
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import DTYPES, build_model, identity_of, tokenizer_of
 from megatron.engine.checkpoint.load_weights import load_weights
@@ -40,7 +42,7 @@ from megatron.engine.evaluation.report import (
     write_kernels,
 )
 from megatron.engine.job.join import joined_job
-from megatron.engine.text import SPLITS, Shards, evaluation_text
+from megatron.engine.text import open_text
 from megatron.parallel import Groups, build_groups
 from megatron.positional import PositionalEmbedding
 
@@ -193,10 +195,10 @@ def _evaluate_checkpoint(
     run = RunDescription(model=identity_of(config, model.shape, tokenizer))
     notes = load_weights(model, saved, run)
     model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
-    shards, splits = evaluation_text(config, tokenizer)
+    opened = open_text(config, tokenizer)
     say("\n".join([f"evaluating {saved.path}", *notes]))
     theta_HN = None if model.theta is None else model.theta.detach().float().cpu()
-    text = EvaluationText(shards, splits, tokenizer)
+    text = EvaluationText(opened.shards, opened.splits, tokenizer)
     measured = MeasuredModel(model, model.pos, theta_HN)
     return evaluate_lengths(config, groups, measured, text, lengths, run_dir=out, say=say)
 

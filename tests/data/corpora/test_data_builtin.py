@@ -13,7 +13,8 @@ from megatron.data.corpora.builtin import (
     stdlib_root,
 )
 from megatron.data.errors import CorpusError
-from megatron.data.samples.split import open_splits
+from megatron.data.samples.split import split_documents
+from megatron.data.shards.joined import open_shards
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
@@ -39,7 +40,8 @@ def test_the_whole_library(tmp_path, capsys):
     prefix = prepare_builtin("python-stdlib", tmp_path, BYTES)
     assert "tokenising python-stdlib: 100%" in capsys.readouterr().err
     manifest = read_manifest(prefix)
-    shards, splits = open_splits(prefix, "90,9,1", BYTES)
+    shards = open_shards(prefix, BYTES)
+    splits = split_documents("90,9,1", len(shards))
     assert manifest["text_bytes"] > 5_000_000 and len(shards) == manifest["documents"] > 400
     assert manifest["text_bytes"] + len(shards) == len(shards.tokens) == manifest["tokens"]
     assert shards.dtype == np.uint16 and (shards.tokens == 256).sum() == len(shards)
@@ -84,7 +86,7 @@ def test_tokenizers_do_not_share_a_data_set(library, tmp_path):
     other = build_tokenizer("CharLevelTokenizer")
     first = prepare_builtin("python-stdlib", tmp_path, BYTES)
     assert prepare_builtin("python-stdlib", tmp_path, other) != first
-    open_splits(first, "1", BYTES)
+    open_shards(first, BYTES)
 
 
 def test_data_paths(library, tmp_path):

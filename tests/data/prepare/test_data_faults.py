@@ -18,6 +18,7 @@ from megatron.data.samples import index_cache
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.build import build_tokenizer
+from tests.helpers.shards import add_document, write_documents
 
 # Writes data sets repeatedly, each with one more document; prints "ready" when it begins.
 WRITER = """
@@ -29,7 +30,7 @@ for n in range(1, 10**6):
     with ShardWriter(sys.argv[1], np.int32) as writer:
         writer.manifest = str(n).encode()
         for i in range(n % 50 + 1):
-            writer.add_document(np.full(300, n, np.int32))
+            writer.add_documents(np.full(300, n, np.int32), np.array([300]))
 """
 # Writes one data set that never ends.
 SLOW_WRITER = """
@@ -39,7 +40,7 @@ from megatron.data.shards.writer import ShardWriter
 with ShardWriter(sys.argv[1], np.int32) as writer:
     print("ready", flush=True)
     while True:
-        writer.add_document(np.arange(100_000, dtype=np.int32))
+        writer.add_documents(np.arange(100_000, dtype=np.int32), np.array([100_000]))
 """
 # Waits for the file argv[2], so that all start at once, then prepares the corpus.
 PREPARER = """
@@ -106,8 +107,7 @@ def test_a_killed_writer_leaves_no_index(start, tmp_path):
     with pytest.raises(ShardError, match="no such file"):
         ShardReader(prefix)
     # The next writer takes over and leaves nothing of the dead one.
-    with ShardWriter(prefix, np.int32) as writer:
-        writer.add_document(np.arange(3))
+    write_documents(prefix, [range(3)], np.int32)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
     assert ShardReader(prefix).tokens.tolist() == [0, 1, 2]
 
@@ -173,11 +173,11 @@ def no_locks(monkeypatch):
 
 def test_without_locks_two_writers_do_not_meet(no_locks, tmp_path):
     with ShardWriter(tmp_path / "x", np.int32) as slow:
-        slow.add_document(np.array([1, 2]))
+        add_document(slow, np.array([1, 2]))
         with ShardWriter(tmp_path / "x", np.int32) as quick:
-            quick.add_document(np.array([1, 2]))
+            add_document(quick, np.array([1, 2]))
         assert ShardReader(tmp_path / "x").tokens.tolist() == [1, 2]
-        slow.add_document(np.array([3]))
+        add_document(slow, np.array([3]))
     assert ShardReader(tmp_path / "x").tokens.tolist() == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
 

@@ -108,12 +108,12 @@ def test_samples_come_from_the_chosen_corpora_in_their_orders(corpora):
     taken = [0, 0, 0]
     rows = data.batch(np.arange(n))
     for i, d in enumerate(published_choices(normalized(weights), n)):
-        np.testing.assert_array_equal(rows[i], alone[d].sample(taken[d]))
+        np.testing.assert_array_equal(rows[i], alone[d].batch([taken[d]])[0])
         taken[d] += 1
     assert len(data) == n and data.published_length == sum(a.published_length for a in alone)
     np.testing.assert_array_equal(data.batch([7, 3, 7]), rows[[7, 3, 7]])
     with pytest.raises(DataExhausted, match="train: sample 60 of 60"):
-        data.sample(n)
+        data.batch([n])
 
 
 def test_extending_keeps_what_came_before(corpora):

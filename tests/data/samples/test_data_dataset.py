@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron.data.errors import DataExhausted, ShardError
 from megatron.data.samples import index_cache
 from megatron.data.samples.dataset import TokenDataset
-from megatron.data.shards.writer import ShardWriter
 
 SIZES = st.lists(st.integers(0, 15), min_size=1, max_size=25).filter(lambda s: sum(s) > 1)
 
@@ -73,10 +72,10 @@ def test_length(sizes, seq_length, num_samples, seed):
     assert len(dataset) >= built - 1
     if len(dataset):
         last = len(dataset) - 1
-        np.testing.assert_array_equal(dataset.sample(last), dataset.batch([0, last])[1])
+        np.testing.assert_array_equal(dataset.batch([last])[0], dataset.batch([0, last])[1])
     for outside in (len(dataset), -1):
         with pytest.raises(DataExhausted, match="train: sample .* raise train_iters"):
-            dataset.sample(outside)
+            dataset.batch([outside])
 
 
 @given(SIZES, st.integers(1, 20), st.integers(0, 30), st.integers(0, 99), st.data())
@@ -96,7 +95,7 @@ def test_extension_keeps_the_prefix_and_repeats_nothing(sizes, seq_length, recor
     np.testing.assert_array_equal(twice.batch(range(len(once))), once.batch(range(len(once))))
     # One at a time and in any order gives the same rows.
     order = data.draw(st.permutations(range(len(twice))))[:20]
-    rows = [twice.sample(i) for i in order]
+    rows = [twice.batch([i])[0] for i in order]
     if rows:
         np.testing.assert_array_equal(twice.batch(order), np.stack(rows))
 
@@ -123,7 +122,7 @@ def test_samples_cross_documents(make_shards):
     order = dataset.index.doc_idx.tolist()
     row = [token for document in order for token in shards.get(document)]
     for i, cut in enumerate(dataset.index.shuffle_idx[: len(dataset)].tolist()):
-        sample = dataset.sample(i)
+        [sample] = dataset.batch([i])
         assert sample.dtype == np.int64
         assert sample.tolist() == row[cut * 3 : cut * 3 + 4]
 
@@ -171,16 +170,15 @@ def test_cache_ignores_what_a_dead_builder_left(published_shards, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == complete
 
 
-def test_what_a_dataset_refuses(make_shards, tmp_path):
+def test_what_a_dataset_refuses(make_shards):
     shards = make_shards([[1, 2, 3]])
     with pytest.raises(ShardError, match="the valid split has no documents"):
         TokenDataset(shards, (1, 1), 5, 4, 0, "valid")
     with pytest.raises(ValueError, match=r"documents \(0, 2\) of 1"):
         TokenDataset(shards, (0, 2), 5, 4, 0, "train")
-    with ShardWriter(tmp_path / "floats", np.float32) as writer:
-        writer.add_document(np.ones(4, np.float32))
+    floats = make_shards([np.ones(4)], np.float32, "floats")
     with pytest.raises(ShardError, match="holds float32 numbers, not tokens"):
-        TokenDataset(type(shards)(tmp_path / "floats"), (0, 1), 5, 4, 0, "train")
+        TokenDataset(floats, (0, 1), 5, 4, 0, "train")
 
 
 def test_a_damaged_or_unwritable_cache_is_no_obstacle(make_shards, tmp_path, capsys):

@@ -9,18 +9,14 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import ShardError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
+from tests.helpers.shards import write_documents
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    from megatron.data.shards.reader import ShardReader
-    from megatron.data.shards.writer import ShardWriter
-
+    bounds = [(0, 100), (100, 100), (100, 350), (350, 351), (351, 700)]
     prefix = tmp_path_factory.mktemp("eval") / "text"
-    with ShardWriter(prefix, np.int32) as writer:
-        for start, stop in [(0, 100), (100, 100), (100, 350), (350, 351), (351, 700)]:
-            writer.add_document(np.arange(start, stop, dtype=np.int32))
-    return ShardReader(prefix)
+    return write_documents(prefix, [range(*each) for each in bounds], np.int32)
 
 
 @given(st.integers(1, 90), st.integers(1, 800))

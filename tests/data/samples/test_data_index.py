@@ -19,10 +19,8 @@ from megatron.data.samples.index import (
     cut_samples,
     num_epochs,
     sample_idx_dtype,
-    split_documents,
 )
-
-SPLITS = ("train", "valid", "test")
+from megatron.data.samples.split import SPLITS, split_documents
 
 
 def cuts_by_listing_every_token(sizes, doc_idx, seq_length):
@@ -160,6 +158,7 @@ def test_splits_cover_all_documents(split, separator, size):
 @pytest.mark.parametrize(
     "split, size, expected",
     [
+        ("949,50,1", 205, [(0, 195), (195, 205), (205, 205)]),
         ("969, 30, 1", 607, [(0, 588), (588, 606), (606, 607)]),
         ("100", 5, [(0, 5), (5, 5), (5, 5)]),
         ("1/1", 5, [(0, 3), (3, 5), (5, 5)]),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import DataExhausted
 from megatron.data.samples.dataset import TokenDataset
-from megatron.data.samples.index import split_documents
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
+from megatron.data.samples.split import SPLITS, split_documents
 
 CASES = ("train_resume0", "train_resume17", "extrapolation_eval_512", "extrapolation_eval_256")
 
@@ -23,14 +23,14 @@ def dataset(published_shards) -> TokenDataset:
     return TokenDataset(published_shards, (0, 60), 400, 48, 7, "train")
 
 
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
 def test_published_iterators(parity, published_shards, case, split):
     run = json.loads((parity / "iterators.json").read_text())[case]
     counts = sample_counts(
         run["train_iters"], run["eval_interval"], run["eval_iters"], run["train_batch_size"]
     )
-    at = ("train", "valid", "test").index(split)
+    at = SPLITS.index(split)
     dataset = TokenDataset(
         published_shards,
         split_documents(run["split"], len(published_shards))[at],

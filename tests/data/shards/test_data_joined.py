@@ -1,8 +1,6 @@
-"""Several shards as one data set: side by side, and merged."""
+"""Several shards as one data set: joined, and merged."""
 
 from __future__ import annotations
-
-import pickle
 
 import numpy as np
 import pytest
@@ -10,8 +8,9 @@ import pytest
 from megatron.data.errors import ShardError
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.evaluation import eval_sequences
-from megatron.data.samples.split import open_splits
-from megatron.data.shards.joined import JoinedShards, find_prefixes, merge, open_shards
+from megatron.data.shards.interface import tokens_of
+from megatron.data.shards.joined import JoinedShards, find_prefixes, open_each, open_shards
+from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
 
@@ -30,18 +29,18 @@ def parts(make_shards, tmp_path):
 def test_joined_equals_merged(parts, tmp_path):
     prefixes, whole = parts
     joined = open_shards(str(tmp_path / "p-*"))
-    assert isinstance(joined, JoinedShards) and joined.prefixes == prefixes
-    for name in ("sizes", "pointers", "doc_idx"):
+    assert isinstance(joined, JoinedShards) and joined.prefix == " + ".join(prefixes)
+    assert joined.folder == whole.folder and joined.dtype == whole.dtype
+    for name in ("sizes", "pointers"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
     assert len(joined) == len(whole) == 51 and len(joined.tokens) == len(whole.tokens)
     for i in (0, 19, 20, 50):
-        np.testing.assert_array_equal(joined.get(i), whole.get(i))
+        np.testing.assert_array_equal(tokens_of(joined, (i, i + 1)), whole.get(i))
     rng = np.random.default_rng(1)
     for begin, end in rng.integers(0, len(whole.tokens) + 1, (200, 2)):
         np.testing.assert_array_equal(joined.tokens[begin:end], whole.tokens[begin:end])
-    with pytest.raises(IndexError, match="document 51 of 51"):
-        joined.get(51)
-    assert len(pickle.loads(pickle.dumps(joined))) == 51
+    with pytest.raises(ValueError, match=r"documents \(51, 52\) of 51"):
+        tokens_of(joined, (51, 52))
     samples = [
         TokenDataset(s, (3, 40), 80, 7, 1, "x").batch(np.arange(80)) for s in (joined, whole)
     ]
@@ -69,9 +68,8 @@ def test_what_a_data_path_can_be(parts, tmp_path):
         str(tmp_path / "p-?"),
         [str(tmp_path / "p-[12]"), prefixes[2]],
     ):
-        shards, splits = open_splits(given, "50,30,20")
-        assert shards.tokens[0:].tolist() == whole.tokens.tolist()
-        assert splits == open_splits(whole.prefix, "50,30,20")[1]
+        shards = open_shards(given)
+        assert shards.tokens[0:].tolist() == whole.tokens.tolist() and len(shards) == len(whole)
     assert isinstance(open_shards([prefixes[0]]), ShardReader)
     for given, message in (
         (str(tmp_path / "q*"), "no shards"),
@@ -86,10 +84,10 @@ def test_what_does_not_belong_together(parts, make_shards, tmp_path):
     prefixes, _ = parts
     wide = make_shards([[1, 2]], np.int32, "wide")
     with pytest.raises(ShardError, match="wide: holds int32, .* uint16"):
-        JoinedShards([prefixes[0], wide.prefix])
+        open_shards([prefixes[0], wide.prefix])
     with pytest.raises(ShardError, match=r"whole\.idx: exists already"):
         merge(prefixes, tmp_path / "whole")
     for i, fingerprint in ((1, "aa"), (3, "bb")):
         (tmp_path / f"p-{i}.json").write_text(f'{{"tokenizer_fingerprint": "{fingerprint}"}}')
     with pytest.raises(ShardError, match="p-3: was made with another tokenizer than"):
-        JoinedShards(prefixes)
+        JoinedShards(open_each(prefixes))

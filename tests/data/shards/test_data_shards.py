@@ -1,8 +1,7 @@
-"""Shards: byte parity with the published writer, round trips, and every way a pair can be wrong."""
+"""Shards: the published writer's bytes, round trips, and every fault that a pair can have."""
 
 from __future__ import annotations
 
-import pickle
 import shutil
 
 import numpy as np
@@ -12,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from megatron.data.errors import ShardError
-from megatron.data.samples.split import open_splits
 from megatron.data.shards.format import DTYPES, HEADER
+from megatron.data.shards.interface import tokens_of
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
+from tests.helpers.shards import add_document, write_documents
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 
@@ -37,10 +37,7 @@ def test_round_trip(code, tmp_path_factory, data):
     arrays = hnp.arrays(dtype, st.integers(0, 9))
     documents = data.draw(st.lists(arrays, max_size=6))
     prefix = tmp_path_factory.mktemp("trip") / "with.dots"
-    with ShardWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    shards = ShardReader(prefix)
+    shards = write_documents(prefix, documents, dtype)
     assert HEADER.unpack(prefix.with_name("with.dots.idx").read_bytes()[: HEADER.size])[2] == code
     assert shards.dtype == dtype and len(shards) == len(documents)
     assert shards.sizes.tolist() == [len(document) for document in documents]
@@ -52,15 +49,17 @@ def test_round_trip(code, tmp_path_factory, data):
     np.testing.assert_array_equal(shards.tokens, everything)
 
 
-def test_get_reads_a_part(make_shards):
+def test_documents_are_read_by_number(make_shards):
     shards = make_shards(DOCUMENTS)
-    assert shards.get(3, 1).tolist() == [6, 7, 8]
-    assert shards.get(3, 1, 2).tolist() == [6, 7]
-    assert shards.get(1).tolist() == [] and shards.get(0, 3, 0).tolist() == []
-    for wrong in [(4,), (-1,), (0, 0, 4), (0, 2, 2), (0, -1), (0, 4)]:
-        with pytest.raises(IndexError, match="made: "):
-            shards.get(*wrong)
-    assert pickle.loads(pickle.dumps(shards)).get(2).tolist() == [4]
+    assert [shards.get(i).tolist() for i in range(4)] == DOCUMENTS
+    assert tokens_of(shards, (1, 4)).tolist() == [4, 5, 6, 7, 8]
+    assert tokens_of(shards, (1, 1)).tolist() == []
+    for wrong in (4, -1):
+        with pytest.raises(ValueError, match="made: documents .* of 4"):
+            shards.get(wrong)
+    for wrong in [(0, 5), (2, 1), (-1, 2)]:
+        with pytest.raises(ValueError, match="made: documents .* of 4"):
+            tokens_of(shards, wrong)
     with pytest.raises(ValueError, match="read-only"):
         shards.tokens[0] = 9
 
@@ -71,8 +70,8 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
             pytest.raises(ValueError, match="token of document 1 does not fit"),
             ShardWriter(tmp_path / "x", dtype) as writer,
         ):
-            writer.add_document(np.array([7], np.int64))
-            writer.add_document(np.array([1, value]))
+            add_document(writer, np.array([7], np.int64))
+            add_document(writer, np.array([1, value]))
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(ShardError, match="no dtype code for float16"):
         ShardWriter(tmp_path / "x", np.float16)
@@ -146,9 +145,3 @@ def test_one_file_of_the_pair_is_missing(make_shards, tmp_path):
     (tmp_path / "made.bin").unlink()
     with pytest.raises(ShardError, match=r"made\.bin: no such file; copy the other one too"):
         ShardReader(tmp_path / "made")
-
-
-def test_open_splits(published_shards):
-    shards, splits = open_splits(published_shards.prefix, "949,50,1")
-    assert splits == [(0, 195), (195, 205), (205, 205)]
-    np.testing.assert_array_equal(shards.tokens, published_shards.tokens)

@@ -14,7 +14,8 @@ import torch
 
 from megatron.config import load_config
 from megatron.data.samples.index import build_sample_index
-from megatron.data.samples.split import open_splits
+from megatron.data.samples.split import split_documents
+from megatron.data.shards.reader import ShardReader
 from megatron.engine.build import build_model
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
@@ -67,7 +68,8 @@ def config_at(tmp_path, prefix, run, **changes):
 def published_loss(config, prefix, part, start, count):
     """Mean loss over `count` batches from micro-step `start` on, from the index arrays alone."""
     b, t = config.batch, config.training
-    shards, splits = open_splits(prefix, config.data.split)
+    shards = ShardReader(prefix)
+    splits = split_documents(config.data.split, len(shards))
     length = config.model.seq_length_val
     index = build_sample_index(
         shards.sizes, splits[part], t.eval_iters * b.train_batch_size, length, t.seed

@@ -1,0 +1,86 @@
+"""Several shards written as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.data.errors import ShardError
+from megatron.data.shards.joined import check_compatible
+from megatron.data.shards.manifest import partition_of, read_manifest, to_bytes
+from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.writer import ShardWriter
+
+_TOKENS_AT_ONCE = 1 << 24
+_COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_bytes")
+
+
+def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]:
+    """Write the shards `prefixes`, in order, as the shard `output`.
+
+    Returns:
+        The numbers of documents and tokens.
+
+    Raises:
+        ShardError: `output` exists, the shards do not belong together, or the disk is full.
+    """
+    if Path(f"{output}.idx").exists():
+        raise ShardError(f"{output}.idx: exists already; remove it, or choose another name")
+    readers = [ShardReader(prefix) for prefix in prefixes]
+    check_compatible(readers)
+    manifests = [read_manifest(prefix) for prefix in prefixes]
+    _check_partitions(prefixes, [partition_of(manifest) for manifest in manifests])
+    try:
+        with ShardWriter(output, readers[0].dtype.newbyteorder("=")) as writer:
+            return _copy(readers, [each for each in manifests if each], writer)
+    except OSError as error:
+        if error.filename:
+            raise
+        # The error of a full disk names no file.
+        raise ShardError(f"{output}: {error}; nothing is written") from error
+
+
+def _copy(
+    readers: Sequence[ShardReader], manifests: Sequence[dict], writer: ShardWriter
+) -> tuple[int, int]:
+    """Append all documents to `writer`; its manifest joins `manifests` if each shard has one."""
+    for reader in readers:
+        writer.add_documents(reader.tokens[:0], reader.sizes)
+        for start in range(0, len(reader.tokens), _TOKENS_AT_ONCE):
+            tokens = reader.tokens[start : start + _TOKENS_AT_ONCE]
+            writer.add_documents(tokens, reader.sizes[:0])
+    prefixes = [reader.prefix for reader in readers]
+    if len(manifests) == len(readers):
+        sums = {key: sum(each.get(key, 0) for each in manifests) for key in _COUNTS}
+        names = [Path(prefix).name for prefix in prefixes]
+        sources = [each["source"] for each in manifests]
+        merged = {"merged": dict(zip(names, sources, strict=True))}
+        writer.manifest = to_bytes({**manifests[0], **sums, "source": merged})
+    if not writer.documents:
+        raise ShardError(f"{', '.join(prefixes)}: no document in them; nothing is written")
+    return writer.documents, writer.tokens
+
+
+def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]) -> None:
+    """Check that partitions are complete, in order, and follow one another without a gap."""
+    known = [each for each in partitions if each]
+    if not known:
+        return
+    numbers = [each["part"] for each in known]
+    if len(known) < len(partitions) or numbers != list(range(1, known[0]["of"] + 1)):
+        found = [each and f"{each['part']}/{each['of']}" for each in partitions]
+        raise ShardError(f"not all partitions of one run, in order: found {found}")
+    end: list[int] | None = None
+    for prefix, each in zip(prefixes, known, strict=True):
+        if each["begin"] is None:  # a partition without chunks
+            continue
+        source, number = each["begin"]
+        if end is not None and (
+            [source, number] != [end[0], end[1] + 1] and not (source > end[0] and number == 1)
+        ):
+            raise ShardError(
+                f"{prefix}: begins at chunk {each['begin']}, the one before ended at {end}: the "
+                "partitions were not cut from the same inputs; prepare them again"
+            )
+        end = each["end"]
