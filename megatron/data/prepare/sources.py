@@ -28,24 +28,15 @@ from megatron.data.errors import CorpusError
 from megatron.data.prepare.compression import COMPRESSIONS
 
 HUB = "hub:"
-_KINDS = {
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".ndjson": "jsonl",
-    ".tar": "tar",
-    ".tgz": "tar",
-    ".dat": "dat",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".rst": "text",
-    ".tex": "text",
-    ".py": "text",
-    ".html": "text",
-    ".xml": "text",
-    ".zip": "zip",
-    ".parquet": "parquet",
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "tar": (".tar", ".tgz"),
+    "dat": (".dat",),
+    "text": (".txt", ".text", ".md", ".rst", ".tex", ".py", ".html", ".xml"),
+    "zip": (".zip",),
+    "parquet": (".parquet",),
 }
+KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
 _RANDOM_ACCESS = ("zip", "parquet")  # read by random access, so never compressed themselves
 _ARROW = ("dataset_info.json", "dataset_dict.json")  # `datasets` writes them into its folders
 _IGNORED = ("__pycache__", "current_chunk_incomplete")  # the second: lm_dataformat's leftover
@@ -76,7 +67,7 @@ def kind_of(name: str) -> str | None:
     """The kind for the suffix of `name`, or None."""
     path = Path(name.lower())
     compressed = path.suffix in COMPRESSIONS
-    kind = _KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)
+    kind = KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)
     return None if compressed and kind in _RANDOM_ACCESS else kind
 
 

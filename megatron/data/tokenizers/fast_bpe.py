@@ -28,9 +28,9 @@ _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\
 # tiktoken's matcher fails on much longer runs of white space (its stack holds a million entries).
 # The reference encodes texts with such a run.
 _LONG_RUN = 250_000
-_CHECK_FIRST = 1 << 16  # characters; a process compares its first texts of this length
-_CHECK_EVERY = 64  # then one text in 64; not one batch in 64, whose texts resemble each other
-_DIFFICULT = (
+CHECK_FIRST = 1 << 16  # characters; a process compares its first texts of this length
+CHECK_EVERY = 64  # then one text in 64; not one batch in 64, whose texts resemble each other
+DIFFICULT_TEXTS = (
     "",
     " ",
     "a",
@@ -140,13 +140,13 @@ class CheckedBatches:
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
         self.name, self._encode, self._reference = name, encode, reference
         self._seen = self._compared = 0  # characters
-        for text, ids in zip(_DIFFICULT, encode(list(_DIFFICULT)), strict=True):
+        for text, ids in zip(DIFFICULT_TEXTS, encode(list(DIFFICULT_TEXTS)), strict=True):
             self._compare(text, ids)
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self._encode(texts)
         for text, ids in zip(texts, encoded, strict=True):
-            if self._compared <= _CHECK_FIRST + self._seen // _CHECK_EVERY:
+            if self._compared <= CHECK_FIRST + self._seen // CHECK_EVERY:
                 self._compare(text, ids)
                 self._compared += len(text)
             self._seen += len(text)

@@ -285,7 +285,7 @@ def test_skipping_keeps_what_came_before(tmp_path):
 def test_every_kind_of_the_table_is_known():
     from megatron.data.prepare import sources
 
-    for suffix, kind in sources._KINDS.items():
+    for suffix, kind in sources.KINDS.items():
         assert kind_of(f"a{suffix}") == kind
         packed = None if kind in ("zip", "parquet") else kind
         assert kind_of(f"A{suffix}.ZST") == packed

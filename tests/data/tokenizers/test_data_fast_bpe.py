@@ -123,10 +123,10 @@ def test_a_backend_that_differs_is_refused(monkeypatch):
     checked = fast_bpe.CheckedBatches("quick", off_on_x, reference)
     with pytest.raises(TokenizerError, match="quick: differs from the reference on 'x1'"):
         checked(["good", "x1"])  # the first texts are compared
-    monkeypatch.setattr(fast_bpe, "_CHECK_FIRST", 0)
+    monkeypatch.setattr(fast_bpe, "CHECK_FIRST", 0)
     checked = fast_bpe.CheckedBatches("quick", off_on_x, reference)
     assert checked(["good!"])[0].tolist() == [*b"good!"]
-    every = fast_bpe._CHECK_EVERY
+    every = fast_bpe.CHECK_EVERY
     checked(["x1"] * ((5 * every - 5) // 2))  # comparing 5 characters covers 5 x 64
     with pytest.raises(TokenizerError, match="quick: differs from the reference on 'x1'"):
         checked(["x1"] * 2)
@@ -140,16 +140,16 @@ def test_what_is_compared_is_spread_over_all_texts(monkeypatch):
         return [np.zeros(1)] * len(texts)
 
     checked = fast_bpe.CheckedBatches("quick", lambda texts: [np.zeros(1)] * len(texts), reference)
-    assert compared == list(fast_bpe._DIFFICULT)
+    assert compared == list(fast_bpe.DIFFICULT_TEXTS)
     compared.clear()
     texts = [f"{i:01000}" for i in range(10_000)]
     for start in range(0, len(texts), 50):
         checked(texts[start : start + 50])
-    first = fast_bpe._CHECK_FIRST // 1000 + 1
+    first = fast_bpe.CHECK_FIRST // 1000 + 1
     assert compared[:first] == texts[:first]
     places = np.array([int(text) for text in compared[first:]])
-    assert len(places) >= (10_000 - first) // fast_bpe._CHECK_EVERY
-    assert np.diff(places).max() <= fast_bpe._CHECK_EVERY + 1 and places[-1] > 9900
+    assert len(places) >= (10_000 - first) // fast_bpe.CHECK_EVERY
+    assert np.diff(places).max() <= fast_bpe.CHECK_EVERY + 1 and places[-1] > 9900
 
 
 def test_sentencepiece(tmp_path):
