@@ -31,12 +31,14 @@ from megatron.parallel import (
 )
 from megatron.positional import PositionalEmbedding
 
+THETA = "embedding.theta"
+"""Name of the parameter in the model and in checkpoints."""
 BY_HEADS = Sharding(0)
 
 
 def initial_theta(pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup) -> torch.Tensor:
     """Initial theta [H, N] fp32 of this rank's heads, drawn for all `heads` and then sliced."""
-    theta_HN = pos.initial_theta(heads, named_generator(seed, "embedding.theta"))
+    theta_HN = pos.initial_theta(heads, named_generator(seed, THETA))
     return BY_HEADS.slice(theta_HN, tp.rank, tp.size)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import init
 
+from megatron.model.embedding import THETA
 from megatron.model.shape import GPTShape
 from megatron.parallel import full_shape, local_slice, named_generator
 
@@ -75,7 +76,7 @@ def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, 
     """Set each named parameter to its initial value, a function of seed and name alone."""
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
-        if name == "embedding.theta":
+        if name == THETA:
             continue  # drawn by the embedding itself
         if leaf == "bias":
             param.zero_()

@@ -27,6 +27,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox.buffers import implied_buffers
 from megatron.engine.neox.read import Published, Shape, read
+from megatron.model.embedding import THETA
 from megatron.positional import PositionalEmbedding
 from megatron.version import __version__
 
@@ -124,7 +125,7 @@ def _placed(
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
-        if name == "embedding.theta":
+        if name == THETA:
             in_all_blocks |= layout.theta_columns(tensor, shape.theta)
         else:
             placed[layout.published_place(name, shape.num_layers)] = tensor

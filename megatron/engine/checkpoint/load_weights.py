@@ -13,12 +13,12 @@ from megatron.engine.checkpoint.saved import Kind, Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
+from megatron.model.embedding import THETA
 from megatron.parallel import Groups
 
 if TYPE_CHECKING:
     from megatron.engine.training.pipeline import Model
 
-THETA = "embedding.theta"
 WORDS = "embedding.word_embeddings.weight"
 
 

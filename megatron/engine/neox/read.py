@@ -32,6 +32,7 @@ from megatron.engine.neox.counters import (
     schedule_of,
     step_of,
 )
+from megatron.model.embedding import THETA
 
 MOST_FILES = 100_000
 """Layers times ranks; a larger product is a damaged count, not a list of missing files."""
@@ -265,5 +266,5 @@ def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
         out.buffers |= kernels[first]
         return
     with _collected(out.problems, f"{layout.file_name(first, 0)}: {layout.RPE}*"):
-        out.weights["embedding.theta"], names = layout.theta_from_columns(kernels[first])
+        out.weights[THETA], names = layout.theta_from_columns(kernels[first])
         out.shape = replace(out.shape, theta=tuple(names))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.engine.training.schedule import AnnealingLR
-from megatron.engine.training.theta import THETA
+from megatron.model.embedding import THETA
 from megatron.parallel import Groups, TensorGroup, sharding_of
 
 

@@ -23,8 +23,8 @@ from torch import nn
 from megatron.attention import AttentionFn
 from megatron.config import Config
 from megatron.engine.build import attention_of, build_model, positional_of, shape_of
-from megatron.engine.training.theta import THETA
 from megatron.model import GPT, GPTShape
+from megatron.model.embedding import THETA
 from megatron.model.gpt import logits_group
 from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from megatron.parallel import Groups
 from megatron.positional import PositionalEmbedding
 
-THETA = "embedding.theta"
-"""Name of the parameter in the model."""
 MOST_COLUMNS = 4
 """Parameters per head that the log shows by name; larger tables are shown as one."""
 
