@@ -2,67 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
 import numpy as np
-import pytest
 import torch
 
-import megatron.positional
 from megatron.attention import attend, choose
 from megatron.attention.fused import functions_of
-from megatron.positional import load, names
+from megatron.positional import names
+from tests.attention import new_kernel
+from tests.attention.new_kernel import exact
 
-FILE = '''
-"""b_h(d) = -strength log(1 + reach d^bend): the paper's 3-para-log under other names."""
-
-import torch
-
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
-
-
-class Throwaway(PositionalEmbedding):
-    """strength, reach ~ U(0, 1) >= 0.01; bend ~ 2 U(0, 1) in [0.01, 2]."""
-
-    kind = "distance"
-    learnable = True
-    parameters = (
-        ThetaParameter("strength", low=0.01),
-        ThetaParameter("reach", low=0.01),
-        ThetaParameter("bend", low=0.01, high=2.0, scale=2.0),
-    )
-
-    def bias(self, theta_HN, d):
-        d, strength, reach, bend = self.columns(theta_HN, d)
-        return -strength * (1 + reach * d.pow(bend)).log()
-'''
-
-
-@pytest.fixture
-def pos(tmp_path, monkeypatch):
-    (tmp_path / "throwaway.py").write_text(FILE)
-    folders = [*megatron.positional.__path__, str(tmp_path)]
-    monkeypatch.setattr(megatron.positional, "__path__", folders)
-    importlib.invalidate_caches()
-    yield load("throwaway")
-    sys.modules.pop("megatron.positional.throwaway", None)
-
-
-def exact(q, k, v, theta, scale):
-    """Attention with the same kernel in numpy, float64, one row at a time."""
-    heads, length = q.shape[1:3]
-    out = np.zeros(q.shape)
-    for h in range(heads):
-        strength, reach, bend = theta[h]
-        for i in range(length):
-            d = i - np.arange(i + 1.0)
-            scores = scale * k[:, h, : i + 1] @ q[:, h, i, :, None]
-            scores = scores[..., 0] - strength * np.log(1 + reach * d**bend)
-            probs = np.exp(scores - scores.max(-1, keepdims=True))
-            probs /= probs.sum(-1, keepdims=True)
-            out[:, h, i] = (probs[:, None] @ v[:, h, : i + 1])[:, 0]
-    return out
+pos = new_kernel.new_kernel
 
 
 def test_all_backends_and_their_gradients(pos):

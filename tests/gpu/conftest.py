@@ -1,8 +1,8 @@
-"""Tests for a machine with a GPU, torch, triton and pytest; no DeepSpeed needed but where it says.
+"""Tests for a machine with a GPU, torch, triton and pytest; no DeepSpeed needed except where noted.
 
     python -m pytest -m gpu
 
-Inputs and comparisons are those of ``tests/kernels``, which run on the GPU where there is one.
+Inputs, comparisons and some cases are those of `tests/kernels`, which use a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """A test starts with the memory that the one before had, and with nothing compiled by dynamo,
-    which gives up compiling after a few variants of one function."""
+    """Free the memory of each test, and forget what dynamo compiled: it stops compiling after a few
+    variants of a function."""
     if torch.cuda.is_available():
         torch._dynamo.reset()
     yield

@@ -11,12 +11,12 @@ from megatron.attention.choice import BACKENDS
 from megatron.attention.fused import functions_of
 from megatron.attention.sdpa import refusal as sdpa_refusal
 from megatron.positional import load, names
-from tests.attention.test_attention_new_kernel import exact as exact_new_kernel
-from tests.attention.test_attention_new_kernel import pos  # noqa: F401
+from tests.attention import new_kernel
 from tests.kernels.cases import TOLERANCE, assert_close, make
 
 pytestmark = pytest.mark.gpu
 
+pos = new_kernel.new_kernel
 BF16 = torch.bfloat16
 LENGTH = 300
 
@@ -80,12 +80,12 @@ def test_flex_with_grouped_heads_and_an_offset():
     assert_close(case.run("flex", query_offset=133), exact, 2 * TOLERANCE[BF16])
 
 
-def test_a_new_kernel_in_one_file(pos):  # noqa: F811
+def test_a_new_kernel_in_one_file(pos):
     """Eager in float64 against numpy; then fused and flex, with gradients, against eager."""
     assert not functions_of(pos)[0].tabulated
     case = make(pos, 2, 3, 140, 32)
     q, k, v, theta = (x.detach().double().cpu().numpy() for x in case.inputs)
-    truth = torch.from_numpy(exact_new_kernel(q, k, v, theta, 0.35))
+    truth = torch.from_numpy(new_kernel.exact(q, k, v, theta, 0.35))
     exact = case.run("eager", torch.float64)
     torch.testing.assert_close(exact[0].cpu(), truth, atol=1e-9, rtol=0)
     for backend in ("fused", "flex"):

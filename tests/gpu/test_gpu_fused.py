@@ -1,7 +1,6 @@
 """The fused passes on a GPU against float64 autograd of the eager formula.
 
-Shapes cross several of the tiles in use (up to 128 rows and keys). Tolerances: ``cases``. The
-imported tests are those of the interpreter's suite: they run where they are collected.
+Shapes cross several of the tiles in use (up to 128 rows and keys). Tolerances: `cases`.
 """
 
 from __future__ import annotations
@@ -13,11 +12,16 @@ import torch
 
 from megatron.positional import names
 from tests.kernels.cases import LENGTH, check, make
+from tests.kernels.edges import EdgeCases
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FAR = 1 << 22
+
+
+class TestEdges(EdgeCases):
+    """Those of the interpreter's suite."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

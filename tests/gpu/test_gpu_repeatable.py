@@ -1,7 +1,4 @@
-"""On a GPU: the same bits every time, dropout's mask, the passes launched, other streams, devices.
-
-The imported tests are those of the interpreter's suite: they run where they are collected.
-"""
+"""On a GPU: repetition bit for bit, dropout's mask, launches, other streams and devices."""
 
 from __future__ import annotations
 
@@ -10,10 +7,15 @@ import torch
 
 from tests.kernels import cases
 from tests.kernels.cases import make
+from tests.kernels.repeatable import RepeatableCases
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
+
+
+class TestRepeatable(RepeatableCases):
+    """Those of the interpreter's suite."""
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
