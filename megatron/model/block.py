@@ -5,7 +5,7 @@
 
 Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
 The fused projection is interleaved per head: its output is [H, (q k v), E], as in the released
-checkpoints. Theta is the job's one kernel tensor; it flows through every block beside x.
+checkpoints. Theta is the model's one kernel tensor, an input of every block.
 
 Under tensor parallelism H counts this rank's heads, in theta too; the layers know how they are
 sharded. Under context parallelism (`cp`) T counts this rank's positions; inside attention each rank
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """D -> inner width -> D."""
+    """x [B, T, D] -> [B, T, D] through the inner width `mlp_size`."""
 
     def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE):
         super().__init__()
@@ -106,32 +106,34 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x_BTD)), partial)
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        # torch's tanh constant differs in the tenth digit, which only float64 resolves.
+        exact = self.numerics.published or x.dtype == torch.float64
         if self.activation == "gelu" and self.tanh_gelu:
-            # torch's constant differs in the tenth digit, which float64 alone can see.
-            exact = self.numerics.published or x.dtype == torch.float64
-            return published_tanh_gelu(x) if exact else F.gelu(x, approximate="tanh")
-        if self.activation == "gelu":
-            return F.gelu(x)
-        if self.activation == "geglu":
-            value, gate = x.chunk(2, dim=-1)
-            return F.gelu(gate) * value
-        by_name = PUBLISHED_ACTIVATIONS if self.numerics.published else ACTIVATIONS
-        return by_name[self.activation](x)
+            return _published_tanh_gelu(x) if exact else F.gelu(x, approximate="tanh")
+        functions = _PUBLISHED_ACTIVATIONS if self.numerics.published else _ACTIVATIONS
+        return functions[self.activation](x)
 
 
-def published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+def _geglu(x: torch.Tensor) -> torch.Tensor:
+    value, gate = x.chunk(2, dim=-1)
+    return F.gelu(gate) * value
+
+
+def _published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     """x / 2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "geglu": _geglu,
     "relu": F.relu,
     "softsign": F.softsign,
     "swish": F.silu,
     "mish": F.mish,
 }
 # The same functions, rounded after each operation.
-PUBLISHED_ACTIVATIONS = ACTIVATIONS | {
+_PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
     "swish": lambda x: x * torch.sigmoid(x),
     "mish": lambda x: x * torch.tanh(F.softplus(x)),
 }

@@ -22,7 +22,7 @@ from megatron.parallel import ALONE, TensorGroup, copy_to
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, with weights that serve each rank's positions."""
+    """torch's layer norm, with gradients summed over ranks that hold different positions."""
 
     def __init__(self, dim: int, eps: float, tp: TensorGroup = ALONE):
         super().__init__(dim, eps=eps)
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """One learned length for every vector (Nguyen & Salazar 2019)."""
+    """Every vector gets the same, learned length (Nguyen & Salazar 2019)."""
 
     def __init__(self, eps: float, tp: TensorGroup = ALONE, numerics: Numerics = WIDE):
         super().__init__()
@@ -64,21 +64,25 @@ class ScaleNorm(nn.Module):
 def norm_layer(
     name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Class and arguments of the norm called `name` in a config: layernorm, rmsnorm, scalenorm."""
+    """Class and arguments of the norm `name`: layernorm, rmsnorm or scalenorm.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     tp = tp if tp.splits_sequence else ALONE
-    own = {"eps": eps, "tp": tp, "numerics": numerics}
+    common = {"eps": eps, "tp": tp}
     if name == "layernorm":
-        return LayerNorm, {"dim": dim, "eps": eps, "tp": tp}
+        return LayerNorm, common | {"dim": dim}
     if name == "rmsnorm":
-        return RMSNorm, own | {"dim": dim}
+        return RMSNorm, common | {"dim": dim, "numerics": numerics}
     if name == "scalenorm":
-        return ScaleNorm, own
+        return ScaleNorm, common | {"numerics": numerics}
     raise ValueError(f"norm {name!r} is unknown; use layernorm, rmsnorm or scalenorm")
 
 
 def build_norm(
     name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
 ) -> nn.Module:
-    """The norm called `name`, built."""
+    """The norm `name` as a module; see `norm_layer`."""
     kind, arguments = norm_layer(name, dim, eps, numerics, tp)
     return kind(**arguments)

@@ -16,7 +16,7 @@ class BlockShape:
         activation: `gelu`, `geglu`, `relu`, `softsign`, `swish` or `mish`.
         tanh_gelu: use the tanh approximation of gelu.
         rotary_pct: fraction of each head's dimensions that a rotary embedding rotates.
-        numerics: where norms, activations and biased products round 16-bit numbers.
+        numerics: how norms, activations, the MLP and attention's output projection round.
     """
 
     hidden_size: int

@@ -1,13 +1,13 @@
-"""Linear and embedding layers that a tensor-parallel group holds together (Shoeybi et al. 2019).
+"""Linear and embedding layers, sharded over a tensor-parallel group (Shoeybi et al. 2019).
 
-    ColumnLinear   y_r = x W_r^T + b_r                    W cut by outputs; y stays cut
-    RowLinear      y   = sum_r (x_r W_r^T + b / size)     W cut by inputs; y whole
-    VocabEmbedding row lookup, and the tied projection    rows (tokens) cut
+    ColumnLinear   y_r = x W_r^T + b_r                    W sharded by outputs; y stays sharded
+    RowLinear      y   = sum_r (x_r W_r^T + b / size)     W sharded by inputs; y is complete
+    VocabEmbedding row lookup, and the tied projection    rows (tokens) sharded
 
-Where the group cuts the sequence, hidden states come to ColumnLinear, and leave RowLinear and
-VocabEmbedding, as this rank's positions alone. r counts the ranks of the group. In a group of one
-each is torch's own layer. Weights come uninitialised: the model draws them whole, by name, and
-keeps its slice.
+r counts the ranks of the group. Under sequence parallelism the input of ColumnLinear, and the
+output of RowLinear and of VocabEmbedding, hold only this rank's positions. In a group of one each
+layer is torch's own. Weights are created uninitialised; the model draws the full tensors by name,
+and each rank keeps its slice.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ColumnLinear(nn.Linear):
     """[..., in] -> this rank's [..., out / size].
 
     Args:
-        blocks: tensors stacked in the output, each to be cut by itself (2 for value and gate).
-        numerics: where product and bias are rounded.
+        blocks: tensors stacked in the output, each sharded separately (2: value and gate).
+        numerics: how product and bias are rounded.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class RowLinear(nn.Linear):
     """This rank's [..., in / size] -> [..., out].
 
     Args:
-        scatter: the input comes whole, and is cut here.
-        numerics: where product and bias are rounded.
+        scatter: the input is complete and is sliced here.
+        numerics: how product and bias are rounded.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RowLinear(nn.Linear):
         mark_sharding(self.weight, Sharding(1), tp)
 
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
-        """With `partial` the ranks' results are left for the caller to add up."""
+        """The sum over ranks, or with `partial` this rank's addend: the caller reduces it."""
         if self.scatter:
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
             x = scatter_to(x, self.tp)
@@ -83,8 +83,8 @@ class RowLinear(nn.Linear):
 class VocabEmbedding(nn.Embedding):
     """Token ids -> vectors, or (`project=True`) vectors -> this rank's logits with the same matrix.
 
-    The tied output calls this module instead of reading its weight, so that a parameter-sharding
-    engine gathers the weight around both uses.
+    A tied output layer calls this module and does not read its weight: an engine that shards
+    parameters (ZeRO-3) gathers the weight around each call.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
@@ -106,7 +106,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 class HiddenDropout(nn.Dropout):
-    """Dropout of hidden states that every rank of `tp` holds alike, or its own positions of."""
+    """Dropout of hidden states: one mask for all ranks of `tp`, unless they split the sequence."""
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):
         super().__init__(p)

@@ -2,10 +2,10 @@
 
     loss[b, t] = logsumexp_v(logits[b, t, v]) - logits[b, t, targets[b, t]]
 
-Legend: B batch, T positions, V padded vocabulary, W this rank's part of it (V / size).
+Legend: B batch, T positions, V padded vocabulary, W this rank's slice of it (V / size).
 
-Where the vocabulary is cut over a tensor-parallel group, the maximum, the sum of exponentials and
-the target's logit are found over the group: three [B, T] reductions instead of a gathered V.
+If the vocabulary is sharded over a tensor-parallel group, the group reduces three [B, T] tensors
+(the maximum, the sum of exponentials and the target's logit) instead of gathering V.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ def token_losses(
 ) -> torch.Tensor:
     """Loss of each target in nats, [B, T], on every rank.
 
-    Computed in fp32 whatever the logits' dtype (float64 logits stay float64), as the published
-    code does. `targets_BT` is int64 and counts the whole vocabulary.
+    Logits are cast to fp32 as in the published code; float64 logits stay float64. `targets_BT` is
+    int64 and indexes the full vocabulary.
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:
-        return _CutCrossEntropy.apply(logits_BTW.to(dtype), targets_BT, tp)
+        return _ShardedCrossEntropy.apply(logits_BTW.to(dtype), targets_BT, tp)
     flat = F.cross_entropy(
         logits_BTW.flatten(0, 1).to(dtype), targets_BT.flatten(), reduction="none"
     )
     return flat.view(targets_BT.shape)
 
 
-class _CutCrossEntropy(torch.autograd.Function):
-    """d loss / d logit_v = softmax_v - [v is the target]; each rank has its own part of it."""
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """d loss / d logit_v = softmax_v - [v is the target]; each rank computes its slice of v."""
 
     @staticmethod
     def forward(ctx, logits_BTW, targets_BT, tp):
@@ -57,6 +57,6 @@ class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BT):
         softmax_BTW, local_BT1, elsewhere_BT1 = ctx.saved_tensors
-        own_BT1 = (~elsewhere_BT1).to(softmax_BTW.dtype)
-        dlogits_BTW = softmax_BTW.scatter_add(-1, local_BT1, -own_BT1)
+        here_BT1 = (~elsewhere_BT1).to(softmax_BTW.dtype)
+        dlogits_BTW = softmax_BTW.scatter_add(-1, local_BT1, -here_BT1)
         return dlogits_BTW.mul_(grad_BT.unsqueeze(-1)), None, None

@@ -1,10 +1,10 @@
 """Random streams.
 
-Two kinds, never mixed: initial values come from a generator that depends on (seed, parameter name)
-alone, so they do not depend on the layout; dropout comes from torch's global generators, whose
-state is saved per rank. Tensor-parallel ranks hold the same hidden states, so their generators run
-alike; only what they compute apart, the dropout of their own heads, is drawn from a stream of the
-rank's own (`rank_dropout`).
+There are two kinds. Initial values come from a generator that depends only on the seed and the
+parameter's name, so they do not depend on the layout. Dropout comes from torch's global generators,
+whose state is saved per rank. Tensor-parallel ranks hold the same hidden states, so their global
+generators stay in the same state. Values that differ between the ranks, such as the dropout of
+their attention heads, are drawn from a separate stream of each rank (`rank_dropout`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron.parallel.groups import TensorGroup
 def named_generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator that is a pure function of `seed` and `name`.
 
-    Drawing on the CPU keeps the values independent of the device; drawing the full tensor and then
-    slicing keeps them independent of tensor parallelism.
+    Callers draw the full tensor on the CPU and slice it, so values depend neither on the device nor
+    on tensor parallelism.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator()
@@ -39,7 +39,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned; a CUDA state is ignored where there is no CUDA device."""
+    """Restore a `state` from `rng_state`; a CUDA state is ignored without a CUDA device."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -47,11 +47,11 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
-    """Draws inside differ between the ranks of `tp`; outside they stay alike.
+    """Inside, the ranks of `tp` draw different numbers; outside, their generators stay equal.
 
-    The rank's seed is drawn from the common CPU stream, so nothing besides the global generators
-    is to be saved, and recomputing an activation draws the same numbers again. In a group of one
-    nothing happens.
+    The seed of each rank's stream is drawn from the common CPU stream. Therefore a checkpoint needs
+    only the global generators, and recomputing an activation draws the same numbers again. In a
+    group of one this does nothing.
     """
     if tp.size == 1:
         yield

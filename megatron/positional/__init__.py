@@ -1,8 +1,8 @@
-"""Positional embeddings, one file each. The file's name is the registry.
+"""Positional embeddings, one file each. The files' names are the registry.
 
-``load("kerple_log")`` imports ``positional/kerple_log.py`` and builds the one subclass of
-:class:`PositionalEmbedding` that it defines. To add an embedding, add a file here and its entry to
-``tests/positional/formulas64.py``; nothing else needs to know.
+`load("kerple_log")` imports `positional/kerple_log.py` and builds the one subclass of
+`PositionalEmbedding` that it defines. To add an embedding, add a file here and its entry to
+`tests/positional/formulas64.py`; nothing else changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["PositionalEmbedding", "PositionalError", "ThetaParameter", "load", "
 
 
 def names() -> tuple[str, ...]:
-    """Names of all embeddings, sorted: this package's files but ``base`` and those with a ``_``."""
+    """Names of all embeddings, sorted: this package's files except `base` and names with a `_`."""
     stems = (path.stem for folder in __path__ for path in Path(folder).glob("*.py"))
     return tuple(sorted(stem for stem in stems if stem != "base" and not stem.startswith("_")))
 
@@ -29,8 +29,8 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     """Build the embedding `name`, which computes in `numerics`, with its own `options`.
 
     Raises:
-        PositionalError: no file has this name (the nearest is named), the file does not define
-            exactly one embedding, or the embedding has no such option, or one of another kind.
+        PositionalError: No file has this name (the message suggests the nearest), the file does
+            not define exactly one embedding, or an option is unknown or has the wrong type.
     """
     if name not in names():
         hint = did_you_mean(name, names())

@@ -4,12 +4,12 @@ Attention logits of query position i and key position j <= i in head h, with dis
 
     s_ij = scale (q_i . k_j) w_h(d) + b_h(d)
 
-``distance`` kernels define b (``bias``) and/or w (``weight``) from theta; ``rotary`` turns queries
-and keys; ``input`` adds a vector to the token embedding; ``none`` does nothing. The bias is added
+`distance` kernels define b (`bias`) and/or w (`weight`) from theta; `rotary` rotates queries and
+keys; `input` adds a vector to the token embedding; `none` does nothing. The bias is added
 AFTER the 1/sqrt(head size) scaling, as the released KERPLE code and checkpoints do (Eq. 1 of the
 paper, arXiv 2205.09921, writes it inside).
 
-Legend: H heads, N columns of theta, ``d`` a tensor of any shape holding distances >= 0.
+Legend: H heads, N columns of theta, `d` a tensor of any shape holding distances >= 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal["distance", "rotary", "input", "none"]
 
 
 class PositionalError(ValueError):
-    """An unknown embedding or an option that it does not have; the message names what exists."""
+    """An unknown embedding or option; the message lists the known ones."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ThetaParameter:
     """One column of theta, a number per head.
 
     Attributes:
-        name: as in published checkpoints (``bias_p``, ``wei_a``, ...).
-        low, high: closed bounds, kept by projection after each optimizer step; +-inf for none.
-        scale: initial values are ``scale * U(0, 1)``, projected into the bounds.
+        name: as in published checkpoints (`bias_p`, `wei_a`, ...).
+        low, high: closed bounds, enforced by projection after each optimizer step; +-inf for none.
+        scale: initial values are `scale * U(0, 1)`, projected into the bounds.
     """
 
     name: str
@@ -46,20 +46,20 @@ class ThetaParameter:
 
 
 class PositionalEmbedding:
-    """Base of all embeddings; a subclass overrides only what its kind uses.
+    """Base of all embeddings; a subclass overrides only the methods that its kind uses.
 
-    ``bias`` and ``weight`` are pure torch formulas and ARE the specification: every attention
-    backend is tested against them. They never clamp: keeping theta within ``bounds()`` is the
-    optimizer's duty, so the gradient at a bound is the formula's own.
+    `bias` and `weight` are pure torch formulas and are the specification: every attention backend
+    is tested against them. They never clamp. The optimizer keeps theta within `bounds()`, so the
+    gradient at a bound is that of the formula.
 
     Attributes:
         numerics: where kernels, distances, angles and constants (slopes, frequencies) are rounded.
-            Embeddings are keys of caches, so it never changes after construction.
+            Embeddings are cache keys, so it must not change after construction.
     """
 
     kind: ClassVar[Kind] = "none"
     learnable: ClassVar[bool] = False
-    """Whether training changes it: a ``distance`` kernel's theta, an ``input`` table."""
+    """Whether training changes the theta of a `distance` kernel, or the table of an `input` one."""
     parameters: tuple[ThetaParameter, ...] = ()
     numerics: Numerics = WIDE
 
@@ -68,11 +68,11 @@ class PositionalEmbedding:
 
     @property
     def name(self) -> str:
-        """The file's name, which is the key ``pos_emb``."""
+        """The file's name, which is the value of the config key `pos_emb`."""
         return type(self).__module__.rpartition(".")[2]
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        """Theta [num_heads, N] fp32 for ALL heads (tensor-parallel callers slice the rows)."""
+        """Initial theta [num_heads, N] fp32 of all heads; tensor parallelism slices the rows."""
         columns = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
         theta_HN = torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
         low_N, high_N = self.bounds()
@@ -90,11 +90,11 @@ class PositionalEmbedding:
         return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """b_h(d) as [H, *d.shape] in theta's dtype, at least fp32; None where b = 0."""
+        """b_h(d) as [H, *d.shape] in theta's dtype, at least fp32; None if b = 0 everywhere."""
         return None
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """w_h(d), likewise; None where w = 1."""
+        """w_h(d) as [H, *d.shape] in theta's dtype, at least fp32; None if w = 1 everywhere."""
         return None
 
     def rotate(
@@ -106,21 +106,28 @@ class PositionalEmbedding:
         rotary_ndims: int | None = None,
         base: float = 10000.0,
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys, rotated by their positions if the kind is `rotary`.
+        """Queries and keys, each rotated by its position if the kind is `rotary`.
 
         Args:
             offset: position of the first query and of the first key.
             rotary_ndims: how many leading dimensions of a head rotate (even); None for all.
             base: the longest wavelength is about 2 pi base.
         """
-        return q_BHTE, k_BHTE
+        return (
+            self.turn(q_BHTE, offset, rotary_ndims, base),
+            self.turn(k_BHTE, offset, rotary_ndims, base),
+        )
+
+    def turn(self, x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
+        """Queries or keys, rotated; see `rotate`. Unchanged unless the kind is `rotary`."""
+        return x_BHTE
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Vectors [*positions.shape, dim] of an `input` embedding without a trained table."""
         raise NotImplementedError(f"{self.name} has no table of its own")
 
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
-        """(d, column 0, column 1, ...), at least fp32, each column shaped to broadcast with d."""
+        """(d, column 0, column 1, ...) of one dtype, at least fp32; columns broadcast with d."""
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()
         return d.to(theta_HN.dtype), *(column.view(shape) for column in theta_HN.unbind(1))

@@ -1,6 +1,6 @@
 """KERPLE, the paper's three-parameter logarithm: b_h(d) = -p log(1 + a d^r), 0 < r <= 2.
 
-arXiv 2205.09921; r = 1 is ``kerple_log``. CPD because d^r is conditionally negative definite for
+arXiv 2205.09921; r = 1 is `kerple_log`. CPD because d^r is conditionally negative definite for
 these r, and so is the logarithm of one plus such a function.
 """
 

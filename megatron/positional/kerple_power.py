@@ -1,7 +1,7 @@
-"""KERPLE, power variant (published as ``kerple_power_ap_``): b_h(d) = -a d^p, a > 0, 0 < p <= 2.
+"""KERPLE, power variant (published as `kerple_power_ap_`): b_h(d) = -a d^p, a > 0, 0 < p <= 2.
 
-arXiv 2205.09921. CPD for these p; p = 1 is ALiBi with a learned slope. b_h(0) = 0, and there the
-derivative by p is 0 too: torch's pow has 0 where d^p log d would be 0 log 0.
+arXiv 2205.09921. CPD for these p; p = 1 is ALiBi with a learned slope. b_h(0) = 0. The derivative
+by p at d = 0 is 0 as well: torch's pow returns 0 where d^p log d would be 0 log 0.
 """
 
 from __future__ import annotations

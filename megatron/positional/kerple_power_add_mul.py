@@ -1,8 +1,9 @@
-"""KERPLE, additive and multiplicative at once (published as ``kerple_power_ap_ap``).
+"""KERPLE, additive and multiplicative at once (published as `kerple_power_ap_ap`).
 
     b_h(d) = -a d^p        w_h(d) = exp(-a' d^p')        a, a' > 0, 0 < p, p' <= 2
 
-``kerple_power`` and ``kerple_power_mul`` with parameters of their own.
+The sum has the form of `kerple_power`, the factor that of `kerple_power_mul`; their parameters are
+separate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KERPLE as a multiplicative kernel (published as ``kerple_power__ap``): w_h(d) = exp(-a d^p).
+"""KERPLE as a multiplicative kernel (published as `kerple_power__ap`): w_h(d) = exp(-a d^p).
 
 The exponential of a CPD kernel is positive definite, so w multiplies the scaled product of query
 and key (arXiv 2205.09921; configurations of the released code). a > 0, 0 < p <= 2; w_h(0) = 1.

@@ -1,7 +1,7 @@
 """KERPLE's stand-in for ALiBi: b_h(d) = -max(m_h, 0.01) d with ALiBi's fixed slopes m_h.
 
-The released code pushes these slopes through its clamp at 0.01, so this is not exactly ALiBi: for
-every power of two H the last slope is 1/256. Kept as published; use ``alibi`` for the real one.
+The released code clamps these slopes at 0.01, so this is not exactly ALiBi: for every power of two
+H, ALiBi's last slope is 1/256. Kept as published; use `alibi` for ALiBi itself.
 """
 
 from __future__ import annotations

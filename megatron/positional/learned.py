@@ -1,8 +1,8 @@
 """Learned position vectors: the model adds row t of a trained table to the token at position t.
 
 Gehring et al. 2017 (arXiv 1705.03122), GPT-2. The table [positions, hidden size] belongs to the
-model, which initialises it like its other weights; it has no row past ``max_position_embeddings``,
-so such a model cannot be used on longer sequences.
+model, which initialises it like its other weights. It has `max_position_embeddings` rows, so the
+model cannot be used on longer sequences.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """A mark for the model: ``kind`` input and ``learnable`` ask for the table."""
+    """It computes nothing: a model adds a trained table for `kind` input with `learnable`."""
 
     kind = "input"
     learnable = True

@@ -1,4 +1,4 @@
-"""No positional information but the causal mask.
+"""No positional information except the causal mask.
 
 Haviv et al. 2022 (arXiv 2203.16634) find that causal models learn positions from the mask alone.
 """

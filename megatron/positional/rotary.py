@@ -1,6 +1,6 @@
-"""Rotary embedding in GPT-NeoX's convention: queries and keys are turned by their positions.
+"""Rotary embedding in GPT-NeoX's convention: positions rotate queries and keys.
 
-Su et al. 2021 (arXiv 2104.09864). The first R (``rotary_ndims``) of the E head dimensions turn, as
+Su et al. 2021 (arXiv 2104.09864). The first R (`rotary_ndims`) of the E head dimensions rotate, as
 two halves: for m < R/2 and the angle phi = t base^(-2m/R) of position t,
 
     x'_m = x_m cos phi - x_{m+R/2} sin phi        x'_{m+R/2} = x_{m+R/2} cos phi + x_m sin phi
@@ -19,32 +19,19 @@ from megatron.positional.base import PositionalEmbedding, PositionalError
 
 
 def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """base^(-2m/dim) for m < dim/2, rounded to fp32; also the sinusoidal table's."""
+    """base^(-2m/dim) for m < dim/2, rounded to fp32 and then cast to `dtype`."""
     if dim % 2:
-        raise PositionalError(f"positions are coded in pairs of dimensions, {dim} is odd")
+        raise PositionalError(f"positions are encoded in pairs of dimensions, {dim} is odd")
     exponent = torch.arange(0, dim, 2, device=device).float() / dim
     return (1.0 / base**exponent).to(dtype)
 
 
 class Rotary(PositionalEmbedding):
-    """No theta and no bias: the model calls ``rotate`` before attention."""
+    """It has no theta and no bias; the model calls `rotate` before attention."""
 
     kind = "rotary"
 
-    def rotate(
-        self,
-        q_BHTE: Tensor,
-        k_BHTE: Tensor,
-        *,
-        offset: int = 0,
-        rotary_ndims: int | None = None,
-        base: float = 10000.0,
-    ) -> tuple[Tensor, Tensor]:
-        q_BHTE, k_BHTE = (self.turn(x, offset, rotary_ndims, base) for x in (q_BHTE, k_BHTE))
-        return q_BHTE, k_BHTE
-
     def turn(self, x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
-        """Turn one tensor whose first position is ``offset``."""
         length, size = x_BHTE.shape[-2:]
         ndims = size if rotary_ndims is None else rotary_ndims
         if ndims > size:
@@ -55,7 +42,7 @@ class Rotary(PositionalEmbedding):
             position, self.numerics.constant(frequencies(ndims, base, dtype, device))
         )
         cos, sin = angle.cos(), angle.sin()
-        turned, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
-        x1, x2 = turned.to(dtype).chunk(2, dim=-1)
-        turned = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BHTE.dtype)
-        return torch.cat((turned, kept), dim=-1) if ndims < size else turned
+        rotated, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
+        x1, x2 = rotated.to(dtype).chunk(2, dim=-1)
+        rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BHTE.dtype)
+        return torch.cat((rotated, kept), dim=-1) if ndims < size else rotated

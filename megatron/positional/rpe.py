@@ -6,7 +6,7 @@ Raffel et al., JMLR 2020 (arXiv 1910.10683), causal form. With K buckets and M =
                 min(K - 1, M + floor(log(d / M) / log(max_distance / M) (K - M)))   otherwise
 
 GPT-NeoX multiplies the table by sqrt(head size), because T5 does not divide its scores by it. That
-factor is the option ``scale``, which the caller must give: an embedding does not know head sizes.
+factor is the option `scale`. The caller passes it, because an embedding has no head size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Rpe(PositionalEmbedding):
 
     Args:
         num_buckets: K, at least 2.
-        max_distance: from here on all distances share the last bucket; above K // 2.
+        max_distance: this and all greater distances share the last bucket; above K // 2.
         scale: factor on the table; sqrt(head size) reproduces GPT-NeoX.
     """
 

@@ -16,12 +16,12 @@ from megatron.positional.rotary import frequencies
 
 
 class Sinusoidal(PositionalEmbedding):
-    """Nothing is learned; any position has a vector."""
+    """Nothing is trained; every position has a vector."""
 
     kind = "input"
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Vectors [*positions.shape, dim] for activations of ``dtype``, at least fp32.
+        """Vectors [*positions.shape, dim] for activations of `dtype`, at least fp32.
 
         Frequencies are fp32, as in a published model that was cast to fp64.
         """

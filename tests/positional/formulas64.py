@@ -1,7 +1,7 @@
 """Every positional embedding written down a second time, in float64 numpy, from the papers.
 
-Nothing here comes from ``megatron``. A distance kernel's entry gives b and w of ONE head, from that
-head's theta (a sequence of floats) and an array of distances; ``test_contract.py`` runs over the
+Nothing here comes from `megatron`. A distance kernel's entry gives b and w of ONE head, from that
+head's theta (a sequence of floats) and an array of distances; `test_contract.py` runs over the
 table and refuses an embedding that has no entry.
 """
 

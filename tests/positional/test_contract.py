@@ -1,4 +1,4 @@
-"""What every positional embedding owes: run over each file of ``megatron/positional``."""
+"""What every positional embedding owes: run over each file of `megatron/positional`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_distance_zero_is_neutral_and_without_gradient(name, part):
 
 
 def gram(name: str, part: str, seed: int, highest: float = 2.0) -> np.ndarray:
-    """One head's kernel on random real positions, theta in its bounds and at most ``highest``."""
+    """One head's kernel on random real positions, theta in its bounds and at most `highest`."""
     positions = torch.from_numpy(np.random.default_rng(seed).uniform(0, 60, 40))
     distances = (positions[:, None] - positions).abs()
     theta = draw_theta(name, seed, heads=4)[seed % 4][None].clamp(max=highest)

@@ -1,4 +1,4 @@
-"""Numbers that the original code produced (``tests/fixtures/kernels``), and its T5 buckets."""
+"""Numbers that the original code produced (`tests/fixtures/kernels`), and its T5 buckets."""
 
 from __future__ import annotations
 
