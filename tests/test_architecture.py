@@ -139,8 +139,8 @@ def broken_rule(own: str | None, found: Import) -> str | None:
         return "only megatron/engine may import deepspeed"
     if own is None:
         return None
-    if own == "" and found.is_from("megatron"):
-        return "megatron/ itself imports none of its packages"
+    if own == "" and found.is_from("megatron") and found.at_import:
+        return "megatron/ itself imports its packages only where it needs them"
     if found.is_from("pydantic") and own not in ("config", "engine"):
         return "pydantic belongs to megatron/config, megatron/engine and the entry points"
     if found.is_from("torch") and own == "config":
@@ -204,7 +204,7 @@ BROKEN = [
     ("megatron/engine/a.py", "class A:\n    import wandb", "inside the function"),
     ("megatron/parallel/a.py", "def f():\n    import megatron.config", "never sees"),
     ("megatron/model/a.py", "from megatron.config import Config", "takes values"),
-    ("megatron/a.py", "from megatron.config import Config", "imports none"),
+    ("megatron/a.py", "from megatron.config import Config", "imports its packages only"),
     ("megatron/helpers/a.py", "", "has no floor"),
     ("megatron/data/shards/a.py", "import megatron.data.samples.b", "data/shards reaches up"),
     ("megatron/data/samples/a.py", "from megatron.data.prepare import b", "reaches up or across"),
@@ -221,6 +221,7 @@ ALLOWED = [
     ("megatron/model/a.py", "if TYPE_CHECKING:\n    from megatron.config import Config"),
     ("megatron/engine/a.py", "def f():\n    import matplotlib, wandb"),
     ("train.py", "import pydantic\nfrom megatron.engine.run import run"),
+    ("megatron/a.py", "def f():\n    from megatron.engine import run"),
     ("tests/a.py", "import deepspeed\nimport wandb"),
     ("runs/a.py", "import deepspeed"),
     (".venv/lib/a.py", "import deepspeed"),

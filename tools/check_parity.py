@@ -22,7 +22,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,7 +183,7 @@ def training_case(
     return check_training(folder, name, groups_of(tp), backend=backend, again=again)
 
 
-@cache
+@lru_cache
 def groups_of(tp: int) -> Groups:
     """The process groups of this job; all its processes share one tensor-parallel model."""
     from megatron.engine.job.join import join_job

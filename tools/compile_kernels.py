@@ -28,6 +28,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron import entry
+
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
 import torch
@@ -40,7 +42,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
-from megatron import entry
 from megatron.attention.fused import functions_of
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.launch import OPTIONS, PASSES, constants

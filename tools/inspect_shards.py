@@ -13,9 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron import entry
+
+# isort: split
 import numpy as np
 
-from megatron import entry
 from megatron.data.errors import DataError, ShardError
 from megatron.data.shards.manifest import check_tokenizer, read_manifest
 from megatron.data.shards.reader import ShardReader

@@ -12,9 +12,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from megatron import entry
+
+# isort: split
 import torch
 
-from megatron import entry
 from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.files import UNFINISHED
 from megatron.engine.checkpoint.saved import Saved, newest
