@@ -1,16 +1,15 @@
-"""What is in shards: counts, a histogram of lengths, the first documents, whether all is whole.
+"""Show counts, a histogram of lengths and the first documents of shards, and check their integrity.
 
     python tools/inspect_shards.py data/mine_text_document -v vocab.json -m merges.txt
 
-Prints to the console and writes PREFIX.lengths.png. A manifest names the tokenizer; its files are
-given here, and shards of another tokenizer are refused. Reads every token once to check that none
-lies outside the vocabulary. Exit status 1 if anything is wrong.
+The histogram is written to PREFIX.lengths.png. The manifest names the tokenizer, the options name
+its files, and shards of another tokenizer are refused. Every token is read once, to check that none
+lies outside the vocabulary. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from megatron import entry
@@ -46,30 +45,25 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
+@entry.reports(DataError)
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    try:
-        shards = ShardReader(arguments.prefix)
-        manifest = read_manifest(arguments.prefix)
-        print_counts(shards, manifest)
-        tokenizer = tokenizer_for(arguments, manifest)
-        if tokenizer is not None:
-            check_tokenizer(arguments.prefix, tokenizer)
-        vocab_size = tokenizer.vocab_size if tokenizer else (manifest or {}).get("vocab_size")
-        check_tokens(shards, manifest, vocab_size)
-        png = arguments.png or f"{arguments.prefix}.lengths.png"
-        if len(shards):
-            draw_lengths(shards.sizes, png, Path(arguments.prefix).name)
-            print(f"lengths: {png}")
-        if tokenizer is None:
-            print("documents: give the tokenizer (-t, -v, -m) to see them decoded")
-        else:
-            print_documents(shards, tokenizer, arguments.documents, arguments.characters)
-    except BrokenPipeError:  # of the output: `entry.run` knows
-        raise
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    shards = ShardReader(arguments.prefix)
+    manifest = read_manifest(arguments.prefix)
+    print_counts(shards, manifest)
+    tokenizer = tokenizer_for(arguments, manifest)
+    if tokenizer is not None:
+        check_tokenizer(arguments.prefix, tokenizer)
+    vocab_size = tokenizer.vocab_size if tokenizer else (manifest or {}).get("vocab_size")
+    check_tokens(shards, manifest, vocab_size)
+    png = arguments.png or f"{arguments.prefix}.lengths.png"
+    if len(shards):
+        draw_lengths(shards.sizes, png, Path(arguments.prefix).name)
+        print(f"lengths: {png}")
+    if tokenizer is None:
+        print("documents: give the tokenizer (-t, -v, -m) to see them decoded")
+    else:
+        print_documents(shards, tokenizer, arguments.documents, arguments.characters)
     print("integrity: the files are whole and belong together")
     return 0
 
@@ -104,7 +98,11 @@ def print_counts(shards: ShardReader, manifest: dict | None) -> None:
 
 
 def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | None) -> None:
-    """ShardError for counts that the manifest denies, and for tokens outside the vocabulary."""
+    """Check the shards against their manifest and vocabulary.
+
+    Raises:
+        ShardError: the manifest has other counts, or a token lies outside the vocabulary.
+    """
     for key, found in (("documents", len(shards)), ("tokens", len(shards.tokens))):
         if manifest and manifest.get(key, found) != found:
             raise ShardError(
@@ -137,7 +135,7 @@ def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
 
 def print_documents(shards: ShardReader, tokenizer: Tokenizer, count: int, characters: int) -> None:
     for i in range(min(count, len(shards))):
-        # Bytes a token are few; four times the characters are enough tokens for any text.
+        # Few tokens stand for less than a quarter of a character, so this is enough for any text.
         text = tokenizer.decode(shards.get(i)[: characters * 4])
         shown = text if len(text) <= characters else f"{text[:characters]}..."
         print(f"--- document {i}, {int(shards.sizes[i]):,} tokens\n{shown}")

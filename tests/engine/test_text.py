@@ -1,4 +1,4 @@
-"""A job's data: one prefix, several, or corpora for each split; the indices kept on the machine."""
+"""A job's data: one prefix, several, or corpora per split; indices that are kept on disk."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_corpora_for_each_split(prefixes, tmp_path):
     loader = data.training(index_samples=12, consumed=0)
     assert isinstance(loader.dataset, BlendedDataset) and len(loader.dataset.datasets) == 2
     np.testing.assert_allclose(loader.dataset.weights, [0.75, 0.25])
-    assert loader.dataset._choice.tolist()[:8].count(0) == 6
+    assert loader.dataset.choices.tolist()[:8].count(0) == 6
     assert data.text.splits == [(0, 90), (90, 105), (105, 120)] and len(data.text.shards) == 120
     held_out = data.held_out("valid", evaluations_before=0)
     assert [d.shards.prefix for d in held_out.dataset.datasets] == prefixes[2:]
@@ -81,12 +81,12 @@ def test_corpora_for_each_split(prefixes, tmp_path):
 def test_each_shard_is_opened_once(prefixes, tmp_path, monkeypatch):
     """If the config names it in a list, by a glob, or in two splits."""
     opened = []
-    parse = ShardReader._parse_header
-    monkeypatch.setattr(
-        ShardReader,
-        "_parse_header",
-        lambda shard, header: opened.append(shard.prefix) or parse(shard, header),
-    )
+
+    def counted(prefix: str) -> ShardReader:
+        opened.append(prefix)
+        return ShardReader(prefix)
+
+    monkeypatch.setattr("megatron.data.shards.joined.ShardReader", counted)
     shared = {
         "train_data_paths": [str(tmp_path / "part[01]/text_document"), prefixes[2]],
         "valid_data_paths": prefixes[2:],
@@ -116,7 +116,7 @@ def test_indices_are_kept_beside_the_data_or_in_a_folder_of_the_machine(
     expected = batches(data.training(index_samples=12, consumed=0))
     folder = tmp_path / "part0/index_cache"
     assert [path.name.split("_")[0] for path in folder.glob("*/")] == ["train"]
-    # Data on a disk that cannot be written: a file in the way stands for it, root may write all.
+    # A file in place of the folder stands for a read-only disk, which root could write.
     for path in [*folder.rglob("*"), *folder.glob(".*")]:
         path.unlink(missing_ok=True) if path.is_file() else None
     for path in sorted(folder.rglob("*"), reverse=True):

@@ -123,6 +123,9 @@ class BlendedDataset:
         name: "train", ..., for messages.
         extend_to: continue the order by the same rule up to here.
 
+    Attributes:
+        choices: uint8 [len], the corpus that each sample is taken from.
+
     Raises:
         DataError: the weights are unusable, or there are too many corpora.
     """
@@ -140,12 +143,12 @@ class BlendedDataset:
         self.weights = np.array(shares, dtype=np.float64)
         self.weights /= np.sum(self.weights)
         self._length = max(num_samples, extend_to or 0)
-        self._choice = blend_choices(self.weights, self._length)
+        self.choices = blend_choices(self.weights, self._length)
         wide = np.int64 if self._length > np.iinfo(np.int32).max else np.int32
         self._number = np.empty(self._length, wide)  # the sample's number in its corpus
         self.datasets = []
         for d, indexed in enumerate(samples_to_index(num_samples, shares)):
-            places = np.flatnonzero(self._choice == d)
+            places = np.flatnonzero(self.choices == d)
             self._number[places] = np.arange(len(places))
             self.datasets.append(build(d, indexed, max(indexed, len(places))))
         self.seq_length = self.datasets[0].seq_length
@@ -167,7 +170,7 @@ class BlendedDataset:
         """
         indices_N = checked_indices(self, indices, "raise train_iters (or extend_to)")
         out_NT = np.empty((len(indices_N), self.seq_length + 1), dtype=np.int64)
-        choice_N, number_N = self._choice[indices_N], self._number[indices_N]
+        choice_N, number_N = self.choices[indices_N], self._number[indices_N]
         for d in np.unique(choice_N):
             rows = np.flatnonzero(choice_N == d)
             out_NT[rows] = self.datasets[d].batch(number_N[rows])

@@ -37,7 +37,7 @@ WEIGHTS = st.lists(st.floats(0.001, 100), min_size=1, max_size=6)
 
 @given(WEIGHTS, st.integers(0, 300), st.integers(2, 40))
 def test_choices_are_the_published_ones(weights, size, lanes):
-    """With few and short lanes, so that short orders are cut into stretches too."""
+    """With few, short lanes, so that short orders are also cut into stretches."""
     shares = np.array(normalized(weights))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blend, "_LANES", lanes)
@@ -53,7 +53,7 @@ def test_a_long_order(weights):
     assert found[:100_000].tolist() == published_choices(shares, 100_000)
     counts = np.bincount(found, minlength=len(weights))
     np.testing.assert_allclose(counts, shares * len(found), atol=len(weights))
-    # What any stretch begins with follows from the rule too: check the last thousand steps.
+    # The last thousand steps, from the counts of all choices before them.
     begin = len(found) - 1000
     state = np.bincount(found[:begin], minlength=len(weights))
     for step in range(begin, len(found)):

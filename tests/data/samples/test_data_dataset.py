@@ -15,7 +15,7 @@ SIZES = st.lists(st.integers(0, 15), min_size=1, max_size=25).filter(lambda s: s
 
 
 class CountedTokens:
-    """Shards in memory whose token is its own number: every token of the data set is distinct."""
+    """`Shards` in memory whose tokens are 0, 1, 2, ..., so all tokens are distinct."""
 
     def __init__(self, sizes):
         self.prefix, self.dtype = "counted", np.dtype(np.int32)
@@ -37,11 +37,11 @@ def row_of_tokens(dataset):
 
 @given(SIZES, st.integers(1, 20), st.integers(1, 40), st.integers(0, 999))
 def test_every_token_of_the_epochs_is_used(sizes, seq_length, num_samples, seed):
-    dataset = TokenDataset(
-        CountedTokens(sizes), (0, len(sizes)), num_samples, seq_length, seed, "train"
-    )
-    built = dataset.index.num_built
-    everything = np.stack([dataset_sample(dataset, i) for i in range(built)])
+    arguments = (CountedTokens(sizes), (0, len(sizes)), num_samples, seq_length, seed, "train")
+    built = TokenDataset(*arguments).index.num_built
+    # `extend_to` includes the last sample built, which the published length leaves out.
+    dataset = TokenDataset(*arguments, extend_to=built)
+    everything = dataset.batch(range(built))
     in_row_order = np.empty_like(everything)
     in_row_order[dataset.index.shuffle_idx] = everything
     row = row_of_tokens(dataset)
@@ -53,13 +53,6 @@ def test_every_token_of_the_epochs_is_used(sizes, seq_length, num_samples, seed)
     # The row is whole epochs: each token as often as there are epochs.
     epochs = len(dataset.index.doc_idx) // len(sizes)
     np.testing.assert_array_equal(np.bincount(row), np.full(sum(sizes), epochs))
-
-
-def dataset_sample(dataset, i):
-    """Sample i, also the last one built, which the published length leaves out."""
-    out = np.empty((1, dataset.seq_length + 1), np.int64)
-    dataset._fill(out, dataset.index, np.array([i]))
-    return out[0]
 
 
 @given(SIZES, st.integers(1, 20), st.integers(0, 40), st.integers(0, 99))
@@ -101,14 +94,14 @@ def test_extension_keeps_the_prefix_and_repeats_nothing(sizes, seq_length, recor
 
 
 def test_an_epoch_of_the_extension_holds_each_sample_once():
-    """Tokens are distinct, so within one epoch the first tokens of samples must be too."""
+    """All tokens are distinct, so the first tokens of the samples of one epoch are distinct."""
     sizes = [7] * 11
     dataset = TokenDataset(CountedTokens(sizes), (0, 11), 5, 4, 3, "train", extend_to=200)
     epoch = dataset.index.num_built
     assert epoch == 19 and len(dataset) == 200
     starts = dataset.batch(range(190))[:, 0].reshape(10, epoch)
     assert all(len(set(block)) == epoch for block in starts.tolist())
-    assert len({tuple(block) for block in starts.tolist()}) == 10  # each in an order of its own
+    assert len({tuple(block) for block in starts.tolist()}) == 10  # each epoch has another order
     # Block k is the published order of one epoch with seed + k.
     second = TokenDataset(CountedTokens(sizes), (0, 11), 1, 4, 3 + 2, "train")
     np.testing.assert_array_equal(

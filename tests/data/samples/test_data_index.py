@@ -71,7 +71,7 @@ def test_index_is_the_rule(sizes, seq_length, num_samples, seed):
     index = build_sample_index(sizes, (0, len(sizes)), num_samples, seq_length, seed)
     epochs = len(index.doc_idx) // len(sizes)
     tokens = int(sizes.sum())
-    # Enough samples, and no epoch more than that takes.
+    # There are enough samples, from as few epochs as possible.
     assert index.num_built >= num_samples
     assert epochs == 1 or ((epochs - 1) * tokens - 1) // seq_length < num_samples
     assert epochs == num_epochs(tokens, seq_length, num_samples)
@@ -79,7 +79,7 @@ def test_index_is_the_rule(sizes, seq_length, num_samples, seed):
         np.bincount(index.doc_idx, minlength=len(sizes)), np.full(len(sizes), epochs)
     )
     cuts = cuts_by_listing_every_token(sizes, index.doc_idx, seq_length)
-    # The last place of the row may be a cut of its own: then no token follows it to be a target.
+    # The end of the row may be one more cut, which no target token follows.
     assert index.sample_idx.tolist() == [list(cut) for cut in cuts[: index.num_built + 1]]
     assert index.num_built == (epochs * tokens - 1) // seq_length
     assert sorted(index.shuffle_idx) == list(range(index.num_built))
