@@ -1,11 +1,11 @@
-"""Layouts as cells: which there are, how a cell is trained, how far it is from one process.
+"""Layouts as cells: all cells, the training of one, its difference from one process.
 
     python tests/distributed/matrix.py --log FILE          every layout of at most 8 processes, the
                                                            models taking turns
     python tests/distributed/matrix.py --all --log FILE    every layout with every model
     python tests/distributed/matrix.py --ranks 4 --log FILE
 
-A line is written as soon as its cell is done; a second start leaves out the cells that have one.
+A line is written as soon as its cell is done. A second start skips the cells that have a line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.helpers.launch import run_ranks
 Note = Callable[[Path, "Cell"], None]
 STEPS = 10
 AT_ONCE = 6
-"""Cells that one set of processes trains. Each makes groups of its own, whose gloo threads stay and
+"""Cells that one set of processes trains. Each cell makes new groups, whose gloo threads stay and
 wake up a hundred times a second: after 30 cells of 8 processes they took most of the machine."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def refused(self) -> bool:
-        """Whether the config refuses it, or it would be another cell under another name."""
+        """Whether the config refuses it, or another cell has the same layout."""
         pipeline = self.pp > 1 and (self.zero != 1 or self.cp > 1)
         return pipeline or (self.sp and self.tp == 1) or self.tp * self.cp > HEADS
 
@@ -99,8 +99,8 @@ def all_cells(ranks: int, largest: int = 8) -> list[Cell]:
 
 
 def alternating(cells: Iterable[Cell]) -> list[Cell]:
-    """A half of the cells of up to four processes, like the black fields of a chessboard, and a
-    quarter of those of more.
+    """Half of the cells of up to four processes, like the black fields of a chessboard, and a
+    quarter of the larger ones.
 
     Every layout keeps fp32 and bf16, tied and untied embeddings; positional embeddings take turns.
     """
@@ -112,12 +112,12 @@ def alternating(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def pairs(cell: Cell) -> set[tuple]:
-    """Every two of its settings."""
+    """Every pair of its settings."""
     return set(itertools.combinations([(axis, getattr(cell, axis)) for axis in AXES], 2))
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """A few of `cells` among which every pair of settings occurs that occurs at all (greedy)."""
+    """A few of `cells` that cover every pair of settings that `cells` contain (greedy)."""
     left = set().union(*map(pairs, cells))
     chosen: list[Cell] = []
     while left:
@@ -128,7 +128,7 @@ def covering(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def keys(cell_: Cell) -> dict:
-    """Its config: clipping on (in `BASE`), two micro-batches accumulated, eight samples a step."""
+    """Its config: clipping on (in `BASE`), two micro-batches accumulated, 16 samples a step."""
     return {
         "model_parallel_size": cell_.tp,
         "pipe_parallel_size": cell_.pp,
@@ -152,7 +152,7 @@ def keys(cell_: Cell) -> dict:
 def train_cells(
     groups, folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None
 ) -> None:
-    """Train each cell of this world size into `folder`/name; `note` is told of each, on rank 0."""
+    """Train each cell of this world size into `folder`/name; rank 0 calls `note` after each."""
     torch.set_num_threads(1)
     for each in cells:
         config = folder / f"{each.name}.yml"
@@ -169,7 +169,7 @@ def train_cells(
 def train_all(
     folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None, timeout: float = 280
 ) -> None:
-    """Train cells, smallest worlds first, many in one process group."""
+    """Train cells, smallest worlds first, several in one process group."""
     ordered = sorted(set(cells), key=lambda c: (c.ranks, c.name))
     for ranks, group in itertools.groupby(ordered, key=lambda c: c.ranks):
         group = list(group)
@@ -178,7 +178,7 @@ def train_all(
 
 
 def metrics(run: Path) -> dict[tuple[str, int], float]:
-    """(metric, step) -> value, of everything that must not depend on the layout."""
+    """(metric, step) -> value, of all metrics that must not depend on the layout."""
     found = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -199,7 +199,7 @@ def distance(folder: Path, each: Cell) -> float:
 
 
 def write_line(folder: Path, each: Cell) -> None:
-    """Append what came of a cell to the log, and remove its files."""
+    """Append the result of a cell to the log, and remove its files."""
     found, allowed = distance(folder, each), TOLERANCE[each.dtype]
     verdict = "ok" if found <= allowed else "FAILED"
     with (folder / "log").open("a") as log:
@@ -212,7 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="largest number of processes")
     parser.add_argument("--all", action="store_true", help="every layout with every model")
-    parser.add_argument("--log", type=Path, required=True, help="is continued where it is there")
+    parser.add_argument("--log", type=Path, required=True, help="continued if it exists")
     args = parser.parse_args()
     cells = [each for each in all_cells(args.ranks) if each != each.truth]
     cells = cells if args.all else alternating(cells)
@@ -247,7 +247,7 @@ def main() -> int:
 
 
 def missing(cells: Iterable[Cell], log: Path) -> list[Cell]:
-    """Those without a line in the log."""
+    """The cells without a line in the log."""
     done = {line.split()[0] for line in log.read_text().splitlines() if line.strip()}
     return [each for each in cells if each.name not in done]
 

@@ -1,4 +1,4 @@
-"""A run saved in one layout goes on in another with the losses of a run that never changed."""
+"""A run saved in one layout continues in another with the losses of a run that never changed."""
 
 import contextlib
 import io
@@ -70,7 +70,7 @@ CHANGES = [
 
 
 def train(groups, folder, prefix, cells):
-    """Each (name of the run, layout, run to go on from at step 5, or None)."""
+    """Train each (name of the run, layout, run to continue at step 5, or None)."""
     torch.set_num_threads(1)
     for name, layout, source in cells:
         run = folder / name

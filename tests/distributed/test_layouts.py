@@ -1,7 +1,7 @@
 """Every ZeRO stage, precision and number of ranks trains the same model and resumes bit for bit.
 
 All cells of a world size run in one process group, one after the other, so that DeepSpeed is
-imported once; the tests then read what the jobs left behind.
+imported once. The tests then read the files that the jobs wrote.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""When one rank fails, all end soon and not with success, and one message says which and why."""
+"""When one rank fails, all end soon with an error code; one message names the rank and the
+error."""
 
 import os
 import re
@@ -23,7 +24,7 @@ def prefix(tmp_path_factory):
 
 
 def job(rank, config, folder, faults):
-    """`train.py`, where `faults[rank]` gives this rank other circumstances than the rest."""
+    """Run `train.py`; `faults[rank]` changes the circumstances of this rank."""
     fault = faults.get(rank, {})
     agreement.PATIENCE = 1
     os.chdir(fault.get("folder", folder))  # `save` is relative, as it often is
@@ -85,7 +86,7 @@ CASES = {
         r"before are untouched",
         [1, 1],
     ),
-    "nobody reads what it says": (
+    "nobody reads its output": (
         lambda folder: {0: {"reader": False}},
         r"rank 0 on HOST: error: nobody reads the output any more",
         [141, 1],
@@ -95,7 +96,7 @@ CASES = {
         r"rank 0 on HOST: 1 problem in the configuration:",
         [2, 2],
     ),
-    "all fail alike": (
+    "all fail in the same way": (
         lambda folder: {rank: {"options": ["-o", "eval_lengths=[20000]"]} for rank in (0, 1)},
         r"rank 0 on HOST: error: the valid split .* is shorter than one sequence .*",
         [1, 1],

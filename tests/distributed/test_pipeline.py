@@ -1,4 +1,4 @@
-"""A model shared out over pipeline stages: one theta, the plain model's names, bitwise resume."""
+"""A model split into pipeline stages: one theta, the plain model's names, bitwise resume."""
 
 import pytest
 import torch

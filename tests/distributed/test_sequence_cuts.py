@@ -1,4 +1,4 @@
-"""Positions shared out over ranks, Megatron's way and Ulysses': the whole model's values."""
+"""Positions split over ranks, as in Megatron and in Ulysses, give the values of one process."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LENGTHS = (12, 13)  # the second is padded and cut again
 
 
 def results(model, length, groups=None):
-    """(token losses, logits, gradients of whole parameters as an engine would average them)."""
+    """(token losses, logits, gradients of unsharded parameters, averaged as an engine does)."""
     tokens = torch.randint(0, 32, (3, length + 1), generator=torch.Generator().manual_seed(5))
     model.zero_grad()
     losses = model(tokens[:, :-1], tokens[:, 1:])
@@ -165,7 +165,7 @@ def test_other_lengths_are_evaluated_as_by_one_process(runs, name):
 
 
 def recomputed(groups, layout):
-    """Gradients under dropout, and the same with activations computed again."""
+    """Gradients under dropout, without and with activations computed again."""
     groups = groups.divided(**LAYOUTS[layout][1])
     model = build(groups.model, cp=groups.context, dropout=0.3).train()
     found = []

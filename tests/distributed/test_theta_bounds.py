@@ -1,4 +1,4 @@
-"""Theta at a bound, pushed outwards: after the step copy and fp32 master lie within."""
+"""Theta at a bound, pushed outwards: after the step, copy and fp32 master lie within the bounds."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ PUSHES = {"low": 100.0, "high": -100.0}
 
 
 class Pushed(nn.Module):
-    """A model whose loss also pulls on theta, harder than its text does."""
+    """A model whose loss has an additional term that moves theta."""
 
     def __init__(self, gpt: GPT, push: float):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whole jobs from the command line: faults, resuming, and what a user can get wrong."""
+"""Jobs from the command line: faults, resuming, and mistakes of a user."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def finished(tmp_path_factory, prefix):
 
 def test_kill_9_then_the_same_command_gives_the_same_weights(tmp_path, prefix):
     settings = {"train_iters": 60, "save_interval": 10, "hidden_dropout": 0.1}
-    alone, whole = config_at(tmp_path / "alone", prefix, **settings)
+    alone, uninterrupted = config_at(tmp_path / "alone", prefix, **settings)
     call("train.py", alone)
     config, run = config_at(tmp_path / "killed", prefix, **settings)
     with subprocess.Popen(
@@ -82,8 +82,8 @@ def test_kill_9_then_the_same_command_gives_the_same_weights(tmp_path, prefix):
     assert reached < 60, "the run ended before it was killed: the test tests nothing"
     text = call("train.py", config)
     assert f"resuming from {run / 'global_step'}" in text
-    assert digest(run) == digest(whole)
-    assert rows(run) == rows(whole)
+    assert digest(run) == digest(uninterrupted)
+    assert rows(run) == rows(uninterrupted)
 
 
 def test_it_needs_no_compiler_and_no_ninja(tmp_path, prefix):

@@ -1,4 +1,4 @@
-"""Small whole training jobs, run inside one process group, and what they leave behind."""
+"""Small training jobs that run inside one process group, and the files that they write."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BASE = {
 
 
 def write_shards(folder: Path, documents: int = 60) -> str:
-    """Shards of text with something to learn; returns their prefix."""
+    """Write shards of text with something to learn; return their prefix."""
     rng = np.random.default_rng(7)
     prefix = folder / "text_document"
     words = (rng.integers(97, 123, rng.integers(3, 9)) for _ in range(documents))
@@ -53,7 +53,7 @@ def write_shards(folder: Path, documents: int = 60) -> str:
 
 
 def write_config(path: Path, prefix: str, **changes: Any) -> Path:
-    """BASE with `changes` as a YAML file."""
+    """Write BASE with `changes` as a YAML file."""
     values = BASE | {"data_path": prefix} | changes
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values))
@@ -69,7 +69,7 @@ def cell(stage: int, precision: str) -> dict[str, Any]:
 
 
 def run_job(groups: Groups, config: Path) -> None:
-    """One whole job in the current process group."""
+    """Run one job in the current process group."""
     Job(load_config([config], world_size=groups.world_size), groups).run()
 
 
@@ -102,7 +102,7 @@ def digest(run: Path) -> dict[str, str]:
 
 
 IGNORED = ("ds_config", "ds_version", "param_slice_mappings")
-"""Entries that hold paths, versions or objects without a value of their own."""
+"""Entries that hold paths, versions or objects."""
 
 
 def _feed(hasher: Any, value: Any) -> None:

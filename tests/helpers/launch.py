@@ -1,5 +1,7 @@
-"""Run a function on real gloo processes, or a script in one: forked from a server that has imported
-DeepSpeed."""
+"""Run a function on several gloo processes, or a script in one process.
+
+All are forked from a server that has imported DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ PRELOADED = [
     "megatron.engine.evaluation.by_length",
     "deepspeed.runtime.zero.muon.original_muon",  # any engine imports it, and a compiler with it
 ]
-"""Imported once, by the server from which all ranks are forked: seconds saved for each rank."""
+"""Imported once, by the server from which all ranks are forked. This saves seconds for each
+rank."""
 
 
 def run_ranks(
@@ -97,7 +100,7 @@ def run_script(script: Path, *args: object, cwd: Path, environ: dict[str, str]) 
         process = context.Process(target=_script, args=(argv, cwd, environ, inherited))
         process.start()
         process.join(240)
-        process.kill()  # nothing, if it has ended
+        process.kill()  # does nothing if it has ended
         output.seek(0)
         text = output.read()
     assert process.exitcode is not None, text

@@ -1,4 +1,4 @@
-"""Processes of a job without a launcher that would end the others when one fails."""
+"""Processes of a job without a launcher, which would end the others when one fails."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from megatron.engine.job import failure
 from tests.helpers.launch import PRELOADED
 
 SOON = 25
-"""Seconds in which all must have ended: far below gloo's half hour, on a busy machine."""
+"""Seconds in which all processes must end, on a busy machine; gloo waits half an hour."""
 
 
 def run(function, *args, ranks=2, timeout=120):
@@ -68,7 +68,7 @@ def child(environ, output, function, args):
 
 
 def only_line_about_it(texts):
-    """What all ranks printed together, if it is one line; no traceback is."""
+    """The only line that all ranks together printed; fails for more lines or a traceback."""
     lines = [line for text in texts for line in text.splitlines() if "rank" in line]
     everything = "\n".join(texts)
     assert "Traceback" not in everything and len(lines) == 1, everything

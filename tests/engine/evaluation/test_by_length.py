@@ -1,4 +1,4 @@
-"""Perplexity by length: the arithmetic, against direct computation."""
+"""Perplexity by length, compared with direct computation."""
 
 import math
 

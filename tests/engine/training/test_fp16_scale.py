@@ -1,6 +1,6 @@
-"""The loss scale of fp16, from the config's keys to what the engine's scaler does; no GPU needed.
+"""The loss scale of fp16, from the config's keys to the engine's scaler; no GPU needed.
 
-The engine refuses fp16 on a CPU: whole fp16 jobs are in tests/gpu/test_gpu_engine.py.
+The engine refuses fp16 on a CPU: fp16 jobs are in tests/gpu/test_gpu_engine.py.
 """
 
 import os
@@ -41,7 +41,7 @@ def job():
 
 @pytest.fixture
 def scaler(job, tmp_path):
-    """What the engine would build from the config's `fp16` section."""
+    """The scaler that the engine builds from the config's `fp16` section."""
 
     def build(fp16):
         path = tmp_path / "config.yml"
@@ -98,7 +98,7 @@ def test_a_fixed_scale_stays(scaler):
 
 
 class ZeroOptimizer:
-    """What of DeepSpeed's ZeRO optimizers has to do with the loss scale."""
+    """The methods of DeepSpeed's ZeRO optimizers that use the loss scale."""
 
     param_groups = ({"lr": 0.1},)
 
@@ -114,7 +114,7 @@ class ZeroOptimizer:
 
 
 class PlainOptimizer(FP16_Optimizer):
-    """DeepSpeed's own of stage 0, without weights."""
+    """DeepSpeed's optimizer for stage 0, without weights."""
 
     param_groups = ZeroOptimizer.param_groups
 

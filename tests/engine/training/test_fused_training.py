@@ -1,6 +1,6 @@
 """The fused passes under the training engine: launched as often as they should be, and right.
 
-In Triton's interpreter, in a process of its own; fp32, since the interpreter is wrong in bf16.
+In Triton's interpreter, in a separate process; in fp32, because the interpreter is wrong in bf16.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def prefix(tmp_path_factory):
 
 
 def train(config: Path, *args: str, interpret: str = "1") -> tuple[int, str, dict[str, int]]:
-    """(exit code, what was said, passes launched)."""
+    """(exit code, output, passes launched)."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(config), *args],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Which parameters decay, and what the engine is told."""
+"""Which parameters decay, and the configuration that the engine gets."""
 
 import pytest
 import torch

@@ -80,8 +80,8 @@ def test_a_resumed_schedule_goes_on_with_this_runs_curve_or_the_checkpoints():
     for _ in range(4):
         annealing.step()
     state = annealing.state_dict()
-    own, optimizer = make(Schedule(0.5, 20, 2, "cosine"))
-    own.load_state_dict(state)
+    configured, optimizer = make(Schedule(0.5, 20, 2, "cosine"))
+    configured.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == Schedule(0.5, 20, 2, "cosine")(4)
     kept, optimizer = make(Schedule(0.5, 20, 2, "cosine"), use_checkpoint=True)
     kept.load_state_dict(state)
