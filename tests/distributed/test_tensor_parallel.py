@@ -1,4 +1,4 @@
-"""A model sharded over two ranks is the unsharded model: values, gradients, dropout, checkpoints."""
+"""A model sharded over two ranks equals the full one: values, gradients, dropout, checkpoints."""
 
 import itertools
 import subprocess
@@ -122,7 +122,7 @@ def test_ranks_agree_bit_for_bit_on_what_they_share(cut, variant):
 
 
 def extreme_losses(groups):
-    """Losses of logits so large that exp overflows unless the maximum of the group is subtracted."""
+    """Losses of logits whose exp overflows unless the maximum of the group is subtracted."""
     tp = groups.divided(model_size=2).model
     whole = torch.tensor([[[-500.0, 3.0, 0.0, 900.0], [2.0, 1.0, -900.0, 1.0]]])
     targets = torch.tensor([[3, 0]])
