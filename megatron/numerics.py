@@ -1,4 +1,4 @@
-"""Where numbers are rounded: one strategy, passed to whatever computes.
+"""Where numbers are rounded: one strategy, passed to all code that computes.
 
 `WIDE` is the default: kernels, norms and softmax in fp32 at least. `PublishedNumerics` rounds
 16-bit numbers where the released code rounds them, to reproduce its results (config key
@@ -19,7 +19,7 @@ class Numerics:
     """Compute in fp32 at least.
 
     Attributes:
-        published: rounds as the released code does.
+        published: whether numbers are rounded where the released code rounds them.
         counts_empty_step: without ZeRO, DeepSpeed's first step with zero gradients counts in Adam's
             bias correction.
     """
@@ -33,11 +33,11 @@ class Numerics:
         return True
 
     def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which inputs of `dtype` are computed with."""
+        """The dtype of computations with inputs of `dtype`."""
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """A constant (slopes, frequencies) as it is stored."""
+        """A constant (slopes, frequencies), rounded to the dtype in which it is stored."""
         return value
 
     def log1p(self, x: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def pipeline_layers(
     """The layers of `GPT(shape, pos, attend, seed, tp)` in order, not built yet."""
     s = shape.block
     words = {"vocab_size": shape.vocab_size, "hidden_size": s.hidden_size, "tp": tp}
-    own = {"shape": shape, "pos": pos, "seed": seed, "tp": tp}
+    embedding = {"shape": shape, "pos": pos, "seed": seed, "tp": tp}
     fixed_HN = None
     if pos.kind == "distance" and not pos.learnable:
         fixed_HN = initial_theta(pos, s.num_heads, seed, tp)
@@ -114,7 +114,7 @@ def pipeline_layers(
     count = shape.num_layers
     layers = [
         Layer(WORDS, VocabEmbedding, words, tied=shape.tie_weights),
-        Layer("embedding", PipeEmbedding, own),
+        Layer("embedding", PipeEmbedding, embedding),
     ]
     layers += [
         Layer(f"layers.{i}", PipeBlock, block | {"last": i == count - 1}) for i in range(count)

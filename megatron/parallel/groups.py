@@ -59,7 +59,7 @@ class Groups:
     """Process groups of this rank.
 
     Attributes:
-        rank, world_size: position in the whole job.
+        rank, world_size: position among all ranks of the job.
         data: the data-parallel process group; None stands for the world.
         data_rank, data_size: position in that group.
         device: where this rank's tensors live.

@@ -26,7 +26,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
-    """Build the embedding `name`, which computes in `numerics`, with its own `options`.
+    """Build the embedding `name` with its `options`; it rounds according to `numerics`.
 
     Raises:
         PositionalError: No file has this name (the message suggests the nearest), the file does

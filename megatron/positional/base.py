@@ -124,7 +124,7 @@ class PositionalEmbedding:
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Vectors [*positions.shape, dim] of an `input` embedding without a trained table."""
-        raise NotImplementedError(f"{self.name} has no table of its own")
+        raise NotImplementedError(f"{self.name} has no table of position vectors")
 
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """(d, column 0, column 1, ...) of one dtype, at least fp32; columns broadcast with d."""

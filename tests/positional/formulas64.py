@@ -1,8 +1,8 @@
-"""Every positional embedding written down a second time, in float64 numpy, from the papers.
+"""Every positional embedding a second time, in float64 numpy, from the papers.
 
-Nothing here comes from `megatron`. A distance kernel's entry gives b and w of ONE head, from that
-head's theta (a sequence of floats) and an array of distances; `test_contract.py` runs over the
-table and refuses an embedding that has no entry.
+Nothing here imports `megatron`. The entry of a distance kernel gives b and w of one head, from that
+head's theta (a sequence of floats) and an array of distances. `test_contract.py` checks every entry
+and fails for an embedding without an entry.
 """
 
 from __future__ import annotations

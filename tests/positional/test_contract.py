@@ -1,4 +1,4 @@
-"""What every positional embedding owes: run over each file of `megatron/positional`."""
+"""The contract of positional embeddings, checked for each file of `megatron/positional`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder as a registry, and what it may import."""
+"""The folder as a registry, and its imports."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ROTARY = load("rotary")
 
 
 def frequencies(dim: int, base: float) -> np.ndarray:
-    """Rounded to fp32, as models are published with them."""
+    """Frequencies rounded to fp32, as in published models."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return (1.0 / torch.pow(base, torch.from_numpy(exponent))).double().numpy()
 
@@ -53,7 +53,7 @@ def test_products_depend_on_distance_alone():
 
 
 def test_pieces_equal_the_whole():
-    """A cache turns new keys at their own positions; the result is that of one long call."""
+    """A cache rotates new keys at their positions; the result equals that of one long call."""
     q, k = torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
     whole = ROTARY.rotate(q, k, rotary_ndims=4)
     first = ROTARY.rotate(q[:, :, :12], k[:, :, :12], rotary_ndims=4)
