@@ -109,7 +109,7 @@ def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Te
 def sample(
     function: Callable[..., Tensor | None], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A formula's values in ``dtype``, and theta's gradient for unequal weights, both in fp64."""
+    """A formula's values in `dtype`, and theta's gradient for unequal weights, both in fp64."""
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
     value, near = (

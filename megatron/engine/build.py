@@ -1,6 +1,6 @@
 """Build the model and the tokenizer that a config describes.
 
-The classes built here take plain values. Besides this module, only modules of `engine` import the
+The classes built here take plain values. Only this and other modules of `engine` import the
 config object.
 """
 

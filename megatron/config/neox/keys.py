@@ -24,7 +24,7 @@ _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)
 
 
 def _members(group: str) -> set[str]:
-    """Keys written directly inside ``group``."""
+    """Keys written directly inside `group`."""
     inside = (key.removeprefix(group + ".") for key in KNOWN_KEYS if key.startswith(group + "."))
     return {key.split(".")[0] for key in inside}
 

@@ -82,7 +82,7 @@ def write_extrapolation(
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes(folder / CSV_FILE, _csv(rows).encode())
     write_bytes(
-        folder / PLOT_FILE, _png(_extrapolation_figure(rows, train_length, baselines, title))
+        folder / PLOT_FILE, _png(extrapolation_figure(rows, train_length, baselines, title))
     )
     return _table(rows, train_length, baselines, title)
 
@@ -121,7 +121,7 @@ def write_kernels(
             )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, _png(_kernels_figure(panels, distance_n, train_length)))
+    write_bytes(path, _png(kernels_figure(panels, distance_n, train_length)))
 
 
 def _csv(rows: Sequence[LengthResult]) -> str:
@@ -168,7 +168,7 @@ def _measured(value: float, error: float, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
-def _extrapolation_figure(
+def extrapolation_figure(
     rows: Sequence[LengthResult],
     train_length: int,
     baselines: Mapping[str, LengthResult],
@@ -209,7 +209,7 @@ def _extrapolation_figure(
     return figure
 
 
-def _kernels_figure(
+def kernels_figure(
     panels: Sequence[tuple[str, np.ndarray]], distance_n: np.ndarray, train_length: int
 ) -> Figure:
     import matplotlib

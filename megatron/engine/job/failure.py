@@ -112,7 +112,7 @@ class Watch:
                 return
         _received.append(first)
         if not (self._over.wait(GRACE) or _ending.is_set()):
-            _print(first) if first["rank"] == _rank() else _print_if_elsewhere(first)
+            _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)
             os._exit(1)
 
 
@@ -154,13 +154,13 @@ def lost_contact(error: BaseException | None) -> bool:
 def _report(failure: Failure, lost: bool) -> None:
     """Write the failure into the store, and print it unless another rank prints the same."""
     if lost and _received and _received[0]["rank"] != failure["rank"]:
-        _print_if_elsewhere(_received[0])
+        print_if_elsewhere(_received[0])
         return
     is_main = failure["rank"] == 0
     opens = is_main and not (dist.is_initialized() or _launcher_has_store())
     store = _connect(CAUSE_WAIT, opens)
     if lost and (first := _wait_for(store, "end")):
-        _print_if_elsewhere(first)
+        print_if_elsewhere(first)
         return
     if is_main and not lost:
         store.set("main", json.dumps(failure))
@@ -168,7 +168,7 @@ def _report(failure: Failure, lost: bool) -> None:
     others = [written] if is_main else [written, _wait_for(store, "main") or written]
     same = [each for each in others if each["text"] == failure["text"] and each != failure]
     if same and (lost or not is_main):
-        _print_if_elsewhere(same[-1])
+        print_if_elsewhere(same[-1])
     else:
         _print(failure)
     if is_main:  # it may hold the store, which the other ranks read a moment later
@@ -244,7 +244,7 @@ def _print(failure: Failure) -> None:
         print(f"{source}: {failure['text']}", file=sys.stderr, flush=True)
 
 
-def _print_if_elsewhere(failure: Failure) -> None:
+def print_if_elsewhere(failure: Failure) -> None:
     """Print a failure of another machine, once on this machine."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

@@ -60,7 +60,7 @@ def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
     write_extrapolation(results, tmp_path, train_length=128, baselines=baselines, title="t")
     width, height = image_size(tmp_path / "extrapolation.png")
     assert width > 800 and height > 500
-    axes = report._extrapolation_figure(results, 128, baselines, "t").axes[0]
+    axes = report.extrapolation_figure(results, 128, baselines, "t").axes[0]
     assert axes.get_xscale() == "log" and axes.get_yscale() == "linear"
     texts = " | ".join(text.get_text() for text in axes.get_legend().get_texts())
     assert "training length 128" in texts and "same model, 8 tokens" in texts
@@ -74,7 +74,7 @@ def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
 
 def test_an_exploding_perplexity_gets_a_log_axis():
     results = [result(128, 1.5), result(256, 9.0)]
-    assert report._extrapolation_figure(results, 128, {}, "t").axes[0].get_yscale() == "log"
+    assert report.extrapolation_figure(results, 128, {}, "t").axes[0].get_yscale() == "log"
 
 
 @pytest.mark.parametrize("lengths", [[], [128, 128]])
@@ -114,7 +114,7 @@ def test_kernels_plot_draws_every_head_of_bias_and_weight(tmp_path):
     write_kernels(None, distances, np.exp(bias), 128, path)
     assert image_size(path) == one_panel
 
-    axes = report._kernels_figure([("b", bias)], distances.astype(float), 128).axes[0]
+    axes = report.kernels_figure([("b", bias)], distances.astype(float), 128).axes[0]
     assert axes.get_xscale() == "log"
     curves = [line for line in axes.lines if line.get_label().startswith("head")]
     assert len(curves) == 3
