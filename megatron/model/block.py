@@ -103,9 +103,9 @@ class MLP(nn.Module):
         self.dense_4h_to_h = RowLinear(inner, hidden, tp, numerics=shape.numerics)
 
     def forward(self, x_BTD: torch.Tensor, partial: bool = False) -> torch.Tensor:
-        return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x_BTD)), partial)
+        return self.dense_4h_to_h(self.activate(self.dense_h_to_4h(x_BTD)), partial)
 
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
         # torch's tanh constant differs in the tenth digit, which only float64 resolves.
         exact = self.numerics.published or x.dtype == torch.float64
         if self.activation == "gelu" and self.tanh_gelu:

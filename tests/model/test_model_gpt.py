@@ -172,8 +172,8 @@ def test_activations(activation):
 def test_tanh_gelu_is_the_approximation():
     mlp = build(tanh_gelu=True).layers[0].mlp
     x = torch.linspace(-3, 3, 32)
-    torch.testing.assert_close(mlp._activate(x), F.gelu(x, approximate="tanh"))
-    assert not torch.equal(mlp._activate(x), F.gelu(x))
+    torch.testing.assert_close(mlp.activate(x), F.gelu(x, approximate="tanh"))
+    assert not torch.equal(mlp.activate(x), F.gelu(x))
 
 
 def test_recomputing_blocks_changes_no_gradient():
@@ -224,7 +224,7 @@ def test_tanh_gelu_is_the_published_one_in_float64():
     model = build(activation="gelu", tanh_gelu=True).double()
     x = torch.linspace(-4, 4, 101, dtype=torch.float64)
     expected = [0.5 * v * (1 + math.tanh(0.79788456 * v * (1 + 0.044715 * v * v))) for v in x]
-    got = model.layers[0].mlp._activate(x)
+    got = model.layers[0].mlp.activate(x)
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
     assert (got - F.gelu(x, approximate="tanh")).abs().max() > 1e-10
 
@@ -234,5 +234,5 @@ def test_published_rounding_is_that_of_each_operation(activation):
     mlp = build(activation=activation, numerics=PublishedNumerics(torch.bfloat16)).layers[0].mlp
     x = torch.linspace(-6, 6, 301, dtype=torch.bfloat16)
     gate = torch.sigmoid(x) if activation == "swish" else torch.tanh(F.softplus(x))
-    assert torch.equal(mlp._activate(x), x * gate)
-    assert not torch.equal(build(activation=activation).layers[0].mlp._activate(x), x * gate)
+    assert torch.equal(mlp.activate(x), x * gate)
+    assert not torch.equal(build(activation=activation).layers[0].mlp.activate(x), x * gate)
