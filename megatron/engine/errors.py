@@ -12,7 +12,7 @@ class CheckpointError(Exception):
 
 
 class DivergedError(Exception):
-    """The loss or a weight is no longer a finite number, or fp16 has no room for the gradients."""
+    """The loss or a weight is no longer a finite number, or fp16 cannot represent the gradients."""
 
 
 class RunLogError(RuntimeError):

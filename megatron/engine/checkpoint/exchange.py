@@ -68,7 +68,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Write the newest checkpoint of the run folder `source` in the published layout.
 
     Args:
-        parts: tensor-parallel shards, at least 1; None for as many as it was trained with.
+        parts: tensor-parallel ranks, at least 1; None for as many as it was trained with.
 
     Returns:
         The new folder, `target/global_stepN`.

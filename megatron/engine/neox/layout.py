@@ -122,7 +122,7 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
     if tensor.shape[dim] % pieces:
         raise CheckpointError(
             f"{name}: {tuple(tensor.shape)} cannot be cut into {pieces} along dimension {dim}; "
-            "export to fewer parts"
+            "export to fewer ranks"
         )
     chunks = [chunk.clone() for chunk in tensor.chunk(pieces, dim=dim)]
     if how == "halves":

@@ -40,11 +40,11 @@ MOST_FILES = 100_000
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a model's shape that decides which published file holds which weights.
+    """The properties of a model that decide which published file holds which weights.
 
     Attributes:
         num_layers, tied: L, and whether the output is the embedding.
-        parts: N.
+        parts: N; imports record it under this name.
         theta: names of the kernel's tensors, in the order of our columns; empty without a kernel.
         geglu: the MLP's first layer has two halves.
         summed_biases: row-parallel biases are summed over the ranks (`gpt_j_residual`).
@@ -124,7 +124,7 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     states = {place: load_mapping(path) for place, path in sorted(found.items())}
     tied = not any("final_linear.weight" in state for state in states.values())
     num_layers = count(args, "num_layers") or max(0, last - (3 if tied else 4))
-    parts = max([part + 1 for _, part in found] + [count(client, "mp_world_size") or 1])
+    parts = max([rank + 1 for _, rank in found] + [count(client, "mp_world_size") or 1])
     if num_layers * parts > MOST_FILES:
         raise CheckpointError(
             f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel ranks are more than any "
@@ -157,7 +157,7 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
     def matrices(*tensors: Any) -> bool:
         return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
 
-    first = {index: state for (index, part), state in sorted(states.items()) if part == 0}
+    first = {index: state for (index, rank), state in sorted(states.items()) if rank == 0}
     block = first.get(2, {})
     inner, back = block.get("mlp.dense_h_to_4h.weight"), block.get("mlp.dense_4h_to_h.weight")
     output = first.get(num_layers + 4, {}).get("final_linear.weight")

@@ -278,6 +278,6 @@ def test_the_tools(tmp_path, monkeypatch, capsys):
     code, text = call(export_neox.main, a, tmp_path / "c")
     assert code == 1 and "exists already" in text
     code, text = call(export_neox.main, a, tmp_path / "d", "--tp", "16")
-    assert code == 1 and "export to fewer parts" in text
+    assert code == 1 and "export to fewer ranks" in text
     code, text = call(import_kerple.main, a, tmp_path / "e")
     assert code == 1 and "holds no published checkpoint" in text
