@@ -4,8 +4,6 @@ import contextlib
 import io
 import itertools
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from megatron.model import GPT, BlockShape, GPTShape
 from megatron.parallel import build_groups
 from megatron.positional import load
 from tests.helpers.jobs import cell, rewind, rows, run_job, write_config, write_shards
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import call, run_ranks
 from tools.reshape_checkpoint import reshape
 
 BASE = {
@@ -194,15 +192,11 @@ def test_what_can_change_is_not_refused():
     assert relayout.refusal(OLD | new, OLD | {"zero_stage": 3}) is None
 
 
-def test_the_tool_writes_the_same_weights_and_moments(runs, tmp_path, repo_root):
+def test_the_tool_writes_the_same_weights_and_moments(runs, tmp_path):
     out = [tmp_path / "a", tmp_path / "b"]
     for run, folder in zip(("one", "tp2-pp2"), out, strict=True):
-        command = [sys.executable, str(repo_root / "tools" / "reshape_checkpoint.py")]
-        done = subprocess.run(
-            [*command, str(runs / run), str(folder), "--tag", "global_step5", "--workers", "2"],
-            capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        options = ["--tag", "global_step5", "--workers", "2"]
+        call("tools/reshape_checkpoint.py", runs / run, folder, *options)
         assert [path.name for path in folder.iterdir()] == ["global_step5"]
     names = sorted(path.name for path in (out[0] / "global_step5" / "zero").iterdir())
     assert "layers.1.mlp.dense_h_to_4h.weight" in names
@@ -226,12 +220,9 @@ def test_the_tool_reads_zero_3_with_tensor_parallelism(runs, tmp_path):
         reshape(runs / "tp2-zero3", tmp_path / "out", "global_step5", 1)
 
 
-def test_the_tool_names_what_is_missing(tmp_path, repo_root):
-    command = [sys.executable, str(repo_root / "tools" / "reshape_checkpoint.py")]
-    done = subprocess.run(
-        [*command, str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True
-    )
-    assert done.returncode == 1 and f"{tmp_path} holds no checkpoint" in done.stderr
+def test_the_tool_names_what_is_missing(tmp_path):
+    text = call("tools/reshape_checkpoint.py", tmp_path, tmp_path / "out", code=1)
+    assert f"{tmp_path} holds no checkpoint" in text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from megatron.engine.training.schedule import Schedule
 from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
-from tests.helpers.launch import run_script
+from tests.helpers.launch import call
 from tests.helpers.paths import ROOT
 from tests.helpers.shards import write_documents
 
@@ -26,13 +26,6 @@ def prefix(tmp_path_factory):
 
 def command(script, *args):
     return [sys.executable, str(ROOT / script), *map(str, args)]
-
-
-def call(script, *args, code=0):
-    """Run a command in a process that has imported DeepSpeed already; return its output."""
-    found, text = run_script(ROOT / script, *args, cwd=ROOT, environ=dict(os.environ))
-    assert found == code, text
-    return text
 
 
 def call_in_new_interpreter(script, *args, **env):

@@ -20,6 +20,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from megatron.engine.job import join
+from tests.helpers.paths import ROOT
 
 PRELOADED = [
     "megatron.engine.run",
@@ -105,6 +106,13 @@ def run_script(script: Path, *args: object, cwd: Path, environ: dict[str, str]) 
         text = output.read()
     assert process.exitcode is not None, text
     return process.exitcode, text
+
+
+def call(script: str, *args: object, code: int = 0) -> str:
+    """Run a command of the project with `run_script`; return its output."""
+    found, text = run_script(ROOT / script, *args, cwd=ROOT, environ=dict(os.environ))
+    assert found == code, text
+    return text
 
 
 def _script(argv, cwd, environ, output):

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.parallel import build_groups
 from tests.helpers.jobs import digest, rows, write_config, write_shards
-from tests.helpers.paths import ROOT
+from tests.helpers.launch import call
 
 ALONE = build_groups(torch.device("cpu"))
 
@@ -32,16 +30,7 @@ def finished(tmp_path_factory):
     config = write_config(
         folder / "c.yml", write_shards(folder), train_micro_batch_size_per_gpu=4, **keys
     )
-    return config, run, train(config)
-
-
-def train(config, *args, code=0):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), str(config), *args],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return config, run, call("train.py", config)
 
 
 def flip(path):
@@ -161,9 +150,9 @@ def test_train_stops_at_damage_and_goes_on_when_allowed(finished, copy):
     assert f"saved {run / 'global_step6'}, training waited " in text
     flip(copy / "global_step6" / "mp_rank_00_model_states.pt")
     where = ["-o", f"save={copy}", "-o", f"load={copy}"]
-    text = train(config, *where, code=1)
+    text = call("train.py", config, *where, code=1)
     assert "is damaged" in text and "--allow-fallback" in text and "Traceback" not in text
-    text = train(config, *where, "--allow-fallback")
+    text = call("train.py", config, *where, "--allow-fallback")
     assert f"resuming from {copy / 'global_step3'} (passed over: " in text
     assert digest(copy) == digest(run)
     assert rows(copy) == rows(run)

@@ -26,7 +26,8 @@ from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.text import JobData
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.parallel import Groups
-from tests.engine.test_jobs import call, rows, write_config, write_shards
+from tests.helpers.jobs import rows, write_config, write_shards
+from tests.helpers.launch import call
 from tests.helpers.paths import FIXTURES
 
 PUBLISHED = FIXTURES / "parity" / "models" / "kerple_log" / "checkpoint"
