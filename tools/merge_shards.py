@@ -1,11 +1,11 @@
-"""Join shards into one data set: the parts of `--partition I/N`, or any of one tokenizer.
+"""Join shards into one data set: the partitions of `--partition I/N`, or any of one tokenizer.
 
     python tools/merge_shards.py 'data/mine-*-of-00008_text_document' data/mine_text_document
 
-The documents follow in the order of the inputs (a glob's in the order of its names), so joined
-partitions are, byte for byte, what one machine would have written; that each begins where the one
-before ended is checked. gpt-neox's `merge_datasets.py` writes the same .bin and .idx. Reading the
-list or the glob as `data_path` needs no merge.
+The documents keep the order of the inputs; a glob is in the order of its names. Joined partitions
+are therefore, byte for byte, what one machine would have written, and each partition must begin
+where the one before it ended. gpt-neox's `merge_datasets.py` writes the same .bin and .idx. No
+merge is needed to read the shards: `data_path` may be the list or the glob.
 """
 
 from __future__ import annotations
