@@ -111,8 +111,11 @@ def _heads(hidden: int, heads: int) -> Found | None:
 def _kv_heads(kv: int, heads: int) -> Found | None:
     if kv == heads:
         return None
-    text = f"{kv} is not num_attention_heads {heads}: grouped queries are not built yet"
-    return "num_kv_heads", f"{text}; leave num_kv_heads out"
+    return (
+        "num_kv_heads",
+        f"{kv} is not num_attention_heads {heads}: grouped queries are not built yet; leave "
+        "num_kv_heads out",
+    )
 
 
 @_relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")

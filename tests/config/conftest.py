@@ -1,4 +1,4 @@
-"""A smallest configuration that is whole, and what loading a text says."""
+"""The smallest complete configuration, and fixtures that load text over it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(base: Path, tmp_path: Path) -> Callable[..., Config]:
-    """load(text, *overrides, world_size=1): the base with ``text`` over it, in over.yml."""
+    """load(text, *overrides, world_size=1): the base with `text` over it, in over.yml."""
 
     def _load(text: str = "", *overrides: str, world_size: int = 1) -> Config:
         over = tmp_path / "over.yml"
