@@ -20,7 +20,7 @@ class Clock:
 
     A GPU first writes 256 MB, which empties the cache, and spins while the host prepares and
     queues the call, so that what the host takes is not measured: in a training step the queue is
-    full as well. ``host_ms``, how long queueing took, must have been measured before.
+    full as well. `host_ms`, how long queueing took, must have been measured before.
     """
 
     def __init__(self, device: torch.device):

@@ -1,10 +1,10 @@
-"""``attention.py --device cpu``: kerple_log against the published formula, in one run.
+"""`attention.py --device cpu`: kerple_log against the published formula, in one run.
 
 Needs torch alone. Variants:
 
-- ``published``: see ``attention_variants``;
-- ``eager``, ``blocked``: this project's backends;
-- ``sdpa, no bias``: torch's causal scaled_dot_product_attention, which has no kernel at all: what
+- `published`: see `attention_variants`;
+- `eager`, `blocked`: this project's backends;
+- `sdpa, no bias`: torch's causal scaled_dot_product_attention, which has no kernel at all: what
   attention costs without KERPLE.
 
 Variants take turns within every repetition and medians are compared; ratios of the fastest
@@ -12,7 +12,7 @@ repetitions stand beside them, because on a busy machine whatever uses many shor
 slowed more than it would be alone. Peak memory counts what torch's allocator hands out during one
 call (outputs and gradients included, inputs not), accuracy is the largest error against float64
 eager attention as a fraction of the largest true value. Writes attention.json and attention.md to
-``--out``.
+`--out`.
 
 Legend: B batch, H heads, T positions, E head size.
 """

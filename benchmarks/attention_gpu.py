@@ -1,10 +1,10 @@
-"""``attention.py --device cuda``: fused attention against all its rivals, in one run.
+"""`attention.py --device cuda`: fused attention against all its rivals, in one run.
 
-Variants (``attention_variants``) take turns within every repetition; medians of the device's time
-are compared (``attention_clock``: cold cache, queue full). Groups of one head size and one length
+Variants (`attention_variants`) take turns within every repetition; medians of the device's time
+are compared (`attention_clock`: cold cache, queue full). Groups of one head size and one length
 come in the order of their worth: lengths that goals are set for, other lengths, other head sizes,
 FlexAttention (whose compilation takes longest) last where no goal asks for it. Batch sizes keep the
-number of tokens constant. What does not fit in memory, is refused, or comes after ``--minutes``
+number of tokens constant. What does not fit in memory, is refused, or comes after `--minutes`
 is listed with the reason.
 
 After each group attention_gpu.json and .md are written anew, so a run that is cut off keeps what it
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         tidy(device)
         published_constants.cache_clear()
         flex.causal_mask.cache_clear()
-        if number:  # the first group's size is that of ``accuracy``: compiled already
+        if number:  # the first group's size is that of `accuracy`: compiled already
             torch._dynamo.reset()
         measure(group, number, args, dtype, clock, deadline, report)
         done += len(group.names)

@@ -3,13 +3,13 @@
 From the committed tile of a pass, one of M, N, warps and stages at a time goes up or down; the best
 neighbour that is at least 1% faster is the next tile, until there is none. That takes a dozen or
 two of compilations a pass where a grid would take hundreds. A time is the median of device times
-(``attention_clock``), as a fraction of the starting tile's, summed over two lengths; backward
+(`attention_clock`), as a fraction of the starting tile's, summed over two lengths; backward
 passes are timed together, one of them changing. Every accepted tile is checked: its results are
 those of the committed tiles up to rounding. All neighbours are compiled first, side by side.
 
-Ordinary rows are found with kerple_log, heavy ones with kerple_power_add_mul, the tile of ``table``
+Ordinary rows are found with kerple_log, heavy ones with kerple_power_add_mul, the tile of `table`
 with rpe. After every pass attention_tiles.md is written anew. Before a row is committed,
-``python tools/compile_kernels.py --changed`` must accept it: it refuses tiles that spill.
+`python tools/compile_kernels.py --changed` must accept it: it refuses tiles that spill.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What the attention benchmark compares, as functions (q, k, v, theta) -> output.
 
-- ``fused KERNEL``: this project's Triton passes, with the kernel of distance of that name;
-- ``flex [H]``: FlexAttention with kerple_log's formula on captured columns of theta;
-  ``flex table``: on a captured [H, T] table of its values;
-- ``sdpa flash``, ``sdpa cudnn``: torch's causal attention, which has no kernel of distance;
-- ``sdpa efficient, mask``: torch's memory-efficient attention with kerple_log as a mask;
-- ``published``: the released code's way: baddbmm, the [H, T, T] kernel computed anew, add, mask,
+- `fused KERNEL`: this project's Triton passes, with the kernel of distance of that name;
+- `flex [H]`: FlexAttention with kerple_log's formula on captured columns of theta;
+  `flex table`: on a captured [H, T] table of its values;
+- `sdpa flash`, `sdpa cudnn`: torch's causal attention, which has no kernel of distance;
+- `sdpa efficient, mask`: torch's memory-efficient attention with kerple_log as a mask;
+- `published`: the released code's way: baddbmm, the [H, T, T] kernel computed anew, add, mask,
   softmax, bmm, all materialised (without its dropout module, which costs even more).
 
 Legend: B batch, H heads, T positions, E head size, N columns of theta.
@@ -96,7 +96,7 @@ def ours(backend: str, pos: PositionalEmbedding) -> Callable[..., Tensor]:
 
 
 def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
-    """As the backend ``flex``, but with b looked up in a table made for this call."""
+    """As the backend `flex`, but with b looked up in a table made for this call."""
     length = q.shape[2]
     if not torch.is_grad_enabled():
         q, k, v, theta_HN = (x.detach() for x in (q, k, v, theta_HN))

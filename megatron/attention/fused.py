@@ -116,9 +116,8 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         from megatron.kernels import launch
 
-        gradients = launch.backward(
-            grad, *ctx.saved_tensors, ctx.setting, need_rows=ctx.needs_input_grad[3]
-        )
+        need_rows = ctx.needs_input_grad[3]
+        gradients = launch.backward(grad, *ctx.saved_tensors, ctx.setting, need_rows)
         return *gradients, None, None
 
 

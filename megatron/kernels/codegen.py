@@ -118,7 +118,7 @@ def device_functions(
     )
 
 
-def lower(expr: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
+def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
     """Rewrite log, exp and general powers in terms of `lg2` and `ex2`."""
     if not expr.args:
         return expr
@@ -191,7 +191,7 @@ class Writer:
             self.constants[expr] = f"c[{len(self.prepared) - 1}]"
         return self.constants[expr]
 
-    def scalar(self, expr: sympy.Expr) -> str:
+    def scalar(self, expr: Any) -> str:
         """Text of a scalar expression; it is computed only once, so with exact functions."""
         if expr.is_number:
             return repr(float(expr))
@@ -237,7 +237,7 @@ class Writer:
             return power(expr.exp, self.tile(expr.base), "rcp({})")
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
-    def affine(self, slope: sympy.Expr, offset: sympy.Expr) -> str:
+    def affine(self, slope: Any, offset: Any) -> str:
         """Text of offset + slope d."""
         k = "" if slope == 1 else f"{self.constant(slope)} * "
         start = "" if offset == 0 else f"{self.constant(offset)} + "

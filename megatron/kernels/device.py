@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
+INTERPRETED: bool = knobs.runtime.interpret
 """Whether `@triton.jit` makes functions for the interpreter: fixed when Triton is imported."""
 
 LOG2_ZERO = tl.constexpr(-1e30)

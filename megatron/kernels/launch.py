@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron.kernels.backward import key_pass, query_pass
@@ -128,7 +127,7 @@ def launch(
     *,
     seed: Tensor | None,
     need_theta: bool = False,
-    **tensors: Tensor,
+    tensors: dict[str, Tensor],
 ) -> None:
     """Start a pass on the tensors' device, which need not be the current one.
 
@@ -138,8 +137,9 @@ def launch(
     """
     LAUNCHES[which] += 1
     q, rows_HW = tensors["q"], tensors["theta"]
-    tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
-    arguments = pointers_and_strides(tensors) | setting.numbers(q, tensors["k"], rows_HW)
+    any_or_seed = rows_HW if seed is None else seed  # without dropout no seed is read
+    arguments = pointers_and_strides(tensors | {"seed": any_or_seed})
+    arguments |= setting.numbers(q, tensors["k"], rows_HW)
     dropout = setting.dropout_p > 0.0
     arguments |= constants(
         which, setting.functions, tile, q.shape[-1], dropout=dropout, theta=need_theta
@@ -147,6 +147,11 @@ def launch(
     arguments |= {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         start(PASSES[which], programs, arguments)
+
+
+def cdiv(count: int, size: int) -> int:
+    """How many tiles of this size cover the count."""
+    return -(-count // size)
 
 
 def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -179,9 +184,9 @@ def forward(
     if out.numel() == 0:
         return out, lse
     tile = setting.tiles(q).forward
-    programs = batch * heads * triton.cdiv(queries, tile.M)
+    programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
-    launch("forward", programs, tile, setting, seed=seed, **tensors)
+    launch("forward", programs, tile, setting, seed=seed, tensors=tensors)
     return out, lse
 
 
@@ -208,15 +213,19 @@ def backward(
     tiles, delta = setting.tiles(q), torch.empty_like(lse_BHT)
     need_theta = need_rows and not functions.tabulated
     columns = functions.num_theta if need_theta else 0
-    programs = batch * heads * triton.cdiv(queries, tiles.query.M)
+    programs = batch * heads * cdiv(queries, tiles.query.M)
     sums = lse_BHT.new_empty(programs, max(1, columns))
     shared = {"q": q, "k": k, "v": v, "do": grad, "lse": lse_BHT, "delta": delta, "theta": rows_HW}
-    own = {"out": out_BHTE, "dq": dq, "sums": sums}
+    tensors = shared | {"out": out_BHTE, "dq": dq, "sums": sums}
     launch(
-        "query", programs, tiles.query, setting, seed=seed, need_theta=need_theta, **shared, **own
+        *("query", programs, tiles.query, setting),
+        seed=seed,
+        need_theta=need_theta,
+        tensors=tensors,
     )
-    programs = batch * key_heads * triton.cdiv(keys, tiles.key.N)
-    launch("key", programs, tiles.key, setting, seed=seed, **shared, dk=dk, dv=dv)
+    programs = batch * key_heads * cdiv(keys, tiles.key.N)
+    tensors = shared | {"dk": dk, "dv": dv}
+    launch("key", programs, tiles.key, setting, seed=seed, tensors=tensors)
     drows = None
     if need_theta:
         drows = sums.view(batch, heads, -1, columns).sum((0, 2))
@@ -231,9 +240,10 @@ def table_gradient(setting: Setting, seed: Tensor | None, tensors: dict[str, Ten
     functions, tile = setting.functions, setting.tiles(q).table
     batch, heads, queries = q.shape[:3]
     tables, seen = functions.biased + functions.weighted, setting.query_offset + queries
-    groups, R = triton.cdiv(seen, tile.M), tile.M
+    groups, R = cdiv(seen, tile.M), tile.M
     sums = tensors["lse"].new_empty(batch, heads, tables, groups, 2, R)
-    launch("table", batch * heads * groups, tile, setting, seed=seed, **tensors, sums=sums)
+    tensors = tensors | {"sums": sums}
+    launch("table", batch * heads * groups, tile, setting, seed=seed, tensors=tensors)
     near, far = sums.sum(0).unbind(-2)  # [H, tables, G, R]: at D + e, and at D + e - R
     near[:, :, :-1] += far[:, :, 1:]
     drows = rows_HW.new_zeros(heads, tables, rows_HW.shape[1] // tables)

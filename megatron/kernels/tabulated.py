@@ -91,6 +91,15 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 
 @triton.jit
+def rows_inside(i, queries):
+    """(whether the rows i exist, i without rows past the last, i without rows before the first)."""
+    there = (i >= 0) & (i < queries)
+    row = tl.minimum(i, queries - 1)
+    safe = tl.maximum(i, 0)
+    return there, row, safe
+
+
+@triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
     """Rows `row` [R] of a tensor as [R, P]; 0 where `inside` is false, and past column E."""
     column = tl.arange(0, P)[None, :]
@@ -124,11 +133,9 @@ def table_pass(
     b_near, b_far, w_near, w_far = zeros_R, zeros_R, zeros_R, zeros_R
     # Tiles begin at positions that are multiples of R, so those of keys do too.
     for position in tl.range(tl.maximum(offset // R * R, far), offset + queries, R):
-        m0 = position - offset
-        n0 = position - far
+        m0, n0 = position - offset, position - far
         i = m0 + tl.arange(0, R)
-        there = (i >= 0) & (i < queries)
-        safe = tl.maximum(i, 0)
+        there, row, safe = rows_inside(i, queries)
         q = load_inside(q_base, safe, there, q_t, E, P)
         do = load_inside(do_base, safe, there, do_t, E, P)
         k = load_rows(k_base, n0, keys, k_t, True, R, E, P)
@@ -137,7 +144,7 @@ def table_pass(
         lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
         delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        distance = (offset + tl.minimum(i, queries - 1) - n0)[:, None] - column[None, :]
+        distance = (offset + row - n0)[:, None] - column[None, :]
         seen = (distance >= 0) & there[:, None]
         distance = tl.maximum(distance, 0)
         y = f_evaluate(s, 0.0, 0.0, distance, constants)[0]

@@ -1,6 +1,6 @@
 """Training with the fused passes on a GPU under the engine: 16-bit precisions, resuming.
 
-Whole jobs by ``train.py`` in processes of their own.
+Whole jobs by `train.py` in processes of their own.
 """
 
 from __future__ import annotations

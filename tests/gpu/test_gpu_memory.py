@@ -25,7 +25,7 @@ PITCH = 1 << 21
 
 
 def big(name: str, batch: int, heads: int, length: int, size: int = 64) -> Case:
-    """As ``cases.make``, drawn on the GPU, in bf16."""
+    """As `cases.make`, drawn on the GPU, in bf16."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     pos = load(name)
     shape = batch, heads, length, size

@@ -28,14 +28,14 @@ if DEVICE == "cuda":
 
 @dataclass
 class Case:
-    """Inputs that want gradients; ``inputs`` is q, k, v and, for kernels of distance, theta."""
+    """Inputs that want gradients; `inputs` is q, k, v and, for kernels of distance, theta."""
 
     pos: PositionalEmbedding
     inputs: list[torch.Tensor]
     grad: torch.Tensor
 
     def run(self, backend: str, dtype: torch.dtype | None = None, **options) -> list[torch.Tensor]:
-        """[output, gradient of each input], computed in ``dtype``."""
+        """[output, gradient of each input], computed in `dtype`."""
         inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.inputs]
         options = {"scale": 0.35} | options
         out = attend(*inputs[:3], self.pos, *inputs[3:], backend=backend, **options)

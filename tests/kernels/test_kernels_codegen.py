@@ -28,7 +28,7 @@ def probe(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, f_zeros: tl.constexpr,
     f_add: tl.constexpr, f_finish: tl.constexpr, THETA: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """y of one tile whose first column is ``base`` before its first row, and theta's gradient."""
+    """y of one tile whose first column is `base` before its first row, and theta's gradient."""
     r = tl.arange(0, R)[:, None]
     column = tl.arange(0, R)[None, :]
     c = f_prepare(theta_ptr, THETA, scale)
