@@ -117,7 +117,8 @@ class _FusedAttention(torch.autograd.Function):
         from megatron.kernels import launch
 
         need_rows = ctx.needs_input_grad[3]
-        gradients = launch.backward(grad, *ctx.saved_tensors, ctx.setting, need_rows)
+        q, k, v, out, lse, rows, seed = ctx.saved_tensors
+        gradients = launch.backward(grad, q, k, v, out, lse, rows, seed, ctx.setting, need_rows)
         return *gradients, None, None
 
 
