@@ -31,7 +31,7 @@ from megatron import entry
 from tools.parity.result import Result
 
 if TYPE_CHECKING:
-    from megatron.parallel import Groups
+    from megatron.parallel.groups import Groups
 
 BACKENDS = ("auto", "fused", "blocked", "flex", "sdpa", "eager")
 Run = Callable[[], "Iterable[Result] | Result"]

@@ -21,7 +21,7 @@ from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.files import UNFINISHED
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.errors import CheckpointError
-from megatron.parallel import build_groups
+from megatron.parallel.groups import build_groups
 
 
 def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:

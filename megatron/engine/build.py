@@ -19,7 +19,7 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.model import GPT, BlockShape, GPTShape
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
-from megatron.parallel import ALONE, TensorGroup
+from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.positional import PositionalEmbedding
 from megatron.positional import load as load_positional
 

@@ -27,7 +27,7 @@ from megatron.engine.training.loop import LoopSettings, TrainingLoop
 from megatron.engine.training.pipeline import build_local_shard, count_parameters
 from megatron.engine.training.theta import TrainedTheta
 from megatron.files import write_text
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 UNSAVED = Path("runs/unsaved")
 """Folder for reports if the config names no `save` folder."""

@@ -17,7 +17,7 @@ from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import data_prefix, tokenizer_of
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,10 @@ from torch import nn
 from megatron.attention import AttentionFn
 from megatron.model.norm import build_norm
 from megatron.model.shape import BlockShape
-from megatron.parallel import (
-    ALONE,
-    ColumnLinear,
-    HiddenDropout,
-    RowLinear,
-    TensorGroup,
-    add_partial,
-    all_to_all,
-    rank_dropout,
-)
+from megatron.parallel.collectives import add_partial, all_to_all
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.layers import ColumnLinear, HiddenDropout, RowLinear
+from megatron.parallel.rng import rank_dropout
 from megatron.positional import PositionalEmbedding
 
 

@@ -18,17 +18,12 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from megatron.model.shape import GPTShape
-from megatron.parallel import (
-    ALONE,
-    HiddenDropout,
-    SequenceSplit,
-    Sharding,
-    TensorGroup,
-    VocabEmbedding,
-    copy_to,
-    mark_sharding,
-    named_generator,
-)
+from megatron.parallel.collectives import copy_to
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.layers import HiddenDropout, VocabEmbedding
+from megatron.parallel.rng import named_generator
+from megatron.parallel.sequence import SequenceSplit
+from megatron.parallel.sharding import Sharding, mark_sharding
 from megatron.positional import PositionalEmbedding
 
 THETA = "embedding.theta"

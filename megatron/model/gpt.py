@@ -26,16 +26,11 @@ from megatron.model.embedding import EmbeddingLayer
 from megatron.model.init import initialise
 from megatron.model.norm import build_norm
 from megatron.model.shape import GPTShape
-from megatron.parallel import (
-    ALONE,
-    ColumnLinear,
-    RowLinear,
-    SequenceSplit,
-    TensorGroup,
-    all_gather,
-    gather_from,
-    token_losses,
-)
+from megatron.parallel.collectives import all_gather, gather_from
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.layers import ColumnLinear, RowLinear
+from megatron.parallel.loss import token_losses
+from megatron.parallel.sequence import SequenceSplit
 from megatron.positional import PositionalEmbedding
 
 LOGITS_AT_ONCE = 1 << 26
@@ -90,7 +85,7 @@ class GPT(nn.Module):
                 x_BTD = layer(x_BTD, theta_HN)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
-            result = gather_from(self._logits(x_BTD), self.logits_tp)
+            result = gather_from(self._logits(x_BTD), self.logits_tp, -1)
         elif torch.is_grad_enabled():
             targets_BT = self.split.context_slice(targets_BT)
             result = token_losses(self._logits(x_BTD), targets_BT, self.logits_tp)

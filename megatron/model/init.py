@@ -23,7 +23,8 @@ from torch.nn import init
 
 from megatron.model.embedding import THETA
 from megatron.model.shape import GPTShape
-from megatron.parallel import full_shape, local_slice, named_generator
+from megatron.parallel.rng import named_generator
+from megatron.parallel.sharding import full_shape, local_slice
 
 METHODS = (
     "normal",

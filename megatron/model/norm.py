@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.numerics import WIDE, Numerics
-from megatron.parallel import ALONE, TensorGroup, copy_to
+from megatron.parallel.collectives import copy_to
+from megatron.parallel.groups import ALONE, TensorGroup
 
 
 class LayerNorm(nn.LayerNorm):

@@ -27,7 +27,8 @@ from megatron.model.embedding import EmbeddingLayer, FixedTheta, initial_theta
 from megatron.model.gpt import output_layer
 from megatron.model.norm import norm_layer
 from megatron.model.shape import GPTShape
-from megatron.parallel import ALONE, TensorGroup, VocabEmbedding
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.layers import VocabEmbedding
 from megatron.positional import PositionalEmbedding
 
 WORDS = "embedding.word_embeddings"

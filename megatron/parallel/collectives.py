@@ -95,50 +95,26 @@ def _collective(
     return apply
 
 
-_copy, _reduce = _collective(_same, _sum), _collective(_sum, _same)
-_gather, _scatter = _collective(_join, _slice), _collective(_slice, _join)
-_all_gather, _reduce_scatter = _collective(_join, _sum_slice), _collective(_sum_slice, _join)
-_all_to_all, _share = _collective(_exchange, _exchange_back), _collective(_divide, _same)
-
-
-def copy_to(x: Tensor, tp: TensorGroup) -> Tensor:
-    """`x`, whose gradient is summed over the group."""
-    return _copy(x, tp)
-
-
-def reduce_from(x: Tensor, tp: TensorGroup) -> Tensor:
-    """The sum of the group's partial `x`, on every rank."""
-    return _reduce(x, tp)
-
-
-def gather_from(x: Tensor, tp: TensorGroup, dim: int = -1) -> Tensor:
-    """The ranks' slices `x` joined along `dim`; all ranks then compute the same with the result."""
-    return _gather(x, tp, dim)
-
-
-def scatter_to(x: Tensor, tp: TensorGroup, dim: int = -1) -> Tensor:
-    """This rank's slice of `x` along `dim`."""
-    return _scatter(x, tp, dim)
-
-
-def all_gather(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
-    """The ranks' slices `x` joined along `dim`; each rank may use the result differently."""
-    return _all_gather(x, tp, dim)
-
-
-def reduce_scatter(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
-    """This rank's slice along `dim` of the sum of the group's partial `x`."""
-    return _reduce_scatter(x, tp, dim)
+copy_to = _collective(_same, _sum)
+"""(x, group): `x`, whose gradient is summed over the group."""
+reduce_from = _collective(_sum, _same)
+"""(x, group): the sum of the group's partial `x`, on every rank."""
+gather_from = _collective(_join, _slice)
+"""(x, group, dim): the slices `x` joined; all ranks then compute the same with the result."""
+scatter_to = _collective(_slice, _join)
+"""(x, group, dim): this rank's slice of `x` along `dim`."""
+all_gather = _collective(_join, _sum_slice)
+"""(x, group, dim): the slices `x` joined; each rank may use the result differently."""
+reduce_scatter = _collective(_sum_slice, _join)
+"""(x, group, dim): this rank's slice along `dim` of the sum of the group's partial `x`."""
+share_of = _collective(_divide, _same)
+"""(x, group): `x` / size. The shares of all ranks, which hold the same `x`, sum to `x`."""
+_all_to_all = _collective(_exchange, _exchange_back)
 
 
 def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
     """From slices along `join` to slices along `split` (Ulysses, arXiv 2309.14509)."""
     return _all_to_all(x, tp, split, join)
-
-
-def share_of(x: Tensor, tp: TensorGroup) -> Tensor:
-    """`x` / size: the shares of all ranks, which hold the same `x`, sum to `x`."""
-    return _share(x, tp)
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:

@@ -164,28 +164,28 @@ class Groups:
 
     def gather_from_job(self, value: Any) -> list[Any]:
         """Each rank's `value`, on every rank (pickled: for small values only)."""
-        if self.world_size == 1:
-            return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        return _gather_objects(value, self.world_size, None)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
         """Each stage's `value`, on every stage (pickled: for small values only)."""
-        if self.pipe_size == 1:
-            return [value]
-        found: list[Any] = [None] * self.pipe_size
-        dist.all_gather_object(found, value, group=self.pipe)
-        return found
+        return _gather_objects(value, self.pipe_size, self.pipe)
 
     def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
         """The entries of all stages' dictionaries `value`."""
         return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
 
 
+def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    if size == 1:
+        return [value]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def build_groups(device: torch.device) -> Groups:
     """Groups of the running job; a process without a process group is a job of one rank."""
-    if not dist.is_initialized():
-        return Groups(0, 1, None, 0, 1, device)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = 0, 1
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
     return Groups(rank, size, None, rank, size, device)

@@ -72,7 +72,7 @@ class RowLinear(nn.Linear):
         """The sum over ranks, or with `partial` this rank's addend: the caller reduces it."""
         if self.scatter:
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
-            x = scatter_to(x, self.tp)
+            x = scatter_to(x, self.tp, -1)
         bias = None if self.bias is None else share_of(self.bias, self.tp)
         y = self.numerics.linear(x, self.weight, bias)
         if partial:

@@ -14,7 +14,7 @@ import torch
 from megatron.attention import AttentionError, attend, choose
 from megatron.model.norm import build_norm
 from megatron.numerics import WIDE, PublishedNumerics
-from megatron.parallel import ColumnLinear, RowLinear
+from megatron.parallel.layers import ColumnLinear, RowLinear
 from megatron.positional import load, names
 
 BF16 = torch.bfloat16

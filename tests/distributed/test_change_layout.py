@@ -15,7 +15,7 @@ from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape
-from megatron.parallel import build_groups
+from megatron.parallel.groups import build_groups
 from megatron.positional import load
 from tests.helpers.jobs import cell, rewind, rows, run_job, write_config, write_shards
 from tests.helpers.launch import call, run_ranks

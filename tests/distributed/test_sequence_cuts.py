@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.parallel import sharding_of, unsharded
+from megatron.parallel.sharding import sharding_of, unsharded
 from tests.distributed.test_pipeline import DROPOUT, train
 from tests.distributed.test_tensor_parallel import VARIANTS, build
 from tests.helpers.jobs import cell, digest, rewind, rows, write_shards

@@ -10,15 +10,10 @@ import torch
 from megatron.attention import choose
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.model import GPT, BlockShape, GPTShape
-from megatron.parallel import (
-    ALONE,
-    Sharding,
-    gather_from,
-    local_slice,
-    sharding_of,
-    shardings_of,
-    token_losses,
-)
+from megatron.parallel.collectives import gather_from
+from megatron.parallel.groups import ALONE
+from megatron.parallel.loss import token_losses
+from megatron.parallel.sharding import Sharding, local_slice, sharding_of, shardings_of
 from megatron.positional import load
 from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
 from tests.helpers.launch import run_ranks
@@ -129,7 +124,7 @@ def extreme_losses(groups):
     part = Sharding(2).slice(whole, tp.rank, 2).requires_grad_()
     losses = token_losses(part, targets, tp)
     losses.sum().backward()
-    joined = gather_from(part.grad, tp)
+    joined = gather_from(part.grad, tp, -1)
     return losses.detach(), joined, token_losses(whole, targets)
 
 
@@ -159,7 +154,7 @@ def dropout_streams(groups):
         heads = inner.query_key_value.weight.grad
         found[gpt_j, recompute] = hidden[0].detach(), seeds[0], result, heads
     torch.manual_seed(4)
-    from megatron.parallel import rank_dropout
+    from megatron.parallel.rng import rank_dropout
 
     with rank_dropout(tp, torch.device("cpu")):
         inside = torch.rand(8)

@@ -7,7 +7,7 @@ import torch
 
 from megatron.model.init import METHODS, draw
 from megatron.model.norm import build_norm
-from megatron.parallel import named_generator
+from megatron.parallel.rng import named_generator
 
 
 def test_rmsnorm_has_eps_outside_the_root_as_published():

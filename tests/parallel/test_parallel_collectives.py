@@ -9,24 +9,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.parallel import (
-    ALONE,
-    Groups,
-    SequenceSplit,
+from megatron.parallel.collectives import (
+    add_partial,
     all_gather,
     all_to_all,
     copy_to,
-    gather_from,
-)
-from megatron.parallel.collectives import (
-    add_partial,
     enter_sharded,
+    gather_from,
     leave_sharded,
     reduce_from,
     reduce_scatter,
     scatter_to,
     share_of,
 )
+from megatron.parallel.groups import ALONE, Groups
+from megatron.parallel.sequence import SequenceSplit
 from tests.helpers.launch import run_ranks
 
 WORLD = 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 LAYOUTS = [
     (world, pipe, context, model)

@@ -4,7 +4,9 @@ import math
 
 import torch
 
-from megatron.parallel import build_groups, named_generator, rng_state, set_rng_state, token_losses
+from megatron.parallel.groups import build_groups
+from megatron.parallel.loss import token_losses
+from megatron.parallel.rng import named_generator, rng_state, set_rng_state
 
 
 def test_a_named_stream_depends_on_seed_and_name_alone():

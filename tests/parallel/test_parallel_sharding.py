@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.parallel import (
-    ALONE,
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.sharding import (
     Sharding,
-    TensorGroup,
     full_shape,
     local_slice,
     mark_sharding,

@@ -35,7 +35,8 @@ from megatron.engine.neox import read as neox
 from megatron.model import GPT
 from megatron.model.embedding import BY_HEADS
 from megatron.numerics import PublishedNumerics
-from megatron.parallel import ALONE, TensorGroup, unsharded
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.sharding import unsharded
 from tools.parity.result import Result
 
 EMBEDDING = "0.word_embeddings.weight"

@@ -29,7 +29,7 @@ from megatron.engine.training.deepspeed_engine import job_engine
 from megatron.engine.training.loop import train_step
 from megatron.engine.training.optimizer import parameter_groups
 from megatron.engine.training.theta import TrainedTheta
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 from tools.parity.models import (
     case_config,
     position_name,

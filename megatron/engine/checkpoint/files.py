@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.files import flush, write_text
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 RECORD = "kerple.json"
 UNFINISHED, REPLACED = ".unfinished-", ".replaced-"

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from megatron.engine.checkpoint.record import Record
 from megatron.engine.safe_load import safe_load
-from megatron.parallel import Groups, Sharding, full_shape, local_slice, shardings_of
+from megatron.parallel.groups import Groups
+from megatron.parallel.sharding import Sharding, full_shape, local_slice, shardings_of
 
 Weights = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
 from megatron.model.embedding import THETA
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 if TYPE_CHECKING:
     from megatron.engine.training.pipeline import Model

@@ -30,7 +30,7 @@ from megatron.engine.checkpoint.files import why_not_written
 from megatron.engine.checkpoint.record import Record, RunDescription
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 FREE = (
     "data_parallel_size",

@@ -29,7 +29,8 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.job.agreement import require_one_folder, seen_by_all
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
-from megatron.parallel import Groups, set_rng_state
+from megatron.parallel.groups import Groups
+from megatron.parallel.rng import set_rng_state
 
 if TYPE_CHECKING:
     from megatron.engine.training.pipeline import Model

@@ -27,7 +27,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox.counters import counters
 from megatron.engine.neox.read import is_published
 from megatron.engine.safe_load import safe_load
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 
 class Kind(Enum):

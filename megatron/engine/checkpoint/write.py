@@ -25,7 +25,8 @@ from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.relayout import conversion_info
 from megatron.engine.checkpoint.saved import Saved, finished, tag_of
 from megatron.engine.errors import CheckpointError
-from megatron.parallel import Groups, rng_state
+from megatron.parallel.groups import Groups
+from megatron.parallel.rng import rng_state
 from megatron.version import __version__
 
 

@@ -43,7 +43,7 @@ from megatron.engine.evaluation.report import (
 )
 from megatron.engine.job.join import joined_job
 from megatron.engine.text import open_text
-from megatron.parallel import Groups, build_groups
+from megatron.parallel.groups import Groups, build_groups
 from megatron.positional import PositionalEmbedding
 
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron.engine.training.loop import next_batches
 from megatron.engine.training.pipeline import PipelineLosses
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(inputs [B, T], targets [B, T]) -> loss of each target [B, T], nats."""

@@ -10,7 +10,7 @@ from megatron.config import Config
 from megatron.engine.evaluation.losses import loss_of_batches
 from megatron.engine.text import JobData
 from megatron.engine.training.log import RunLog
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 
 def log_published_losses(

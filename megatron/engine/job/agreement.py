@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megatron.config import Config
 from megatron.engine.errors import CheckpointError, StartError
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 Seen = TypeVar("Seen")
 LOCAL = ("data", "logging")

@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from megatron.engine.errors import StartError
 from megatron.engine.job import failure
-from megatron.parallel import Groups, build_groups
+from megatron.parallel.groups import Groups, build_groups
 
 LONGEST_WAIT = 60
 """Minutes that ranks wait for rank 0 while it converts checkpoints and indexes text, unless

@@ -15,7 +15,7 @@ from megatron.engine.build import numerics_of
 from megatron.engine.training.optimizer import build_optimizer, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.numerics import WIDE, Numerics
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 FP16_OPTIONS = (
     "loss_scale",

@@ -25,7 +25,7 @@ from megatron.engine.training.log import RunLog
 from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
 from megatron.engine.training.pipeline import train_batch
 from megatron.engine.training.theta import TrainedTheta
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 
 ADVICE = (
     "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "

@@ -15,7 +15,8 @@ from torch import nn
 
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.model.embedding import THETA
-from megatron.parallel import Groups, TensorGroup, sharding_of
+from megatron.parallel.groups import Groups, TensorGroup
+from megatron.parallel.sharding import sharding_of
 
 
 def parameter_groups(

@@ -28,7 +28,8 @@ from megatron.model.embedding import THETA
 from megatron.model.gpt import logits_group
 from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
-from megatron.parallel import Groups, token_losses
+from megatron.parallel.groups import Groups
+from megatron.parallel.loss import token_losses
 from megatron.positional import PositionalEmbedding
 
 Batch = tuple[torch.Tensor, torch.Tensor]

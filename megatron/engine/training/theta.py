@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
 MOST_COLUMNS = 4

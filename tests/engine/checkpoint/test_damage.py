@@ -14,7 +14,7 @@ from megatron.engine.checkpoint.resume import choose_start, usable
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
-from megatron.parallel import build_groups
+from megatron.parallel.groups import build_groups
 from tests.helpers.jobs import digest, rows, write_config, write_shards
 from tests.helpers.launch import call
 

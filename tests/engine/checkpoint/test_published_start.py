@@ -25,7 +25,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.text import JobData
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
-from megatron.parallel import Groups
+from megatron.parallel.groups import Groups
 from tests.helpers.jobs import rows, write_config, write_shards
 from tests.helpers.launch import call
 from tests.helpers.paths import FIXTURES

@@ -8,7 +8,7 @@ import torch
 
 from megatron.engine.evaluation.by_length import Measurement, summarise
 from megatron.engine.evaluation.losses import losses_of_sequences
-from megatron.parallel import build_groups
+from megatron.parallel.groups import build_groups
 
 GROUPS = build_groups(torch.device("cpu"))
 
