@@ -122,6 +122,10 @@ def main() -> None:
         report(Path(folder), files, options)
 
 
+Times = dict[tuple[str, int], list[float]]
+"""(path, workers) -> a number for each round."""
+
+
 def commands(folder: Path, corpus: Path, files: list[str], options) -> dict[tuple[str, int], list]:
     found: dict[tuple[str, int], list] = {}
     flags = ["--vocab-file", files[0], "--merge-file", files[1]]
@@ -144,51 +148,16 @@ def report(folder: Path, files: list[str], options) -> None:
     corpus = folder / "corpus.jsonl"
     size = collect(corpus, options.megabytes)
     todo = commands(folder, corpus, files, options)
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in todo}
-    processor: dict[tuple[str, int], list[float]] = {key: [] for key in todo}
-    for _ in range(options.rounds):  # interleaved: a slow minute hits every side
-        for key, command in todo.items():
-            wall, used, _ = run(command)
-            seconds[key].append(wall)
-            processor[key].append(used)
-            print(f"{key[0]}, {key[1]} workers: {wall:.2f} s, processor {used:.2f} s", flush=True)
+    seconds, processor = timed(todo, options.rounds)
     equal = all(
         filecmp.cmp(folder / f"neox1_text_document{suffix}", path, shallow=False)
         for suffix in (".bin", ".idx")
         for path in folder.glob(f"*_text_document{suffix}")
     )
     tokens = (folder / "neox1_text_document.bin").stat().st_size // 2
-    big = folder / "big.jsonl"
-    with open(big, "wb") as out:
-        for _ in range(10):
-            out.write(corpus.read_bytes())
-    memory = {}
-    for name, path in (("1x", corpus), ("10x", big)):
-        command = list(todo[f"prepare_data.py, {options.backends[0]}", 2])
-        command[command.index("--input") + 1] = str(path)
-        command[command.index("--name") + 1] = f"memory{name}"
-        memory[name] = run(command, memory=True)[2]
+    memory = memory_by_size(folder, corpus, todo[f"prepare_data.py, {options.backends[0]}", 2])
     peak = {name: max(megabytes for _, megabytes in samples) for name, samples in memory.items()}
-    median = {key: statistics.median(times) for key, times in seconds.items()}
-    cpu_median = {key: statistics.median(times) for key, times in processor.items()}
-    rows = [
-        {
-            "path": path,
-            "workers": workers,
-            "seconds": round(median[path, workers], 2),
-            "fastest": round(min(seconds[path, workers]), 2),
-            "processor_seconds": round(cpu_median[path, workers], 2),
-            "MB_per_s": round(size / 1e6 / median[path, workers], 2),
-            "ratio_to_per_document_1": round(median["per document", 1] / median[path, workers], 2),
-            "ratio_at_equal_workers": round(
-                median["per document", workers] / median[path, workers], 2
-            ),
-            "processor_ratio": round(
-                cpu_median["per document", workers] / cpu_median[path, workers], 2
-            ),
-        }
-        for path, workers in todo
-    ]
+    rows = rows_of(size, seconds, processor)
     facts = [
         f"{datetime.date.today()}, {cpu()}, {len(os.sched_getaffinity(0))} cores, Python "
         f"{platform.python_version()}",
@@ -213,6 +182,60 @@ def report(folder: Path, files: list[str], options) -> None:
         draw(f"{options.out}.png", rows, memory)
     if not equal:
         raise SystemExit("the outputs differ")
+
+
+def timed(todo: dict[tuple[str, int], list], rounds: int) -> tuple[Times, Times]:
+    """Seconds and processor seconds of each command in each round."""
+    seconds: Times = {key: [] for key in todo}
+    processor: Times = {key: [] for key in todo}
+    for _ in range(rounds):  # interleaved: a slow minute hits every side
+        for key, command in todo.items():
+            wall, used, _ = run(command)
+            seconds[key].append(wall)
+            processor[key].append(used)
+            print(f"{key[0]}, {key[1]} workers: {wall:.2f} s, processor {used:.2f} s", flush=True)
+    return seconds, processor
+
+
+def memory_by_size(
+    folder: Path, corpus: Path, command: list
+) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, MB) samples of a command on the text once and ten times."""
+    big = folder / "big.jsonl"
+    with open(big, "wb") as out:
+        for _ in range(10):
+            out.write(corpus.read_bytes())
+    memory = {}
+    for name, path in (("1x", corpus), ("10x", big)):
+        changed = list(command)
+        changed[changed.index("--input") + 1] = str(path)
+        changed[changed.index("--name") + 1] = f"memory{name}"
+        memory[name] = run(changed, memory=True)[2]
+    return memory
+
+
+def rows_of(size: int, seconds: Times, processor: Times) -> list[dict]:
+    """The lines of the table, from medians."""
+    median = {key: statistics.median(times) for key, times in seconds.items()}
+    cpu_median = {key: statistics.median(times) for key, times in processor.items()}
+    return [
+        {
+            "path": path,
+            "workers": workers,
+            "seconds": round(median[path, workers], 2),
+            "fastest": round(min(seconds[path, workers]), 2),
+            "processor_seconds": round(cpu_median[path, workers], 2),
+            "MB_per_s": round(size / 1e6 / median[path, workers], 2),
+            "ratio_to_per_document_1": round(median["per document", 1] / median[path, workers], 2),
+            "ratio_at_equal_workers": round(
+                median["per document", workers] / median[path, workers], 2
+            ),
+            "processor_ratio": round(
+                cpu_median["per document", workers] / cpu_median[path, workers], 2
+            ),
+        }
+        for path, workers in seconds
+    ]
 
 
 def draw(path: str, rows: list[dict], memory: dict[str, list[tuple[float, float]]]) -> None:

@@ -12,8 +12,9 @@ import argparse
 
 import torch
 
-from tests.ptx import driver, project, verify
-from tests.ptx.memory import Findings, Global
+from tests.ptx import project, verify
+from tests.ptx.emulator import driver
+from tests.ptx.emulator.memory import Findings, Global
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.ptx.parser import parse
+from tests.ptx.emulator.parser import parse
 
 
 def registers(operand, out):

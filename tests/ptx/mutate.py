@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.ptx import driver, project, verify
+from tests.ptx import project, verify
+from tests.ptx.emulator import driver
 
 KINDS = {
     "barrier": r"^\s*bar\.sync",

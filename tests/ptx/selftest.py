@@ -5,9 +5,9 @@ python tests/ptx/selftest.py
 
 import numpy as np
 
-from tests.ptx import machine, memory
-from tests.ptx.codegen import Generator, parameter, poisons
-from tests.ptx.parser import parse
+from tests.ptx.emulator import machine, memory
+from tests.ptx.emulator.codegen import Generator, parameter, poisons
+from tests.ptx.emulator.parser import parse
 
 HEAD = """
 .version 8.4
@@ -45,15 +45,7 @@ def run(body, inp, out_bytes, threads=32, shared=4096):
     return g.back(b, out_bytes).copy(), f.lines()
 
 
-def main():
-    rng = np.random.default_rng(0)
-    # ldmatrix + mma against numpy: A [16, 16] and B [16, 8] row-major in shared memory, as fp16.
-    A, B = (
-        rng.standard_normal((16, 16)).astype(np.float16),
-        rng.standard_normal((16, 8)).astype(np.float16),
-    )
-    data = np.concatenate([A.ravel(), B.ravel()])
-    body = """
+PRODUCT = """
     mul.lo.s32 %r2, %r1, 16; cvt.u64.u32 %rd3, %r2; add.s64 %rd4, %rd1, %rd3;
     mov.b32 %r3, global_smem; add.s32 %r4, %r3, %r2;
     cp.async.cg.shared.global [ %r4 + 0 ], [ %rd4 + 0 ], 0x10;
@@ -73,42 +65,54 @@ def main():
     mad.lo.s32 %r33, %r31, 2, %r32; mul.wide.u32 %rd6, %r33, 4; add.s64 %rd7, %rd2, %rd6;
     st.global.v2.b32 [ %rd7 + 0 ], { %r20, %r21 };
     st.global.v2.b32 [ %rd7 + 256 ], { %r22, %r23 };
-    """
-    out, found = run(body.replace("WAIT", "cp.async.wait_group 0;"), data, 512)
-    err = np.abs(out.view(np.float32).reshape(16, 8) - A.astype(float) @ B.astype(float)).max()
-    assert err < 1e-5 and not found, (err, found)
-    out, found = run(body.replace("WAIT", ""), data, 512)
-    assert np.isnan(out.view(np.float32)).all() and any("before its copy" in x for x in found), (
-        found
-    )
-    # a race between warps, and none with the barrier
-    race = """
+"""
+EXCHANGE = """
     shl.b32 %r2, %r1, 2; mov.b32 %r3, global_smem; add.s32 %r4, %r3, %r2; xor.b32 %r5, %r2, 128;
     add.s32 %r6, %r5, %r3;
     st.shared.b32 [%r4], %r1;
     BAR
     ld.shared.b32 %r7, [%r6]; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd2, %rd3;
     st.global.b32 [%rd4], %r7;
-    """
-    out, found = run(race.replace("BAR", ""), data, 256, 64)
-    assert any(x.startswith("race") for x in found), found
-    out, found = run(race.replace("BAR", "bar.sync 0;"), data, 256, 64)
-    assert not found and (out.view(np.uint32) == np.arange(64) ^ 32).all(), found
-    out, found = run(race.replace("BAR", "bar.sync 0;"), data, 252, 64)
-    assert any("out of bounds (store)" in x for x in found), found
-    # arithmetic: a few against plain Python
-    body = """
+"""
+ELEMENTWISE = """
     mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd1, %rd3; add.s64 %rd5, %rd2, %rd3;
     ld.global.b32 %r2, [%rd4];
     INS
     st.global.b32 [%rd5], %r3;
-    """
-    x = rng.integers(0, 1 << 32, 32, dtype=np.uint32)
-    x[:6] = 0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 31
-    s = x.view(np.int32).astype(object)
-    u = x.astype(object)
+"""
+
+
+def check_product(rng):
+    """ldmatrix and mma: A [16, 16] and B [16, 8], row-major fp16 in shared memory; cp.async."""
+    A, B = (
+        rng.standard_normal((16, 16)).astype(np.float16),
+        rng.standard_normal((16, 8)).astype(np.float16),
+    )
+    data = np.concatenate([A.ravel(), B.ravel()])
+    out, found = run(PRODUCT.replace("WAIT", "cp.async.wait_group 0;"), data, 512)
+    err = np.abs(out.view(np.float32).reshape(16, 8) - A.astype(float) @ B.astype(float)).max()
+    assert err < 1e-5 and not found, (err, found)
+    out, found = run(PRODUCT.replace("WAIT", ""), data, 512)
+    assert np.isnan(out.view(np.float32)).all() and any("before its copy" in x for x in found), (
+        found
+    )
+
+
+def check_races(rng):
+    """A race between warps, none with the barrier, and a store out of bounds."""
+    data = rng.standard_normal(384).astype(np.float16)
+    out, found = run(EXCHANGE.replace("BAR", ""), data, 256, 64)
+    assert any(x.startswith("race") for x in found), found
+    out, found = run(EXCHANGE.replace("BAR", "bar.sync 0;"), data, 256, 64)
+    assert not found and (out.view(np.uint32) == np.arange(64) ^ 32).all(), found
+    out, found = run(EXCHANGE.replace("BAR", "bar.sync 0;"), data, 252, 64)
+    assert any("out of bounds (store)" in x for x in found), found
+
+
+def integer_cases(u, s):
+    """(instruction, its results in plain Python) for words as unsigned and as signed numbers."""
     m = 0xFFFFFFFF
-    for ins, want in (
+    return (
         ("bfe.u32 %r3, %r2, 5, 7;", [(v >> 5) & 127 for v in u]),
         ("shl.b32 %r3, %r2, 33;", [0 for v in u]),
         ("shr.s32 %r3, %r2, 40;", [-1 & m if v < 0 else 0 for v in s]),
@@ -132,8 +136,16 @@ def main():
             "{ .reg .pred q; setp.lt.s32 q, %r2, 0; selp.b32 %r3, 1, 2, q; }",
             [1 if v < 0 else 2 for v in s],
         ),
-    ):
-        out, found = run(body.replace("INS", ins), x, 128)
+    )
+
+
+def check_integers(rng):
+    x = rng.integers(0, 1 << 32, 32, dtype=np.uint32)
+    x[:6] = 0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 31
+    s = x.view(np.int32).astype(object)
+    u = x.astype(object)
+    for ins, want in integer_cases(u, s):
+        out, found = run(ELEMENTWISE.replace("INS", ins), x, 128)
         got = out.view(np.uint32).astype(object)
         assert list(got) == [int(v) for v in want] and not found, (
             ins,
@@ -141,20 +153,29 @@ def main():
             [hex(v) for v in want[:6]],
             found,
         )
-    # bf16 rounding: to nearest, ties to even
+
+
+def check_rounding(rng):
+    """bf16: to nearest, ties to even."""
     x = np.concatenate(
         [
             rng.standard_normal(28).astype(np.float32),
             np.array([1.00390625, 1.01171875, np.inf, 3.4e38], np.float32),
         ]
     )
-    out, found = run(body.replace("INS", "cvt.rn.bf16x2.f32 %r3, %r2, %r2;"), x, 128)
+    out, found = run(ELEMENTWISE.replace("INS", "cvt.rn.bf16x2.f32 %r3, %r2, %r2;"), x, 128)
     lo = out.view(np.uint16)[::2].astype(np.uint32) << 16
     back = lo.view(np.float32)
     with np.errstate(all="ignore"):
         step = 2.0 ** (np.floor(np.log2(np.abs(x.astype(float)))) - 7)
         want = np.rint(x.astype(float) / step) * step
     assert (back[:30] == want[:30]).all() and np.isinf(back[30:]).all()
+
+
+def main():
+    rng = np.random.default_rng(0)
+    for check in (check_product, check_races, check_integers, check_rounding):
+        check(rng)
     print("self test: all as expected")
 
 

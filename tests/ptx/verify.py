@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.ptx import driver, oracle, project
+from tests.ptx import oracle, project
+from tests.ptx.emulator import driver
 
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip

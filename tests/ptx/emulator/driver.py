@@ -16,10 +16,10 @@ from triton.backends.driver import DriverBase
 from triton.compiler import CompiledKernel
 
 from tests.ptx import hazards
-from tests.ptx.codegen import Generator, parameter, poisons
-from tests.ptx.machine import Program
-from tests.ptx.memory import Findings, Global
-from tests.ptx.parser import parse
+from tests.ptx.emulator.codegen import Generator, parameter, poisons
+from tests.ptx.emulator.machine import Program
+from tests.ptx.emulator.memory import Findings, Global
+from tests.ptx.emulator.parser import parse
 
 LOG: list[dict] = []
 """One entry for each launch."""

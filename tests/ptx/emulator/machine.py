@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.memory import Stop
-from tests.ptx.products import Products
-from tests.ptx.words import F32, F64, I64, U32, flush
+from tests.ptx.emulator.memory import Stop
+from tests.ptx.emulator.products import Products
+from tests.ptx.emulator.words import F32, F64, I64, U32, flush
 
 
 class Program(Products):

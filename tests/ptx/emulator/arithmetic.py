@@ -6,9 +6,9 @@ A method `op_x` translates the instructions whose first word is x: `op` are the 
 
 from __future__ import annotations
 
-from tests.ptx.memory import Stop
-from tests.ptx.operands import VIEW, Operands, pair
-from tests.ptx.parser import WIDTH
+from tests.ptx.emulator.memory import Stop
+from tests.ptx.emulator.operands import VIEW, Operands, pair
+from tests.ptx.emulator.parser import WIDTH
 
 SIGNS = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^", "mul": "*"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<",

@@ -10,11 +10,11 @@ import struct
 
 import numpy as np
 
-from tests.ptx import words
-from tests.ptx.arithmetic import Arithmetic
-from tests.ptx.memory import Stop
-from tests.ptx.operands import UNSIGNED, pair, vector
-from tests.ptx.parser import WIDTH
+from tests.ptx.emulator import words
+from tests.ptx.emulator.arithmetic import Arithmetic
+from tests.ptx.emulator.memory import Stop
+from tests.ptx.emulator.operands import UNSIGNED, pair, vector
+from tests.ptx.emulator.parser import WIDTH
 
 
 class Generator(Arithmetic):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.words import I32, U8
+from tests.ptx.emulator.words import I32, U8
 
 BASE = 0x7F0000000000
 GUARD = 1 << 16

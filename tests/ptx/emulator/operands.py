@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx import words
-from tests.ptx.accesses import SHARED_BASE
-from tests.ptx.memory import Stop
-from tests.ptx.parser import WIDTH, Kernel
+from tests.ptx.emulator import words
+from tests.ptx.emulator.accesses import SHARED_BASE
+from tests.ptx.emulator.memory import Stop
+from tests.ptx.emulator.parser import WIDTH, Kernel
 
 UNSIGNED = {1: "B", 8: "U8", 16: "U16", 32: "U32", 64: "U64"}
 VIEW = {"s8": "I8", "s16": "I16", "s32": "I32", "s64": "I64", "f16": "F16", "f32": "F32",

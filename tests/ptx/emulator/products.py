@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.accesses import SHARED_BASE, Accesses
-from tests.ptx.memory import Stop
-from tests.ptx.words import F32, F64, I32, I64, U8, U16, U32, widen
+from tests.ptx.emulator.accesses import SHARED_BASE, Accesses
+from tests.ptx.emulator.memory import Stop
+from tests.ptx.emulator.words import F32, F64, I32, I64, U8, U16, U32, widen
 
 
 class Products(Accesses):
@@ -21,7 +21,7 @@ class Products(Accesses):
             self.f.add("ldmatrix out of bounds or misaligned", where, f"program {self.cta}")
             raise Stop("ldmatrix")
         at = b // 16
-        self._reads(at, warp, 16, where)
+        self.check_reads(at, warp, 16, where)
         rows = self.shared.reshape(-1, 16)[at].view(U16).reshape(self.W, count, 8, 8)
         if transposed:
             rows = rows.transpose(0, 1, 3, 2)
@@ -42,10 +42,10 @@ class Products(Accesses):
         if transposed:
             rows = np.ascontiguousarray(rows.transpose(0, 1, 3, 2))
         values = rows.reshape(-1, 8).view(U8)
-        self._same(at, values, where, "shared")
-        self._writes(at, warp, 16, where)
+        self.check_same(at, values, where, "shared")
+        self.check_writes(at, warp, 16, where)
         self.shared.reshape(-1, 16)[at] = values
-        self._mark(at, warp, 16)
+        self.mark(at, warp, 16)
 
     def mma(self, a, b, c, kind, k, where):
         """m16n8k16 (or k8): four words of a, two of b, four fp32 of c. Returns four words."""

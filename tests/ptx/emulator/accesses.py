@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from tests.ptx.memory import BASE, Stop
-from tests.ptx.words import I8, I32, I64, U8, U32, U64
+from tests.ptx.emulator.memory import BASE, Stop
+from tests.ptx.emulator.words import I8, I32, I64, U8, U32, U64
 
 SHARED_BASE = 1024  # as on the hardware, which keeps the first KB for itself
 
@@ -97,7 +97,7 @@ class Accesses:
         if at is None:
             return
         values = values if lanes is None else values[lanes]
-        self._same(at, values, where, "global")
+        self.check_same(at, values, where, "global")
         w = self.g.writer.reshape(-1, n)
         if ((w[at] >= 0) & (w[at] != self.cta)).any():
             self.f.add("two programs write one address", where, f"program {self.cta}")
@@ -107,7 +107,7 @@ class Accesses:
         w[at] = self.cta
         self.g.bytes.reshape(-1, n)[at] = values
 
-    def _same(self, at, values, where, space):
+    def check_same(self, at, values, where, space):
         one, first, inverse = np.unique(at, return_index=True, return_inverse=True)
         if len(one) < len(at) and (values != values[first][inverse]).any():
             self.f.add(
@@ -139,7 +139,7 @@ class Accesses:
             raise Stop("misaligned")
         return a // n, lanes
 
-    def _reads(self, at, warp, n, where):
+    def check_reads(self, at, warp, n, where):
         if not self.races:
             return
         if self.inflight.reshape(-1, n)[at].any():
@@ -155,7 +155,7 @@ class Accesses:
             )
         self.read_epoch.reshape(self.W, -1, n)[warp, at] = self.epoch
 
-    def _writes(self, at, warp, n, where):
+    def check_writes(self, at, warp, n, where):
         if not self.races:
             return
         if self.inflight.reshape(-1, n)[at].any():
@@ -179,7 +179,7 @@ class Accesses:
                     f"program {self.cta}",
                 )
 
-    def _mark(self, at, warp, n, how=1):
+    def mark(self, at, warp, n, how=1):
         if self.races:
             self.write_epoch.reshape(-1, n)[at] = self.epoch
             self.write_warp.reshape(-1, n)[at] = warp[:, None]
@@ -190,7 +190,7 @@ class Accesses:
         at, lanes = self._s(address, n, guard, "load", where)
         if at is None:
             return np.full((self.L, n), 0xFF, U8)
-        self._reads(at, self.warp if lanes is None else self.warp[lanes], n, where)
+        self.check_reads(at, self.warp if lanes is None else self.warp[lanes], n, where)
         values = self.shared.reshape(-1, n)[at]
         if lanes is None:
             return values
@@ -205,10 +205,10 @@ class Accesses:
             return
         warp = self.warp if lanes is None else self.warp[lanes]
         values = values if lanes is None else values[lanes]
-        self._same(at, values, where, "shared")
-        self._writes(at, warp, n, where)
+        self.check_same(at, values, where, "shared")
+        self.check_writes(at, warp, n, where)
         self.shared.reshape(-1, n)[at] = values
-        self._mark(at, warp, n)
+        self.mark(at, warp, n)
 
     def barrier(self):
         self.epoch += 1
@@ -229,12 +229,12 @@ class Accesses:
         values = self.ldg(global_address, n, full, where)
         values[~full] = 0
         values, warp = values[every], self.warp[every]
-        self._same(at, values, where, "shared")
-        self._writes(at, warp, n, where)
+        self.check_same(at, values, where, "shared")
+        self.check_writes(at, warp, n, where)
         # Until it is waited for, the place holds neither the old nor the new bytes.
         self.shared.reshape(-1, n)[at] = 0xFF
         self.inflight.reshape(-1, n)[at] = True
-        self._mark(at, warp, n)
+        self.mark(at, warp, n)
         self.groups[-1].append((at, values, warp, n))
 
     def cp_commit(self):
@@ -247,7 +247,7 @@ class Accesses:
             for at, values, warp, n in group:
                 self.shared.reshape(-1, n)[at] = values
                 self.inflight.reshape(-1, n)[at] = False
-                self._mark(at, warp, n, 2)
+                self.mark(at, warp, n, 2)
         del self.groups[:ready]
 
     def cp_wait_all(self):
