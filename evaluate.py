@@ -1,4 +1,7 @@
-"""Perplexity by length: `python evaluate.py CONFIG.yml --load DIR --lengths 512,1024,2048`."""
+"""Measure a checkpoint's perplexity at several sequence lengths.
+
+Example: `python evaluate.py CONFIG.yml --load DIR --lengths 512,1024,2048`.
+"""
 
 import os
 import re
@@ -7,7 +10,7 @@ from pathlib import Path
 from megatron import entry
 from megatron.config.command_line import config_parser, load_or_exit
 
-# Each rank evaluates the full model, whatever layout trained it.
+# Overrides of every evaluation: each rank holds the full model, in whichever layout it was trained.
 LAYOUT = (
     "pipe_parallel_size=1",
     "model_parallel_size=1",
@@ -20,7 +23,11 @@ LAYOUT = (
 
 
 def main() -> int:
-    """Exit code 0 on success, 2 for a config error, 1 for any other error that the user can fix."""
+    """Evaluate the checkpoint that the command line names, and return the exit code.
+
+    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
+    fix.
+    """
     parser = config_parser(__doc__)
     parser.add_argument("--load", type=Path, help="run folder (default: the config's load or save)")
     parser.add_argument("--lengths", help="comma-separated (default: the config's eval_lengths)")
@@ -37,7 +44,7 @@ def main() -> int:
     if missing or not load:
         entry.refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
     out = args.out or Path(load)
-    try:  # before the evaluation, which may take hours
+    try:  # check the output folder now, because the evaluation may take hours
         if args.out:
             out.mkdir(parents=True, exist_ok=True)
         if out.is_dir() and not os.access(out, os.W_OK):

@@ -6,11 +6,12 @@
     python prepare_data.py builtin:python-stdlib -d data
     python prepare_data.py --check openwebtext2
 
-The first command downloads a known corpus (or reads --input, a copy of it) to data/openwebtext2/
-and writes openwebtext2_text_document.bin and .idx there. The second writes
-data/NAME_text_document.*. The path without suffix is `data_path`. A .json manifest beside the
-shards describes the tokens. A stopped or killed command goes on where it stopped when you give it
-again.
+The first command downloads a known corpus into data/openwebtext2/ and writes the shards
+openwebtext2_text_document.bin and .idx there. With --input it reads your copy of the corpus instead
+of downloading one. The second command writes data/NAME_text_document.bin and .idx. The third
+tokenises a corpus that needs no download, and the fourth only tests download addresses. Give the
+path of the shards without its suffix as `data_path` in a config. A .json manifest beside the shards
+describes the tokens. If a run is stopped or killed, give the same command again to continue it.
 """
 
 from __future__ import annotations
@@ -150,14 +151,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
-    """The first given flag that has no effect on a built-in corpus, or None."""
+    """Return the first flag on the command line that a built-in corpus ignores, or None."""
     names = "input name overwrite text_key pile_set ftfy no_append_eod on_error partition mirror"
     given = (n for n in names.split() if getattr(arguments, n) != parser.get_default(n))
     return next((f"--{name.replace('_', '-')}" for name in given), None)
 
 
 def check_corpora(arguments: argparse.Namespace) -> int:
-    """Print which addresses answer; return 1 if a file of a corpus has no address that answers."""
+    """Print which download addresses of the corpora are reachable, and return the exit code.
+
+    The exit code is 1 if a corpus has a file without any reachable address, otherwise 0.
+    """
     if arguments.dataset in BUILTIN:
         print(f"{arguments.dataset}: is on this machine already, there is nothing to download")
         return 0
@@ -165,7 +169,7 @@ def check_corpora(arguments: argparse.Namespace) -> int:
     for name in [arguments.dataset] if arguments.dataset else list(CORPORA):
         corpus = find_corpus(name, BUILTIN)
         print(f"{name} (licence: {corpus.licence}){f': {corpus.note}' if corpus.note else ''}")
-        shown = corpus.files[:3]  # enough for a corpus of a thousand files
+        shown = corpus.files[:3]  # a corpus may have a thousand files; three show the problem
         found = [list(check(file, arguments.mirror)) for file in shown]
         for url, reachable, text in (line for lines in found for line in lines):
             print(f"  {'ok ' if reachable else 'NO '} {url}: {text}")
@@ -178,7 +182,10 @@ def check_corpora(arguments: argparse.Namespace) -> int:
 
 
 def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of the command; downloads GPT-2's files if it needs them and none are given."""
+    """Build the tokenizer that the command line selects.
+
+    GPT-2's vocabulary files are downloaded if that tokenizer is selected without any files.
+    """
     kind = arguments.tokenizer
     named = arguments.dataset and not arguments.dataset.startswith(PREFIX)
     if kind is None:
@@ -197,7 +204,14 @@ def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
 
 
 def prepare(arguments: argparse.Namespace) -> str:
-    """Prepare the data set of the command; return the shards' prefix."""
+    """Write the shards that the command line asks for.
+
+    Returns:
+        The path of the shards without `.bin` or `.idx`.
+
+    Raises:
+        CorpusError: The shards exist already, and `--overwrite` is not given.
+    """
     if (arguments.dataset or "").startswith(PREFIX):
         name = arguments.dataset[len(PREFIX) :]
         return prepare_builtin(name, arguments.data_dir, tokenizer_for(arguments))
@@ -213,7 +227,7 @@ def prepare(arguments: argparse.Namespace) -> str:
         raise CorpusError(
             f"{prefix}.idx: exists already; choose another --name, or add --overwrite"
         )
-    sources = find_sources(arguments.input or [])  # a wrong path is reported before any download
+    sources = find_sources(arguments.input or [])  # before downloads, to report a wrong path early
     tokenizer = tokenizer_for(arguments)
     if corpus and not arguments.input:
         advice = f"\ninstead:\n{alternatives(arguments.dataset, corpus)}"
@@ -245,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Prepare the data set of the command and print what it contains."""
+    """Prepare the data set, print what the shards contain, and return exit code 0."""
     prefix = prepare(arguments)
     manifest = read_manifest(prefix)
     assert manifest is not None, "the run has written it"

@@ -1,4 +1,7 @@
-"""Train from YAML configs: `python train.py a.yml b.yml -o key=value`, or under torchrun."""
+"""Train a model with the settings in YAML configs, in one process or under torchrun.
+
+Example: `python train.py a.yml b.yml -o key=value`.
+"""
 
 from megatron import entry
 from megatron.config.command_line import config_parser, load_or_exit
@@ -6,7 +9,11 @@ from megatron.config.describe import describe
 
 
 def main() -> int:
-    """Exit code 0 on success, 2 for a config error, 1 for any other error that the user can fix."""
+    """Train with the configs that the command line names, and return the exit code.
+
+    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
+    fix.
+    """
     parser = config_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
     fallback_help = "pass over a damaged newest checkpoint"

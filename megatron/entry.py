@@ -1,7 +1,8 @@
-"""Shared by all commands: the Python they need, their arguments, and how they end.
+"""Code that all commands share: the check of Python's version, argument parsing, and exit codes.
 
-Every command imports this module before any other of this repository. Python 3.6 must be able to
-parse it, so that an older Python gets a message and not a syntax error.
+Every command imports this module before any other module of this repository. This file avoids
+syntax newer than Python 3.6, so that an old Python prints the error message below instead of a
+syntax error.
 """
 
 import argparse
@@ -24,44 +25,48 @@ if sys.version_info < OLDEST:
         f"start the command with a newer one, e.g. python{needed}"
     )
 
-# OpenMP's threads spin while they wait. If the machine does anything else, a training step then
-# takes up to ten times as long; sleeping costs nothing measurable. The OpenMP library reads the
-# variable when torch is first imported.
+# By default, OpenMP's threads spin while they wait. On a machine that runs anything else, spinning
+# makes a training step up to ten times as long, and sleeping costs nothing measurable. The OpenMP
+# library reads this variable when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 NOBODY_READS = 141
-"""Exit code if the reader of the output has gone: a shell's code for SIGPIPE (128 + 13)."""
+"""Exit code when no process reads stdout any more: a shell's code for SIGPIPE (128 + 13)."""
 
 
 def run(main: "Callable[[], int]") -> "NoReturn":
-    """Exit with what `main` returns, quietly if nobody reads its output any more.
+    """Call `main` and exit with the code that it returns.
 
-    `train.py CONFIG --check | head -1` ends quietly. The signal's default action, to die at the
-    first write, would also end a training job at every broken socket.
+    If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command exits
+    with `NOBODY_READS` and prints no traceback. SIGPIPE keeps Python's setting (ignored), because
+    its default action would also kill a training job at every broken socket.
     """
     try:
         try:
             code = main()
         except SystemExit as end:  # from argparse, which has printed its help, or from `refuse`
             code = end.code
-            if not code and output_has_no_reader():  # some versions of argparse ignore it
+            if not code and output_has_no_reader():  # some argparse versions hide the broken pipe
                 code = NOBODY_READS
         if sys.stdout and not sys.stdout.closed:  # None if the command started without it (`>&-`)
             sys.stdout.flush()
     except BrokenPipeError as error:
         code = NOBODY_READS
-        if not output_has_no_reader():  # another pipe is broken
+        if not output_has_no_reader():  # the broken pipe is not stdout
             print(f"error: {error}", file=sys.stderr)
             code = 1
-    if output_has_no_reader():  # Python flushes the rest of the buffer at exit
+    if output_has_no_reader():  # Python's flush of stdout at exit must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if "triton" not in sys.modules:  # newer versions would list everything that is left of them
-        gc.freeze()  # nothing is left to collect, and looking for it takes 50 ms
+    if "triton" not in sys.modules:  # newer Triton would print a list of its objects still alive
+        gc.freeze()  # skip the garbage collection at exit, which takes 50 ms and frees nothing
     sys.exit(code)
 
 
 def refuse(text: str, code: int) -> "NoReturn":
-    """Print why the command does nothing, and exit; a process of a job ends the complete job."""
+    """Print `text`, the reason why the command cannot run, and exit with `code`.
+
+    In a process of a distributed job, end the other processes of the job too.
+    """
     if "RANK" in os.environ:
         from megatron.engine.job import failure
 
@@ -72,7 +77,11 @@ def refuse(text: str, code: int) -> "NoReturn":
 
 
 def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
-    """Decorate a `main`: a known error, or an OSError, becomes one message and exit code 1."""
+    """Return a decorator for `main` that prints expected errors without a traceback.
+
+    An exception of the types `known`, or an OSError, is printed after `error:`, and `main` returns
+    exit code 1. A BrokenPipeError is raised again, because `run` handles that error.
+    """
 
     def decorate(main: "Callable[..., int]") -> "Callable[..., int]":
         @wraps(main)
@@ -91,14 +100,14 @@ def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callab
 
 
 def parser(description: "str | None") -> argparse.ArgumentParser:
-    """A parser of arguments whose `--help` shows `description` with its line breaks."""
+    """Return an argument parser whose `--help` keeps the line breaks of `description`."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def output_has_no_reader() -> bool:
-    """Whether stdout is a pipe whose other end is closed."""
+    """Return whether stdout is a pipe whose read end is closed."""
     try:
         descriptor = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):  # no stdout, one without a file, a closed one

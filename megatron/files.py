@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all: written under a temporary name, flushed, renamed."""
+"""Write files atomically: write to a temporary name, flush to disk, then rename."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ UNFINISHED = ".unfinished"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; at the end of the block it becomes `path`.
+    """Yield a temporary path; when the `with` block ends, rename that file to `path`.
 
-    If the block raises, `path` is as before and the temporary file is removed.
+    If the block raises an exception, `path` is left unchanged and the temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
@@ -27,19 +27,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path`."""
+    """Replace the content of `path` atomically by `text`, encoded as UTF-8."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the content of `path`."""
+    """Replace the content of `path` atomically by `content`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 def flush(path: Path) -> None:
-    """fsync a file or a folder, so that a rename never outlives the bytes that it names."""
+    """Flush a file or a folder to disk with fsync.
+
+    Flushing a file before it is renamed ensures that a crash cannot leave the new name without the
+    file's content.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

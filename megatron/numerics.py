@@ -1,8 +1,8 @@
-"""Where numbers are rounded: one strategy, passed to all code that computes.
+"""Choose where 16-bit numbers are rounded: one strategy object is passed to all code that computes.
 
-`WIDE` is the default: kernels, norms and softmax in fp32 at least. `PublishedNumerics` rounds
-16-bit numbers where the released code rounds them, to reproduce its results (config key
-`published_numerics`).
+With `WIDE`, the default, positional embeddings, norms and softmax are computed at least in fp32.
+`PublishedNumerics` (config key `published_numerics`) rounds where the released KERPLE code rounds,
+to reproduce the results of that code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Numerics:
-    """Compute in fp32 at least.
+    """The default strategy, which computes at least in fp32.
 
     Attributes:
-        published: whether numbers are rounded where the released code rounds them.
-        counts_empty_step: without ZeRO, DeepSpeed's first step with zero gradients counts in Adam's
-            bias correction.
+        published: Whether numbers are rounded where the released KERPLE code rounds them.
+        counts_empty_step: Whether Adam's bias correction counts the step with zero gradients that
+            DeepSpeed makes at its start. DeepSpeed makes that step only in 16-bit training without
+            ZeRO.
     """
 
     published = False
@@ -29,32 +30,38 @@ class Numerics:
 
     @property
     def projects_master(self) -> bool:
-        """Whether theta's bounds clamp the fp32 master too, not only the model's 16-bit copy."""
+        """Whether theta is clamped to its bounds in the fp32 master weights too.
+
+        If not, only the model's 16-bit copy of theta is clamped.
+        """
         return True
 
     def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of computations with inputs of `dtype`."""
+        """Return the dtype in which to compute with inputs of `dtype`."""
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """A constant (slopes, frequencies), rounded to the dtype in which it is stored."""
+        """Return a constant such as slopes or frequencies, rounded as its stored copy would be.
+
+        The returned tensor keeps the dtype of `value`.
+        """
         return value
 
     def log1p(self, x: Tensor) -> Tensor:
-        """log(1 + x)."""
+        """Return log(1 + x)."""
         return torch.log1p(x)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x weight^T + bias."""
+        """Return x weight^T + bias."""
         return F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True)
 class PublishedNumerics(Numerics):
-    """Round to `dtype` after each operation, as the released code does.
+    """The strategy that rounds to `dtype` after each operation, as the released KERPLE code does.
 
     Attributes:
-        dtype: of the run: bf16, fp16 or fp32.
+        dtype: The dtype in which the run trains: bf16, fp16 or fp32.
     """
 
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Suggestions for unknown names: the nearest known one."""
+"""Suggest the most similar known name for an unknown name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The name in `known` that is most like `word`, ignoring case; None if none is near."""
+    """Return the name in `known` that is most similar to `word`, ignoring case.
+
+    Returns None if no name reaches the similarity `cutoff` (from 0 to 1, see `difflib`).
+    """
     names = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
     return names[found[0]] if found else None
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """`did you mean NAME? ` (with the space), or nothing if no known name is near."""
+    """Return `did you mean NAME? ` with a trailing space, or "" if no known name is similar."""
     near = nearest(word, known, cutoff=cutoff)
     return f"did you mean {near}? " if near else ""

@@ -1,3 +1,3 @@
-"""The version that checkpoints record and packages are built with."""
+"""Define the project's version, which checkpoints record and the Python package carries."""
 
 __version__ = "0.1.0"
