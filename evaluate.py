@@ -52,7 +52,7 @@ def main() -> int:
     except OSError as error:
         entry.refuse(f"error: results in {out}: {error}; give --out DIR", 1)
     from megatron.engine.evaluation.by_length import evaluate_checkpoint
-    from megatron.engine.job.exit import user_errors
+    from megatron.engine.job.exit_codes import user_errors
 
     with user_errors() as outcome:
         evaluate_checkpoint(config, Path(load), config.evaluation.eval_lengths, out=args.out)

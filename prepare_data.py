@@ -21,9 +21,9 @@ import os
 from pathlib import Path
 
 from megatron import entry
-from megatron.data.corpora.builtin import NAMES, PREFIX, prepare_builtin
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, alternatives, find_corpus
 from megatron.data.corpora.download import check, download
+from megatron.data.corpora.python_stdlib import NAMES, PREFIX, prepare_builtin
 from megatron.data.errors import CorpusError
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions

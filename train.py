@@ -24,7 +24,7 @@ def main() -> int:
     if args.check:
         print(describe(config))
         return 0
-    from megatron.engine.job.exit import user_errors
+    from megatron.engine.job.exit_codes import user_errors
     from megatron.engine.run import train
 
     with user_errors() as outcome:

@@ -18,7 +18,7 @@ from megatron import entry
 import torch
 
 from megatron.engine.checkpoint import relayout
-from megatron.engine.checkpoint.files import UNFINISHED
+from megatron.engine.checkpoint.publish import UNFINISHED
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.parallel.groups import build_groups

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.attention import blocked, eager, flex, fused, published, sdpa
+from megatron.attention import blocked, eager, flex, fused, published_numerics, sdpa
 from megatron.attention.backend import Backend, Call, Request
 from megatron.positional import PositionalEmbedding
 from megatron.suggest import did_you_mean
@@ -168,16 +168,16 @@ def first_that_serves(request: Request) -> AttentionFn:
 
 
 def named(name: str, request: Request) -> Backend:
-    """The backend of this name; with published numerics, `eager` is `published`."""
+    """The backend of this name; with published numerics, `eager` means `published_numerics`."""
     if name == "eager" and request.pos.numerics.published:
-        return published.BACKEND
+        return published_numerics.BACKEND
     return BACKENDS[name]
 
 
 def refusal(backend: Backend, request: Request) -> str | None:
     """Why the backend does not serve this request, or None."""
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
-    if request.pos.numerics.published and sixteen_bit and backend is not published.BACKEND:
+    if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
     return backend.refusal(request)
 

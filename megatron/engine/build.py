@@ -13,7 +13,7 @@ import torch
 
 from megatron.attention import AttentionFn, choose
 from megatron.config import Config
-from megatron.data.corpora.builtin import resolve_data_path
+from megatron.data.corpora.python_stdlib import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer

@@ -17,7 +17,7 @@ from megatron.engine.checkpoint.resume import choose_start
 from megatron.engine.checkpoint.write import save as save_checkpoint
 from megatron.engine.evaluation.by_length import EvaluationText, MeasuredModel, evaluate_lengths
 from megatron.engine.evaluation.losses import loss_function, loss_of_batches
-from megatron.engine.evaluation.published import log_published_losses
+from megatron.engine.evaluation.published_losses import log_published_losses
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.text import JobData

@@ -10,7 +10,7 @@ import torch
 
 from megatron.attention import choose
 from megatron.engine.checkpoint import full_weights, relayout
-from megatron.engine.checkpoint.files import sealed
+from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError

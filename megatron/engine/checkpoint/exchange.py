@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron.config import Config, load_config
 from megatron.engine.build import DTYPES, positional_of, shape_of
-from megatron.engine.checkpoint.files import RECORD, new_folder
+from megatron.engine.checkpoint.checksums import RECORD
+from megatron.engine.checkpoint.publish import new_folder
 from megatron.engine.checkpoint.record import Record
 from megatron.engine.checkpoint.saved import Kind, newest, tag_of
 from megatron.engine.errors import CheckpointError

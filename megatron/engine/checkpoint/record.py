@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.engine.checkpoint.files import RECORD
+from megatron.engine.checkpoint.checksums import RECORD
 from megatron.engine.errors import CheckpointError
 
 LAYOUT_DEFAULTS: dict[str, Any] = {

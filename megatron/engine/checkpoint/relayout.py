@@ -26,7 +26,7 @@ import torch
 from deepspeed.checkpoint import constants, ds_to_universal
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 
-from megatron.engine.checkpoint.files import why_not_written
+from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.checkpoint.record import Record, RunDescription
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError

@@ -21,8 +21,8 @@ import torch
 
 from megatron.config import Config
 from megatron.engine.checkpoint import relayout
-from megatron.engine.checkpoint.files import UNFINISHED, remove_unfinished
 from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.publish import UNFINISHED, remove_unfinished
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.saved import Kind, Saved, find_newest, finished
 from megatron.engine.errors import CheckpointError

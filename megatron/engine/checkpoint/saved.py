@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.engine.checkpoint import files
+from megatron.engine.checkpoint import checksums
 from megatron.engine.checkpoint.full_weights import Weights, read_full
 from megatron.engine.checkpoint.record import Record, RunDescription
 from megatron.engine.errors import CheckpointError
@@ -115,7 +115,7 @@ class Saved:
 
         Every rank must call it. The published format has neither sizes nor checksums to compare.
         """
-        return None if is_published(self.path) else files.damage(self.path, groups)
+        return None if is_published(self.path) else checksums.damage(self.path, groups)
 
     def require_same(self, run: RunDescription, *subjects: str) -> None:
         """Compare these fields of `run` (keys of `ADVICE`) with the record.
@@ -169,7 +169,7 @@ def find_newest(folder: Path) -> tuple[Saved | None, str]:
     """
     latest = folder / "latest"
     if not latest.is_file():
-        if (folder / files.RECORD).is_file() or is_published(folder):
+        if (folder / checksums.RECORD).is_file() or is_published(folder):
             return None, (
                 f"{folder} is one checkpoint; name the folder that holds it, {folder.parent}, with "
                 f"a file `latest` in it that contains {folder.name}"

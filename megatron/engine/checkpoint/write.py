@@ -12,13 +12,11 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from megatron.engine.checkpoint.files import (
-    RECORD,
+from megatron.engine.checkpoint.checksums import RECORD, describe_files, sealed
+from megatron.engine.checkpoint.publish import (
     UNFINISHED,
     create_unfinished,
-    describe_files,
     publish,
-    sealed,
     why_not_written,
 )
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.corpora.builtin import prepare_builtin
+from megatron.data.corpora.python_stdlib import prepare_builtin
 from megatron.data.errors import ShardError
 from megatron.data.samples import index_cache
 from megatron.data.shards.reader import ShardReader
@@ -45,7 +45,7 @@ with ShardWriter(sys.argv[1], np.int32) as writer:
 # Waits for the file argv[2], so that all start at once, then prepares the corpus.
 PREPARER = """
 import pathlib, sys, time
-from megatron.data.corpora.builtin import prepare_builtin
+from megatron.data.corpora.python_stdlib import prepare_builtin
 from megatron.data.tokenizers.build import build_tokenizer
 print("ready", flush=True)
 while not pathlib.Path(sys.argv[2]).exists():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.checkpoint import files
+from megatron.engine.checkpoint import publish
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import Saved, newest, tag_of
@@ -64,15 +64,15 @@ def test_what_lies_beyond_the_newest_is_neither_counted_nor_removed(tmp_path):
 
 def test_a_failed_write_is_reported_with_the_space_that_is_left(tmp_path):
     torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0")
-    text = files.why_not_written(tmp_path / "not" / "there", torchs)
+    text = publish.why_not_written(tmp_path / "not" / "there", torchs)
     assert re.fullmatch("a file could not be written to its end; [0-9,]+ MB are free there", text)
-    assert files.why_not_written(tmp_path, OSError(13, "No")).startswith("[Errno 13] No; ")
+    assert publish.why_not_written(tmp_path, OSError(13, "No")).startswith("[Errno 13] No; ")
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     make(tmp_path, 5)
     (tmp_path / ".unfinished-global_step9").mkdir()
-    assert files.remove_unfinished(tmp_path) == [".unfinished-global_step9"]
+    assert publish.remove_unfinished(tmp_path) == [".unfinished-global_step9"]
     assert (tmp_path / "global_step5").is_dir()
 
 
@@ -84,7 +84,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path, killed):
     (tmp_path / ".unfinished-global_step5").mkdir()
     if killed == "before the old one goes":
         (tmp_path / ".unfinished-global_step5").rename(tmp_path / "global_step5")
-    files.remove_unfinished(tmp_path)
+    publish.remove_unfinished(tmp_path)
     assert newest(tmp_path) == Saved(tmp_path, "global_step5")
     assert {p.name for p in tmp_path.iterdir()} == {"global_step5", "latest"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.data.corpora import builtin as corpora
-from megatron.data.corpora.builtin import (
+from megatron.data.corpora import python_stdlib as corpora
+from megatron.data.corpora.python_stdlib import (
     prepare_builtin,
     resolve_data_path,
     stdlib_files,

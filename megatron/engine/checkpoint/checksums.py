@@ -1,0 +1,75 @@
+"""Sizes and checksums of a checkpoint's files: recorded on saving, verified on loading.
+
+`kerple.json` is written last. It holds the size and the CRC-32 of every other file, and its own
+CRC-32. A CRC-32 finds torn writes and flipped bits, not forgery. All ranks see the same folder, so
+each rank computes the checksums of some of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from megatron.parallel.groups import Groups
+
+RECORD = "kerple.json"
+READ_BYTES = 1 << 24
+"""Bytes read at a time."""
+
+
+def sealed(record: dict[str, Any]) -> str:
+    """The record as JSON, with its own checksum added."""
+    return json.dumps(record | {"checksum": _seal(record)}, indent=1)
+
+
+def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
+    """File name -> [bytes, checksum] of all files in `folder`; every rank must call it."""
+    listed = [path.name for path in folder.iterdir() if path.name != RECORD]
+    # A network file system may show one machine a file later than another.
+    names = sorted({name for each in groups.gather_from_job(listed) for name in each})
+    mine = names[groups.rank :: groups.world_size]
+    local = {name: [(folder / name).stat().st_size, _checksum(folder / name)] for name in mine}
+    return {name: found for each in groups.gather_from_job(local) for name, found in each.items()}
+
+
+def damage(folder: Path, groups: Groups) -> str | None:
+    """The first file of a checkpoint that differs from what was written, and how.
+
+    Every rank must call it. All ranks get the same answer: None if every file is intact.
+    """
+    problem = _damage_seen_by(folder, groups.rank, groups.world_size)
+    return min((found for found in groups.gather_from_job(problem) if found), default=None)
+
+
+def _damage_seen_by(folder: Path, rank: int, ranks: int) -> str | None:
+    """Check the record, and every file of this rank's share."""
+    path = folder / RECORD
+    try:
+        record = json.loads(path.read_text())
+        if "checksum" in record and record.pop("checksum") != _seal(record):
+            return f"{path}: its checksum is wrong"
+        for name, (size, checksum) in sorted(record.get("files", {}).items())[rank::ranks]:
+            path = folder / name
+            if not path.is_file():
+                return f"{path}: missing"
+            if (found := path.stat().st_size) != size:
+                return f"{path}: has {found:,} bytes, but {size:,} were written"
+            if _checksum(path) != checksum:
+                return f"{path}: its checksum is wrong, so some of its bytes have changed"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return f"{path}: cannot be read ({error})"
+    return None
+
+
+def _seal(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while content := file.read(READ_BYTES):
+            value = zlib.crc32(content, value)
+    return value

@@ -1,0 +1,67 @@
+"""Checkpoint folders that appear complete or not at all.
+
+A folder is written as `.unfinished-NAME`, flushed to disk and renamed. Only then does the file
+`latest` beside it name it. An older folder of the same name is renamed first and deleted last.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.files import flush, write_text
+
+UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
+
+
+@contextmanager
+def new_folder(folder: Path, tag: str) -> Iterator[Path]:
+    """Yield an empty folder. At the end of the block it becomes `folder/tag`, and `latest`."""
+    yield create_unfinished(folder, tag)
+    publish(folder, tag)
+
+
+def create_unfinished(folder: Path, tag: str) -> Path:
+    """Create the empty folder that `publish` renames."""
+    unfinished = folder / f"{UNFINISHED}{tag}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def publish(folder: Path, tag: str) -> None:
+    """Flush `.unfinished-TAG` to disk, rename it, and write its name into `latest`."""
+    unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
+    for path in (*unfinished.rglob("*"), unfinished):
+        flush(path)
+    replaced = folder / f"{REPLACED}{tag}"
+    if final.exists():
+        final.rename(replaced)
+    unfinished.rename(final)
+    flush(folder)
+    write_text(folder / "latest", tag)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> list[str]:
+    """Delete what a killed run left half written or half replaced, and return the names."""
+    for replaced in folder.glob(f"{REPLACED}*"):
+        final = folder / replaced.name.removeprefix(REPLACED)
+        if not final.exists():  # killed between the two renames: the old one is still the newest
+            replaced.rename(final)
+    leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in leftovers]
+
+
+def why_not_written(folder: Path, error: Exception) -> str:
+    """The reason why a write into `folder` failed, and the space that is left there."""
+    why = str(error) or type(error).__name__
+    if "inline_container" in why or "PytorchStreamWriter" in why:
+        why = "a file could not be written to its end"  # torch reports only byte counts
+    while not folder.exists():
+        folder = folder.parent
+    return f"{why}; {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free there"
