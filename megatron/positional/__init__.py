@@ -1,8 +1,8 @@
-"""Positional embeddings, one file each. The files' names are the registry.
+"""Load positional embeddings by name. Each embedding is one file of this package.
 
-`load("kerple_log")` imports `positional/kerple_log.py` and builds the one subclass of
-`PositionalEmbedding` that it defines. To add an embedding, add a file here and its entry to
-`tests/positional/formulas64.py`; nothing else changes.
+`load("kerple_log")` imports `positional/kerple_log.py` and instantiates the only subclass of
+`PositionalEmbedding` in that file. To add an embedding, add a file to this package and an entry to
+`tests/positional/formulas64.py`. Nothing else changes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ __all__ = ["PositionalEmbedding", "PositionalError", "ThetaParameter", "load", "
 
 
 def names() -> tuple[str, ...]:
-    """Names of all embeddings, sorted: this package's files except `base` and names with a `_`."""
+    """Return the sorted names of all embeddings.
+
+    The names are those of this package's files, except `base` and files whose names start with `_`.
+    """
     stems = (path.stem for folder in __path__ for path in Path(folder).glob("*.py"))
     return tuple(sorted(stem for stem in stems if stem != "base" and not stem.startswith("_")))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
-    """Build the embedding `name` with its `options`; it rounds according to `numerics`.
+    """Build the embedding `name` with its `options`, rounding as `numerics` prescribes.
 
     Raises:
-        PositionalError: No file has this name (the message suggests the nearest), the file does
-            not define exactly one embedding, or an option is unknown or has the wrong type.
+        PositionalError: No file has this name (the error message suggests the nearest name), the
+            file does not define exactly one embedding, or an option is unknown or has the wrong
+            type.
     """
     if name not in names():
         hint = did_you_mean(name, names())

@@ -1,8 +1,8 @@
-"""ALiBi: b_h(d) = -m_h d with fixed slopes m_h.
+"""Define the ALiBi embedding, b_h(d) = -m_h d with fixed slopes m_h.
 
-Press, Smith, Lewis, ICLR 2022 (arXiv 2108.12409). For a power of two H the slopes are the geometric
-sequence 2^(-8/H), 2^(-16/H), ...; otherwise those of the next lower power of two, followed by every
-other slope of the next higher one.
+Press, Smith, Lewis, ICLR 2022 (arXiv 2108.12409). If the number of heads H is a power of two, the
+slopes are the geometric sequence 2^(-8/H), 2^(-16/H), and so on. Otherwise they are the slopes for
+the next lower power of two, followed by every other slope for the next higher power of two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 def slopes(num_heads: int) -> list[float]:
-    """m_h for h = 0 ... num_heads - 1."""
+    """Return the slopes m_h of the heads h = 0 ... num_heads - 1."""
     below = 1 << (num_heads.bit_length() - 1)  # the largest power of two <= num_heads
     geometric = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
     between = [2.0 ** (-4.0 * (h + 1) / below) for h in range(0, 2 * below, 2)]
@@ -22,7 +22,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class Alibi(PositionalEmbedding):
-    """Theta holds the slopes; they are not trained."""
+    """Distance kernel whose theta holds the fixed slopes. The slopes are not trained."""
 
     kind = "distance"
     parameters = (ThetaParameter("slope"),)

@@ -1,8 +1,8 @@
-"""KERPLE, logarithmic variant: b_h(d) = -p log(1 + a d) with p, a > 0.
+"""Define KERPLE's logarithmic distance kernel, b_h(d) = -p log(1 + a d) with p, a > 0.
 
-Chi, Fan, Ramadge, Rudnicky, NeurIPS 2022 (arXiv 2205.09921): minus this is conditionally negative
-definite, so the kernel is conditionally positive definite (CPD) and the softmax absorbs the
-constant that would make it positive definite.
+Chi, Fan, Ramadge, Rudnicky, NeurIPS 2022 (arXiv 2205.09921). The function p log(1 + a d) is
+conditionally negative definite, so the bias b is conditionally positive definite (CPD). Adding a
+constant would make b positive definite, and the softmax is invariant to such a constant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerpleLog(PositionalEmbedding):
-    """p ~ 2 U(0, 1), a ~ U(0, 1), both kept >= 0.01."""
+    """Distance kernel with initial p ~ 2 U(0, 1) and a ~ U(0, 1), both bounded below by 0.01."""
 
     kind = "distance"
     learnable = True

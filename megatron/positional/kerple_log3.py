@@ -1,7 +1,8 @@
-"""KERPLE, the paper's three-parameter logarithm: b_h(d) = -p log(1 + a d^r), 0 < r <= 2.
+"""Define KERPLE's three-parameter distance kernel, b_h(d) = -p log(1 + a d^r) with 0 < r <= 2.
 
-arXiv 2205.09921; r = 1 is `kerple_log`. CPD because d^r is conditionally negative definite for
-these r, and so is the logarithm of one plus such a function.
+arXiv 2205.09921. With r = 1 the formula is that of `kerple_log`. The bias is conditionally positive
+definite for these r, because d^r is conditionally negative definite and the logarithm of one plus
+such a function is conditionally negative definite, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerpleLog3(PositionalEmbedding):
-    """p ~ 2 U(0, 1), a ~ U(0, 1), both kept >= 0.01; r ~ 2 U(0, 1) kept in [0.01, 2]."""
+    """Distance kernel with three parameters per head: p, a and the exponent r.
+
+    Initially p ~ 2 U(0, 1), a ~ U(0, 1) and r ~ 2 U(0, 1). The bounds are p, a >= 0.01 and
+    0.01 <= r <= 2.
+    """
 
     kind = "distance"
     learnable = True
@@ -25,5 +30,5 @@ class KerpleLog3(PositionalEmbedding):
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a, r = self.columns(theta_HN, d)
-        # pow's derivative by the exponent is 0 at d = 0, not 0 log 0.
+        # torch's derivative of pow with respect to the exponent is 0 at d = 0, not 0 log 0 = NaN.
         return -p * torch.log1p(a * d**r)

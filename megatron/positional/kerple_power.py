@@ -1,7 +1,9 @@
-"""KERPLE, power variant (published as `kerple_power_ap_`): b_h(d) = -a d^p, a > 0, 0 < p <= 2.
+"""Define KERPLE's power distance kernel, b_h(d) = -a d^p with a > 0 and 0 < p <= 2.
 
-arXiv 2205.09921. CPD for these p; p = 1 is ALiBi with a learned slope. b_h(0) = 0. The derivative
-by p at d = 0 is 0 as well: torch's pow returns 0 where d^p log d would be 0 log 0.
+The released code calls this kernel `kerple_power_ap_` (arXiv 2205.09921). The bias is conditionally
+positive definite for these p. With p = 1 it is ALiBi with a learned slope. At d = 0 the bias is 0,
+and its derivative with respect to p is 0 as well, because torch's derivative of pow is 0 where the
+formula d^p log d would be 0 log 0.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerplePower(PositionalEmbedding):
-    """p ~ 2 U(0, 1) kept in [0.01, 2], a ~ U(0, 1) kept >= 0.01."""
+    """Distance kernel with initial p ~ 2 U(0, 1) and a ~ U(0, 1).
+
+    The bounds are 0.01 <= p <= 2 and a >= 0.01.
+    """
 
     kind = "distance"
     learnable = True

@@ -1,9 +1,9 @@
-"""KERPLE, additive and multiplicative at once (published as `kerple_power_ap_ap`).
+"""Define KERPLE's distance kernel that has both an additive bias and a multiplicative factor.
 
     b_h(d) = -a d^p        w_h(d) = exp(-a' d^p')        a, a' > 0, 0 < p, p' <= 2
 
-The sum has the form of `kerple_power`, the factor that of `kerple_power_mul`; their parameters are
-separate.
+The released code calls this kernel `kerple_power_ap_ap`. The bias has the form of `kerple_power`,
+and the factor has the form of `kerple_power_mul`. The two have separate parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerplePowerAddMul(PositionalEmbedding):
-    """Powers ~ 2 U(0, 1) kept in [0.01, 2], factors ~ U(0, 1) kept >= 0.01."""
+    """Distance kernel with two exponents and two coefficients per head.
+
+    The exponents are drawn from 2 U(0, 1) and kept in [0.01, 2]. The coefficients are drawn from
+    U(0, 1) and kept >= 0.01.
+    """
 
     kind = "distance"
     learnable = True

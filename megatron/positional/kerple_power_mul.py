@@ -1,7 +1,8 @@
-"""KERPLE as a multiplicative kernel (published as `kerple_power__ap`): w_h(d) = exp(-a d^p).
+"""Define KERPLE's multiplicative distance kernel, w_h(d) = exp(-a d^p) with a > 0 and 0 < p <= 2.
 
-The exponential of a CPD kernel is positive definite, so w multiplies the scaled product of query
-and key (arXiv 2205.09921; configurations of the released code). a > 0, 0 < p <= 2; w_h(0) = 1.
+The released code calls this kernel `kerple_power__ap`. The factor w multiplies the scaled product
+of query and key. It is positive definite, because it is the exponential of a conditionally positive
+definite kernel (arXiv 2205.09921; configurations of the released code). w_h(0) = 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerplePowerMul(PositionalEmbedding):
-    """p ~ 2 U(0, 1) kept in [0.01, 2], a ~ U(0, 1) kept >= 0.01."""
+    """Distance kernel with initial p ~ 2 U(0, 1) and a ~ U(0, 1).
+
+    The bounds are 0.01 <= p <= 2 and a >= 0.01.
+    """
 
     kind = "distance"
     learnable = True

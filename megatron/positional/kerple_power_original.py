@@ -1,7 +1,8 @@
-"""KERPLE's stand-in for ALiBi: b_h(d) = -max(m_h, 0.01) d with ALiBi's fixed slopes m_h.
+"""Define the published KERPLE code's variant of ALiBi, b_h(d) = -max(m_h, 0.01) d.
 
-The released code clamps these slopes at 0.01, so this is not exactly ALiBi: for every power of two
-H, ALiBi's last slope is 1/256. Kept as published; use `alibi` for ALiBi itself.
+The m_h are ALiBi's fixed slopes. The released code raises slopes below 0.01 to 0.01, so this
+embedding is not exactly ALiBi. For example, ALiBi's last slope is 1/256 whenever the number of
+heads is a power of two. The difference is kept as published. Use `alibi` for ALiBi itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerplePowerOriginal(PositionalEmbedding):
-    """Theta holds the slopes, projected into the bounds once; they are not trained."""
+    """Distance kernel whose theta holds the clamped slopes. The slopes are not trained."""
 
     kind = "distance"
     parameters = (ThetaParameter("bias_a", low=0.01),)

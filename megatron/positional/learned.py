@@ -1,8 +1,8 @@
-"""Learned position vectors: the model adds row t of a trained table to the token at position t.
+"""Define learned position vectors: row t of a trained table is added to the token at position t.
 
-Gehring et al. 2017 (arXiv 1705.03122), GPT-2. The table [positions, hidden size] belongs to the
-model, which initialises it like its other weights. It has `max_position_embeddings` rows, so the
-model cannot be used on longer sequences.
+Gehring et al. 2017 (arXiv 1705.03122); also used in GPT-2. The table [positions, hidden size] is a
+parameter of the model and is initialised like the model's other weights. The table has
+`max_position_embeddings` rows, so the model cannot process longer sequences.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """It computes nothing: a model adds a trained table for `kind` input with `learnable`."""
+    """Marks that the model adds a trained position table. The class itself computes nothing.
+
+    The model creates the table for every embedding of kind `input` with `learnable` set.
+    """
 
     kind = "input"
     learnable = True

@@ -1,4 +1,4 @@
-"""No positional information except the causal mask.
+"""Define the embedding that gives no positional information, so only the causal mask remains.
 
 Haviv et al. 2022 (arXiv 2203.16634) find that causal models learn positions from the mask alone.
 """
@@ -9,6 +9,6 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class NoPosition(PositionalEmbedding):
-    """b = 0, w = 1."""
+    """Embedding without any effect: b = 0 and w = 1."""
 
     kind = "none"

@@ -1,13 +1,16 @@
-"""Rotary embedding in GPT-NeoX's convention: positions rotate queries and keys.
+"""Define the rotary embedding, which rotates queries and keys by their positions, as in GPT-NeoX.
 
-Su et al. 2021 (arXiv 2104.09864). The first R (`rotary_ndims`) of the E head dimensions rotate, as
-two halves: for m < R/2 and the angle phi = t base^(-2m/R) of position t,
+Su et al. 2021 (arXiv 2104.09864). Only the first R (`rotary_ndims`) of the E head dimensions
+rotate. Dimension m of their first half is paired with dimension m + R/2 of their second half. At
+position t, the pair with m < R/2 is rotated by the angle phi = t base^(-2m/R):
 
     x'_m = x_m cos phi - x_{m+R/2} sin phi        x'_{m+R/2} = x_{m+R/2} cos phi + x_m sin phi
 
-Legend: B batch, H heads, T positions, E head size. Angles and products are in
-fp32 (fp64 for fp64 inputs, with the frequencies still rounded to fp32, like a published model that
-was cast to fp64); the result has the input's dtype.
+Angles and products are computed in fp32, or in fp64 for fp64 inputs. Frequencies are rounded to
+fp32 even for fp64 inputs, as in a published model that was cast to fp64. The result has the dtype
+of the input.
+
+Legend: B batch, H heads, T positions, E head size.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from megatron.positional.base import PositionalEmbedding, PositionalError
 
 
 def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """base^(-2m/dim) for m < dim/2, rounded to fp32 and then cast to `dtype`."""
+    """Return base^(-2m/dim) for all m < dim/2, rounded to fp32 and then cast to `dtype`."""
     if dim % 2:
         raise PositionalError(f"positions are encoded in pairs of dimensions, {dim} is odd")
     exponent = torch.arange(0, dim, 2, device=device).float() / dim
@@ -27,7 +30,7 @@ def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device 
 
 
 class Rotary(PositionalEmbedding):
-    """It has no theta and no bias; the model calls `rotate` before attention."""
+    """Rotary embedding. It has no theta and no bias; the model calls `rotate` before attention."""
 
     kind = "rotary"
 

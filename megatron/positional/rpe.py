@@ -1,12 +1,13 @@
-"""T5's relative position bias: b_h(d) = scale * theta[h, bucket(d)].
+"""Define T5's relative position bias, b_h(d) = scale * theta[h, bucket(d)].
 
-Raffel et al., JMLR 2020 (arXiv 1910.10683), causal form. With K buckets and M = K // 2:
+Raffel et al., JMLR 2020 (arXiv 1910.10683), in its causal form. With K buckets and M = K // 2:
 
     bucket(d) = d                                                          d < M
                 min(K - 1, M + floor(log(d / M) / log(max_distance / M) (K - M)))   otherwise
 
-GPT-NeoX multiplies the table by sqrt(head size), because T5 does not divide its scores by it. That
-factor is the option `scale`. The caller passes it, because an embedding has no head size.
+GPT-NeoX multiplies the table by sqrt(head size), because T5 does not divide its scores by
+sqrt(head size). The option `scale` is this factor. The caller must pass the factor, because an
+embedding object does not contain the head size.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from megatron.positional.base import PositionalEmbedding, PositionalError, Theta
 
 
 class Rpe(PositionalEmbedding):
-    """One learned number per head and bucket.
+    """Distance kernel with one learned bias per head and distance bucket.
 
     Args:
-        num_buckets: K, at least 2.
-        max_distance: this and all greater distances share the last bucket; above K // 2.
-        scale: factor on the table; sqrt(head size) reproduces GPT-NeoX.
+        num_buckets: The number K of buckets, at least 2.
+        max_distance: The distance from which all distances share the last bucket. It must be
+            above K // 2. Some shorter distances may be in the last bucket, too.
+        scale: The factor on the table. sqrt(head size) reproduces GPT-NeoX.
     """
 
     kind = "distance"
@@ -50,12 +52,15 @@ class Rpe(PositionalEmbedding):
         self.parameters = tuple(ThetaParameter(f"bucket_{i}") for i in range(num_buckets))
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        # Xavier-normal of the published [buckets, heads] table.
+        # Xavier-normal initialisation of the published [buckets, heads] table.
         std = math.sqrt(2.0 / (self.num_buckets + num_heads))
         return std * torch.randn(self.num_buckets, num_heads, generator=generator).T.contiguous()
 
     def bucket(self, d: Tensor) -> Tensor:
-        """Bucket of each distance, int64. The logarithm is taken in fp32, as published."""
+        """Return the bucket of each distance, int64.
+
+        The logarithm is taken in fp32, as published.
+        """
         exact = self.num_buckets // 2
         ratio = torch.log(d.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
         far = exact + (ratio * (self.num_buckets - exact)).long()
@@ -63,6 +68,6 @@ class Rpe(PositionalEmbedding):
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
-        # An embedding lookup sums its gradient in a fixed order on every device; indexing does not.
+        # An embedding lookup sums its gradient in a fixed order on every device. Indexing does not.
         values = torch.nn.functional.embedding(self.bucket(d), theta_HN.T)
         return self.scale * values.movedim(-1, 0)

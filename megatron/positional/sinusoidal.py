@@ -1,6 +1,6 @@
-"""Sinusoidal position vectors added to the token embedding, in GPT-NeoX's layout.
+"""Define sinusoidal position vectors that are added to the token embedding, in GPT-NeoX's layout.
 
-Vaswani et al. 2017 (arXiv 1706.03762), all sines before all cosines (not interleaved):
+Vaswani et al. 2017 (arXiv 1706.03762). All sines precede all cosines (they are not interleaved):
 
     table[t] = (sin(t f_0), ..., sin(t f_{D/2-1}), cos(t f_0), ..., cos(t f_{D/2-1}))
     f_m = 10000^(-2m/D)
@@ -16,14 +16,15 @@ from megatron.positional.rotary import frequencies
 
 
 class Sinusoidal(PositionalEmbedding):
-    """Nothing is trained; every position has a vector."""
+    """Embedding without trained parameters. It has a vector for every position."""
 
     kind = "input"
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Vectors [*positions.shape, dim] for activations of `dtype`, at least fp32.
+        """Return vectors [*positions.shape, dim] for activations of `dtype`, at least fp32.
 
-        Frequencies are fp32, as in a published model that was cast to fp64.
+        Frequencies are rounded to fp32 even if `dtype` is fp64, as in a published model that was
+        cast to fp64.
         """
         dtype = self.numerics.working_dtype(dtype)
         frequency = self.numerics.constant(frequencies(dim, 10000.0, dtype, positions.device))
