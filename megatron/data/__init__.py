@@ -1,1 +1,1 @@
-"""Data: tokenizers, token shards, samples, data preparation, corpora."""
+"""Everything from text to training batches: corpora, tokenizers, token shards, samples."""

@@ -1,4 +1,4 @@
-"""Errors of `megatron/data`. Each message names the fault, the file, and the remedy."""
+"""Errors of `megatron/data`. Each error text names the fault, the file and the remedy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 
 class DataError(Exception):
-    """An error that the user can correct; the base class of those below."""
+    """Base class of the errors in `megatron/data` that the user can correct."""
 
 
 class ShardError(DataError):
-    """A `.bin`/`.idx` pair is missing, truncated, foreign, mismatched or in use."""
+    """A token shard (a `.bin`/`.idx` pair) is missing, damaged, of another format, or in use."""
 
 
 class TokenizerError(DataError):
@@ -19,16 +19,16 @@ class TokenizerError(DataError):
 
 
 class CorpusError(DataError):
-    """A text source cannot be read, or an output file is in the way."""
+    """A text source cannot be read, or its shards cannot be written."""
 
 
 class DataExhausted(DataError):
-    """More samples were requested than the sample index was built for."""
+    """A sample was requested beyond the last sample of the data set."""
 
 
 @contextmanager
 def needs_package(package: str, feature: str, error: type[DataError]) -> Iterator[None]:
-    """Report a failed import of the optional `package` as `error`, naming the install command."""
+    """Turn an ImportError in the block into `error`, which tells the user to install `package`."""
     try:
         yield
     except ImportError:

@@ -1,8 +1,9 @@
-"""Locks between processes that want to make the same files: one makes them, the others wait.
+"""File locks between processes that need the same files: one process writes, the others wait.
 
-`flock` is used because the kernel releases it when its holder dies. Some network file systems have
-no locks, or do not share them between machines; there the work may be done twice. Therefore files
-made under these locks are also renamed into place, each from a temporary name of its process.
+The locks use `flock`, because the operating system releases such a lock when its process dies. Some
+network file systems have no locks, or do not share them between machines. On such a file system,
+two processes may do the same work. Therefore each process writes its files under temporary names of
+its own and renames them when they are complete.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from pathlib import Path
 
 
 def try_lock(fd: int, *, wait: bool) -> bool | None:
-    """Lock the open file `fd` for this process until it is closed.
+    """Lock the open file `fd` for this process. The lock lasts until `fd` is closed.
+
+    Args:
+        wait: If another process holds the lock, wait until that process releases it.
 
     Returns:
-        True if locked, False if another process holds the lock (never with `wait`), None if the
-        file system has no locks.
+        True if this process now holds the lock; False if another process holds it (only without
+        `wait`); None if the file system has no locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -30,7 +34,10 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` during the block. The file stays: removing it would be a race."""
+    """Hold a lock on the file `path` during the block; wait first if another process holds it.
+
+    The lock file is not removed afterwards, because other processes may be waiting for it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

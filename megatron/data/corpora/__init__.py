@@ -1,1 +1,1 @@
-"""Corpora known by name: where they come from, how they become shards."""
+"""Corpora that users can request by name: where to download them, or how to build them."""

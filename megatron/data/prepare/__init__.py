@@ -1,1 +1,1 @@
-"""Data preparation: text files in, token shards out."""
+"""Data preparation: the code that reads text files and writes them as token shards."""

@@ -1,1 +1,1 @@
-"""Training samples: their order, the data sets that read them from shards, the loader."""
+"""Training samples: the order of samples, data sets that read samples from shards, the loader."""

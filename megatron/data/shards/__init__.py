@@ -1,1 +1,1 @@
-"""Token shards (`.bin` and `.idx`): format, reader, writer, several shards joined or merged."""
+"""Token shards (pairs of `.bin` and `.idx` files): format, reader, writer, joining and merging."""

@@ -1,1 +1,1 @@
-"""Tokenizers: the interface, GPT-2's byte-level BPE, SentencePiece."""
+"""Tokenizers: the interface, UTF-8 bytes, GPT-2's BPE, tokenizer.json files, SentencePiece."""

@@ -1,17 +1,18 @@
-"""The interface of every tokenizer: text to token ids and back.
+"""The interface of every tokenizer, which turns text into token ids and back.
 
-| type | vocabulary | end of document (eod) |
+| type | vocabulary | id of the end-of-document token (eod) |
 |---|---|---|
-| `ByteLevelTokenizer` | the 256 bytes of UTF-8, then eod | 256 |
-| `CharLevelTokenizer` | the bytes of UTF-8; 512 entries, as in GPT-NeoX | 0, the NUL byte |
-| `GPT2BPETokenizer` | vocab.json + merges.txt, byte-level BPE | id of `<|endoftext|>` |
-| `HFTokenizer` | a tokenizer.json of the `tokenizers` library | id of `<|endoftext|>` |
-| `SPMTokenizer` | a .model of `sentencepiece` (optional) | id of `<|endoftext|>` |
+| `ByteLevelTokenizer` | the 256 byte values, then eod | 256 |
+| `CharLevelTokenizer` | the 256 byte values, padded to 512 as in GPT-NeoX | 0, the NUL byte |
+| `GPT2BPETokenizer` | byte-level BPE from vocab.json and merges.txt | that of `<|endoftext|>` |
+| `HFTokenizer` | a tokenizer.json of the `tokenizers` library | that of `<|endoftext|>` |
+| `SPMTokenizer` | a .model of the optional `sentencepiece` library | that of `<|endoftext|>` |
 
-`GPT2BPETokenizer` treats the text "<|endoftext|>" as plain text, as the published tokenizer does;
-`HFTokenizer` follows its tokenizer.json. `CharLevelTokenizer` decodes to the text that was encoded;
-GPT-NeoX's maps every id below 32, line ends included, to a space. Arrays of ids have the dtype of
-the shards (`best_dtype`).
+If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as ordinary text,
+as GPT-NeoX does, and `HFTokenizer` encodes them as its tokenizer.json prescribes.
+`CharLevelTokenizer` decodes to the text that was encoded, whereas the GPT-NeoX class of this name
+decodes every id below 32, even a line end, to a space. Arrays of ids have the dtype that
+`best_dtype` returns.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype of ids in GPT-NeoX's shards: uint16 below 65,500 entries, otherwise int32."""
+    """Return GPT-NeoX's dtype for token ids: uint16 if `vocab_size` < 65,500, otherwise int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class Tokenizer(ABC):
     """The interface of every tokenizer.
 
-    `vocab_size` is not padded; `eod` is the id that ends a document.
+    Attributes:
+        name: The type of the tokenizer, such as "GPT2BPETokenizer".
+        vocab_size: The number of ids, without the padding that a model may add.
+        eod: The id of the token that ends a document.
     """
 
     name: str
@@ -46,43 +50,55 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Ids [n] of one text, without eod."""
+        """Return the token ids [n] of `text`, without an end-of-document token."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of `ids`; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
+        """Return the text of `ids`. Invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
 
     @abstractmethod
     def _byte_table(self) -> np.ndarray:
-        """int64 [vocab_size]: number of UTF-8 bytes of each token, 0 for eod."""
+        """Return the number of UTF-8 bytes of each token in the vocabulary, as int64 [vocab_size].
+
+        The number is 0 for the end-of-document token.
+        """
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Bytes that differ between two tokenizers of this type unless their ids are equal."""
+        """Return bytes that identify this tokenizer among the tokenizers of its type.
+
+        Two tokenizers return the same bytes only if they give the same ids to every text.
+        """
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """The dtype of ids in shards."""
+        """The dtype of token ids in shards."""
         return best_dtype(self.vocab_size)
 
     def load(self) -> None:  # noqa: B027  most tokenizers have nothing to build
-        """Build what the first text needs, so that forked processes share it."""
+        """Build now what the first `encode` would build, so that forked processes share it."""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode` of each text."""
+        """Return the token ids of each text, as `encode` does for one text."""
         return [self.encode(text) for text in texts]
 
     def decode_runs(
         self, ids: Sequence[int] | np.ndarray, decode: Callable[[list[int]], str]
     ) -> str:
-        """`decode` of each run of known ids, joined by U+FFFD for each unknown id."""
+        """Return the text of `ids`, with U+FFFD for each id outside the vocabulary.
+
+        Args:
+            decode: The function that decodes each run of ids in the vocabulary.
+        """
         ids = np.asarray(ids, dtype=np.int64)
         unknown = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         runs = [run[1:] if n else run for n, run in enumerate(np.split(ids, unknown))]
         return "\ufffd".join(decode(run.tolist()) for run in runs)
 
     def token_bytes(self, ids: np.ndarray) -> np.ndarray:
-        """Number of UTF-8 bytes of each token, 0 for eod: int64, in the shape of `ids`.
+        """Return the number of UTF-8 bytes of each token, as int64 in the shape of `ids`.
+
+        The number is 0 for the end-of-document token.
 
         Raises:
             TokenizerError: if an id is outside the vocabulary.
@@ -97,7 +113,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex); equal only for tokenizers that give the same ids."""
+        """Return a SHA-256 (hex) that two tokenizers share only if they give the same ids."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property
@@ -106,7 +122,11 @@ class Tokenizer(ABC):
 
 
 def utf8(text: str) -> bytes:
-    """`text` in UTF-8; TokenizerError for half a surrogate pair."""
+    """Encode `text` as UTF-8.
+
+    Raises:
+        TokenizerError: `text` contains one half of a surrogate pair.
+    """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -117,7 +137,13 @@ def utf8(text: str) -> bytes:
 
 
 def check_utf8(texts: Sequence[str]) -> None:
-    """Raise TokenizerError if a text cannot be encoded as UTF-8; libraries would replace it."""
+    """Check that each text can be encoded as UTF-8.
+
+    Without this check, tokenizer libraries would silently replace the faulty characters.
+
+    Raises:
+        TokenizerError: a text contains one half of a surrogate pair.
+    """
     for text in texts:
         if not text.isascii():
             utf8(text)
@@ -125,7 +151,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error of the library that reads a tokenizer's file into a TokenizerError."""
+    """Turn any error in the block, which reads a tokenizer's file, into a TokenizerError."""
     try:
         yield
     except Exception as error:  # the libraries raise bare Exceptions

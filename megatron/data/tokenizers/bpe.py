@@ -1,4 +1,4 @@
-"""Tokenizers that run in the `tokenizers` library: a tokenizer.json, and GPT-2's two files."""
+"""Tokenizers built with the `tokenizers` library, from tokenizer.json or from GPT-2's two files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, check_utf8
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer.json; `reference` is the `tokenizers` library's object that encodes."""
+    """A tokenizer read from a tokenizer.json file.
+
+    Attributes:
+        reference: The tokenizer object of the `tokenizers` library, which encodes and decodes.
+    """
 
     name = "HFTokenizer"
 
@@ -25,7 +29,7 @@ class HFTokenizer(Tokenizer):
         content = Path(vocab_file).read_bytes()
         with fault_in_file(f"{vocab_file}: is not a tokenizer.json"):
             text = content.decode("utf-8")
-            # The fingerprint covers this text; the library's dump varies by version.
+            # The fingerprint hashes this text, because the library's own dump varies by version.
             self._canonical = json.dumps(json.loads(text), sort_keys=True)
             self.reference = tokenizers.Tokenizer.from_str(text)
         self._set_sizes(self.reference.get_vocab(with_added_tokens=True), str(vocab_file))
@@ -51,7 +55,8 @@ class HFTokenizer(Tokenizer):
         )
 
     def _byte_table(self) -> np.ndarray:
-        # Byte-level vocabularies write each byte as one character; added tokens are plain text.
+        # In byte-level vocabularies, each character of a token stands for a byte, but added tokens
+        # are ordinary text.
         added = self.reference.get_added_tokens_decoder()
         byte_level = "ByteLevel" in repr(self.reference.decoder)
         table = np.zeros(self.vocab_size, np.int64)
@@ -70,17 +75,22 @@ class HFTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(HFTokenizer):
-    """GPT-2's byte-level BPE from its two files.
+    """GPT-2's byte-level BPE, read from a vocab.json and a merges.txt.
 
-    `backend` is the library that encodes. All give the same ids, so the fingerprint is the same:
+    Args:
+        backend: The library that encodes. All libraries give the same ids, so the choice does not
+            change the fingerprint.
 
-    - "tokenizers": the reference, for every vocabulary;
-    - "tiktoken": several times as fast; only for GPT-2's merges, for which its rule (merge the
-      pair of lowest rank, however its tokens were formed) is known to give the same ids;
-    - "gigatoken": optional and faster still; each run compares it with the reference and stops at a
-      difference (`fast_bpe.py`);
-    - "auto": tiktoken for GPT-2's merges if it is installed, otherwise tokenizers; the
-      attribute `backend` names the chosen library.
+            - "tokenizers" is the reference and encodes with any vocabulary.
+            - "tiktoken" is several times as fast. It works only with GPT-2's own merges.
+            - "gigatoken" is still faster, also works only with GPT-2's own merges, and must be
+              installed separately. Each run compares part of its output with the reference and
+              stops at a difference (see `fast_bpe.py`).
+            - "auto" chooses tiktoken for GPT-2's merges if tiktoken is installed, and otherwise
+              tokenizers.
+
+    Attributes:
+        backend: The name of the library that was chosen.
     """
 
     name = "GPT2BPETokenizer"
@@ -95,7 +105,8 @@ class GPT2BPETokenizer(HFTokenizer):
         self._published = gpt2.are_published_files(vocabulary, self._merge_bytes)
         gpt2_merges = self._published or gpt2.are_published_merges(self._vocabulary, self._merges)
         self.backend = fast_bpe.choose(backend, gpt2_merges)
-        # The published files are known to match, and training encodes nothing: build it later.
+        # The published files are known to fit together, and training encodes no text. So the
+        # encoder is built at the first text, except for these cases.
         if not self._published or backend != "auto":
             self.load()
 
@@ -105,7 +116,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
     @cached_property
     def reference(self) -> tokenizers.Tokenizer:
-        """The reference library's tokenizer."""
+        """The tokenizer object of the `tokenizers` library, built when it is first used."""
         merges = self._merges
         with fault_in_file(f"{self._files[0]} and {self._files[1]} do not fit together"):
             model = models.BPE(vocab=self._vocabulary, merges=merges)
@@ -124,7 +135,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
     def load(self) -> None:
         if self._fast is None:
-            self.reference  # noqa: B018  builds it
+            self.reference  # noqa: B018  the property builds the tokenizer
 
     def fingerprint(self) -> str:
         return gpt2.FINGERPRINT if self._published else super().fingerprint()
@@ -135,7 +146,7 @@ class GPT2BPETokenizer(HFTokenizer):
         check_utf8(texts)
         encoded = self._fast(texts)
         for ids in encoded:
-            # In a smaller dtype the id would be that of another token.
+            # Cast to a smaller dtype, such an id would become the id of another token.
             if len(ids) and ids.max() >= self.vocab_size:
                 raise TokenizerError(
                     f"{self.backend}: gave the id {ids.max()}, outside its vocabulary of "

@@ -1,4 +1,4 @@
-"""Build a tokenizer by the name of its type."""
+"""Build a tokenizer from the name of its type and the paths of its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = (
     "HFTokenizer",
     "SPMTokenizer",
 )
-_LATER = ("HFGPT2Tokenizer", "TiktokenTokenizer")  # GPT-NeoX's other types
+_LATER = ("HFGPT2Tokenizer", "TiktokenTokenizer")  # types of GPT-NeoX that this project lacks
 
 
 def build_tokenizer(
@@ -25,16 +25,17 @@ def build_tokenizer(
     merge_file: str | Path | None = None,
     backend: str = "auto",
 ) -> Tokenizer:
-    """Build a tokenizer by its type.
+    """Build a tokenizer from the name of its type and the paths of its files.
 
     Args:
-        type: GPT-NeoX's `tokenizer_type`, in upper or lower case.
-        vocab_file: vocab.json, tokenizer.json or .model.
-        merge_file: merges.txt, for GPT2BPETokenizer.
-        backend: The library that encodes, for GPT2BPETokenizer (`fast_bpe.py`).
+        type: One of `TYPES`, GPT-NeoX's names, in upper or lower case.
+        vocab_file: The path of the vocab.json, tokenizer.json or .model; not used by the tokenizers
+            that work on bytes.
+        merge_file: The path of the merges.txt, for GPT2BPETokenizer only.
+        backend: The library that encodes, for GPT2BPETokenizer only; one of `fast_bpe.BACKENDS`.
 
     Raises:
-        TokenizerError: if the type is unknown, or a file is missing or damaged.
+        TokenizerError: the type is unknown, or a file is missing or damaged.
     """
     by_lower = {name.lower(): name for name in (*TYPES, *_LATER)}
     name = by_lower.get((type or "").lower())
@@ -54,7 +55,7 @@ def build_tokenizer(
         return ByteLevelTokenizer()
     if name == "CharLevelTokenizer":
         return CharLevelTokenizer()
-    # Imported here: the other modules need libraries.
+    # Imported only here, because these modules import libraries that not every run needs.
     if name == "SPMTokenizer":
         from megatron.data.tokenizers.sentencepiece import SPMTokenizer
 

@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens are the bytes of UTF-8; they need no file."""
+"""Tokenizers whose tokens are the bytes of the text in UTF-8. They need no vocabulary file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, utf8
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """The bytes of the text, as they are."""
+    """A tokenizer whose ids are the UTF-8 bytes of the text; 256 ends a document."""
 
     name = "ByteLevelTokenizer"
     vocab_size = 257
@@ -40,7 +40,11 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class CharLevelTokenizer(ByteLevelTokenizer):
-    """GPT-NeoX's tokenizer of this name: also bytes, but with 512 entries and eod 0."""
+    """GPT-NeoX's tokenizer of this name.
+
+    Its ids are the UTF-8 bytes of the text, as in `ByteLevelTokenizer`. It differs in its
+    vocabulary size, 512, and in the id that ends a document, 0.
+    """
 
     name = "CharLevelTokenizer"
     vocab_size = 512

@@ -1,10 +1,12 @@
-"""Faster libraries for GPT-2's BPE, with the token ids of the reference library `tokenizers`.
+"""Libraries that encode GPT-2's BPE faster than `tokenizers`, the reference, with the same ids.
 
-tiktoken merges, at each step, the adjacent pair whose concatenation has the lowest id. For GPT-2's
-own vocabulary the ids follow the order of the merges, so this is the same rule; other vocabularies
-need `tokenizers`. gigatoken is a young project, so `CheckedBatches` compares it with the reference
-during the entire run: on difficult texts, on the first 64 KB of text of each process, and then on
-one text in 64.
+At each step, tiktoken merges the adjacent pair of tokens whose concatenation has the lowest id. BPE
+prescribes the pair that comes first in the list of merges. In GPT-2's own vocabulary the ids follow
+the order of the merges, so both rules choose the same pair. Other vocabularies need `tokenizers`.
+
+gigatoken is a young project, so `CheckedBatches` compares its ids with those of the reference
+throughout the run. Each process compares all `DIFFICULT_TEXTS`, then texts until it has compared
+`CHECK_FIRST` characters, and after that about one text in `CHECK_EVERY`.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT
 Encode = Callable[[list[str]], list[np.ndarray]]
 BACKENDS = ("auto", "tiktoken", "tokenizers", "gigatoken")
 
-# GPT-2's rule that splits text into words before merging. Everything but runs of white space is
-# one automaton without backtracking: twice as fast as the usual pattern, with the same matches.
+# GPT-2's pattern that splits text into words before merging. All branches except runs of white
+# space need no backtracking, which makes it twice as fast as the usual pattern with equal matches.
 _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\S)|\s"
-# tiktoken's matcher fails on much longer runs of white space (its stack holds a million entries).
-# The reference encodes texts with such a run.
+# A text with a run of white space of this length is encoded by the reference library, because
+# tiktoken's matcher fails on runs of several times this length (its stack holds a million entries).
 _LONG_RUN = 250_000
-CHECK_FIRST = 1 << 16  # characters; a process compares its first texts of this length
-CHECK_EVERY = 64  # then one text in 64; not one batch in 64, whose texts resemble each other
+CHECK_FIRST = 1 << 16
+"""Characters at the start of the text of each process, all of which `CheckedBatches` compares."""
+CHECK_EVERY = 64
+"""The ratio of all characters to compared characters after the first `CHECK_FIRST`.
+
+Single texts are compared, not whole batches, because the texts of a batch resemble each other.
+"""
 DIFFICULT_TEXTS = (
     "",
     " ",
@@ -49,14 +56,14 @@ DIFFICULT_TEXTS = (
 
 
 def choose(backend: str, gpt2_merges: bool) -> str:
-    """Resolve "auto" to the name of a backend, and check a name.
+    """Return the backend to use: `backend` itself, or the one that "auto" stands for.
 
     Args:
-        backend: One of BACKENDS.
-        gpt2_merges: Whether the merges are GPT-2's, which the faster backends require.
+        backend: One of `BACKENDS`.
+        gpt2_merges: Whether the tokenizer has GPT-2's own merges, which the faster backends need.
 
     Raises:
-        TokenizerError: if the backend is unknown, or cannot encode these merges.
+        TokenizerError: the backend is unknown, or cannot encode with these merges.
     """
     if backend not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {backend!r}: is none of {', '.join(BACKENDS)}")
@@ -71,12 +78,16 @@ def choose(backend: str, gpt2_merges: bool) -> str:
 
 
 def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]) -> Encode | None:
-    """The function that encodes a batch, or None if the reference library encodes.
+    """Build the function that encodes a list of texts with `backend`.
 
     Args:
         backend: A name that `choose` returned.
-        vocabulary: Token -> id.
-        reference: Returns the tokenizer of the reference library; called only if it is needed.
+        vocabulary: A dict from token to id.
+        reference: A function that returns the tokenizer object of the `tokenizers` library. It is
+            called only if that object is needed.
+
+    Returns:
+        The function, or None if `backend` is "tokenizers", so that the caller uses that library.
     """
     if backend == "tokenizers":
         return None
@@ -91,8 +102,9 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
         import tiktoken
     byte_of = _byte_of_symbol()
     to_latin_1 = str.maketrans({symbol: chr(byte) for symbol, byte in byte_of.items()})
-    # Text never becomes a token that has other characters than byte symbols, nor eod. tiktoken gets
-    # eod as a special token: without any, its search for special tokens would match everywhere.
+    # No text is encoded to the end-of-document token, or to a token with characters that stand for
+    # no byte, so `ranks` leaves these out. tiktoken gets end-of-document as a special token, since
+    # without any special token, its search for special tokens would match everywhere.
     ranks = {
         token.translate(to_latin_1).encode("latin-1"): i
         for token, i in vocabulary.items()
@@ -112,7 +124,7 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
             if len(text) >= _LONG_RUN and long_run.search(text):
                 out += reference([text])
             else:
-                # The ids of encode_ordinary, without a Python integer for each.
+                # The same ids as from `encode_ordinary`, but no Python integer for each id.
                 out.append(encoding.encode_to_numpy(text, disallowed_special=()))
         return out
 
@@ -131,15 +143,15 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A fast encoder that is compared with a reference during the run.
+    """A function that encodes texts with a fast library and checks some of them with a reference.
 
     Raises:
-        TokenizerError: at the first difference.
+        TokenizerError: the two encoders differ on a text that was checked.
     """
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
         self.name, self._encode, self._reference = name, encode, reference
-        self._seen = self._compared = 0  # characters
+        self._seen = self._compared = 0  # numbers of characters
         for text, ids in zip(DIFFICULT_TEXTS, encode(list(DIFFICULT_TEXTS)), strict=True):
             self._compare(text, ids)
 
@@ -167,7 +179,11 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """Symbol -> byte: GPT-2 writes printable bytes as themselves, the others from U+0100 on."""
+    """Return a dict from the character that stands for a byte in GPT-2's vocabulary to that byte.
+
+    A printable byte is represented by the character with the same code, and the n-th other byte by
+    the character U+0100 + n.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

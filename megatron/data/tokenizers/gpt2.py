@@ -1,7 +1,7 @@
-"""GPT-2's published vocabulary and merges: how to recognise them.
+"""Hashes that recognise GPT-2's published vocabulary and merges.
 
-With them, training starts sooner (no merges to parse), and faster libraries may encode
-(`fast_bpe.py`).
+If a tokenizer has the published files, training starts sooner because the merges need not be
+parsed, and faster libraries may encode (see `fast_bpe.py`).
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ FILE_HASHES = {
     "gpt2-vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "gpt2-merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-"""SHA-256 (hex) of the two published files, by the names that GPT-NeoX gives them."""
+"""SHA-256 (hex) of GPT-2's two published files. The keys are GPT-NeoX's names of the files."""
 
 FINGERPRINT = "946de44b22d618abd60a005e2fbf0b4d17f68426cf09ab6f2dd5a6733207dd83"
-"""`GPT2BPETokenizer.fingerprint()` for these two files; known, so that it takes no time."""
+"""The value of `GPT2BPETokenizer.fingerprint()` for these two files, stored to save time."""
 
 # SHA-256 of the JSON list of GPT-2's 50,000 merges.
 _MERGES_HASH = "980ca8f2d4b0964c87a762e901db0656ce92d3f1ecd940b25ba97463da5c68fa"
 
 
 def are_published_files(vocabulary: bytes, merges: bytes) -> bool:
-    """Whether these contents are the two published files, byte for byte."""
+    """Return whether the two arguments are the contents of GPT-2's two published files."""
     found = [hashlib.sha256(content).hexdigest() for content in (vocabulary, merges)]
     return found == list(FILE_HASHES.values())
 
 
 def are_published_merges(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """Whether these are GPT-2's merges, and the vocabulary's ids follow their order."""
+    """Return whether `merges` are GPT-2's and the ids in `vocabulary` follow their order."""
     digest = hashlib.sha256(json.dumps(merges).encode()).hexdigest()
     return digest == _MERGES_HASH and all(
         vocabulary["".join(pair)] == 256 + i for i, pair in enumerate(merges)

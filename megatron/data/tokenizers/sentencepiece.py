@@ -1,4 +1,4 @@
-"""SentencePiece models, through the `sentencepiece` library, which is optional."""
+"""A tokenizer for SentencePiece models. It needs the optional `sentencepiece` library."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, fault_in_f
 
 
 class SPMTokenizer(Tokenizer):
-    """A .model file. Documents end with its piece `<|endoftext|>`, as in GPT-NeoX.
+    """A tokenizer read from a SentencePiece .model file.
 
-    A model without that piece is refused; GPT-NeoX silently ends documents with the unknown token.
+    Documents end with the piece `<|endoftext|>` of the model, as in GPT-NeoX. A model without this
+    piece is refused, whereas GPT-NeoX silently ends documents with the unknown token.
     """
 
     name = "SPMTokenizer"
