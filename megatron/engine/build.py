@@ -1,7 +1,7 @@
 """Build the model and the tokenizer that a config describes.
 
-The classes built here take plain values. Only this and other modules of `engine` import the
-config object.
+The model and tokenizer classes take plain values. Below `megatron/engine`, no code of the model,
+the data or the attention imports the config object.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The config's tokenizer."""
+    """Build the tokenizer that the config names."""
     data = config.data
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """The smallest multiple of `divisible_by` that is not below `vocab_size`.
+    """Return the smallest multiple of `divisible_by` that is at least `vocab_size`.
 
-    GPT-NeoX multiplies `divisible_by` by model_parallel_size, so its model changes with the layout.
-    Here `divisible_by` must be a multiple of model_parallel_size instead.
+    GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so the size of its vocabulary
+    depends on the number of tensor-parallel ranks. This project requires instead that
+    `divisible_by` is a multiple of `model_parallel_size`.
     """
     return -(-vocab_size // divisible_by) * divisible_by
 
 
 def numerics_of(config: Config) -> Numerics:
-    """Where the config's model rounds its numbers."""
+    """Return how the config's model rounds its numbers: in fp32, or as the published code does."""
     if not config.model.published_numerics:
         return WIDE
     return PublishedNumerics(DTYPES[config.training.precision])
 
 
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
-    """The model's shape for a tokenizer of `vocab_size` entries."""
+    """Return the shape of the config's model for a tokenizer of `vocab_size` entries."""
     m = config.model
     assert m.max_position_embeddings is not None  # derived when the config is loaded
     eps = {
@@ -87,7 +88,11 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
 
 
 def positional_of(config: Config, numerics: Numerics | None = None) -> PositionalEmbedding:
-    """The config's positional embedding; it rounds as the config asks, or by `numerics`."""
+    """Build the config's positional embedding.
+
+    Args:
+        numerics: the rounding rules of the embedding; None takes those of the config.
+    """
     m = config.model
     options = {}
     if m.pos_emb == "rpe":
@@ -103,10 +108,10 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 def attention_of(
     config: Config, pos: PositionalEmbedding, device_type: str, *, training: bool = True
 ) -> AttentionFn:
-    """The attention backend that the config asks for.
+    """Return the attention backend that the config's `attention_backend` selects.
 
     Raises:
-        AttentionError: it cannot serve this model on this device.
+        AttentionError: the selected backend does not support this model on this device.
     """
     m = config.model
     return choose(
@@ -129,10 +134,17 @@ def build_model(
     tp: TensorGroup = ALONE,
     cp: TensorGroup = ALONE,
 ) -> GPT:
-    """The model, or its shard in `tp`, on the CPU in fp32, initialised from the config's seed.
+    """Build the config's model on the CPU in fp32, initialised from the config's seed.
+
+    Args:
+        vocab_size: the number of entries of the tokenizer, before padding.
+        device_type: "cuda" or "cpu", where the model will run; it decides the attention backend.
+        training: whether the model will be trained, which needs dropout and a backward pass.
+        tp: the tensor-parallel group; with several ranks, only this rank's shard is built.
+        cp: the context-parallel group, whose ranks share each sequence.
 
     Raises:
-        AttentionError: the attention backend cannot serve this model on this device.
+        AttentionError: the attention backend does not support this model on this device.
     """
     pos = positional_of(config)
     attend = attention_of(config, pos, device_type, training=training)
@@ -140,7 +152,10 @@ def build_model(
 
 
 def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Shape, kernel and tokenizer as JSON values; models with equal ones can share weights."""
+    """Return the model's shape, positional embedding and tokenizer as JSON values.
+
+    Two models with equal values can load each other's weights.
+    """
     shape = asdict(model_shape)
     block = shape.pop("block")
     for name in ("init_method", "output_init_method", "init_std"):
@@ -159,7 +174,14 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
-    """Prefix of the run's shards; the first process that needs a `builtin:` corpus tokenises it."""
+    """Return the path prefix of the run's shards, or several prefixes.
+
+    If `data_path` names a `builtin:` corpus that has no shards yet, the first process that calls
+    this function tokenises the corpus.
+
+    Raises:
+        DataError: `data_path` is not set.
+    """
     if config.data.data_path is None:
         raise DataError("data_path is not set; name a shard prefix or builtin:python-stdlib")
     return resolve_data_path(config.data.data_path, config.data.data_dir, tokenizer)

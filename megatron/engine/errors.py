@@ -1,14 +1,14 @@
-"""The engine's errors. Each message says what is wrong, where, and what to write instead."""
+"""The training engine's errors. Each error message names the fault, its place and its remedy."""
 
 from __future__ import annotations
 
 
 class StartError(Exception):
-    """The job cannot be joined as the config asks, or its ranks do not agree."""
+    """This process cannot join the job as configured, or the ranks' configs or texts differ."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read or written, or does not fit this run."""
+    """A checkpoint cannot be read, cannot be written, or does not fit this run."""
 
 
 class DivergedError(Exception):

@@ -1,4 +1,4 @@
-"""A full training job, from a config to a trained, saved and evaluated model."""
+"""Run a full training job, from a config to a trained, saved and evaluated model."""
 
 from __future__ import annotations
 
@@ -30,19 +30,23 @@ from megatron.files import write_text
 from megatron.parallel.groups import Groups
 
 UNSAVED = Path("runs/unsaved")
-"""Folder for reports if the config names no `save` folder."""
+"""The folder for logs and plots of a run whose config names no `save` folder."""
 WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb_mode")
 
 
 def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> None:
-    """Train (resuming where `load` allows it), save, and evaluate as the config asks.
+    """Train a model as the config asks, save checkpoints of it, and evaluate it.
+
+    If the folder that the config names in `load` holds a checkpoint, the run continues from it.
 
     Args:
-        verbose: show DeepSpeed's own messages.
-        allow_fallback: if the newest checkpoint is damaged, start from the one before it.
+        verbose: whether DeepSpeed prints its log messages.
+        allow_fallback: whether to start from the newest intact checkpoint if the one that the file
+            `latest` names is damaged; if false, a damaged checkpoint is an error.
 
     Raises:
-        ConfigError, ShardError, CheckpointError, DivergedError: the text names the remedy.
+        ConfigError, ShardError, CheckpointError, DivergedError: see `megatron.engine.errors`. Each
+            error message names the remedy.
     """
     backend = config.parallel.distributed_backend
     with joined_job(backend=backend, verbose=verbose) as groups:
@@ -50,7 +54,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
 
 
 class Job:
-    """One training job. Its components are built in the order in which data flows."""
+    """One training job: the text, the model, the starting point and the engine, built in order."""
 
     def __init__(self, config: Config, groups: Groups, *, allow_fallback: bool = False):
         parallel = config.parallel
@@ -66,7 +70,7 @@ class Job:
         require_agreement(groups, "config", settings_of(config))
         self.data = JobData(config, groups)
         require_agreement(groups, "text", self.data.identity)
-        # Dropout: each data- and context-parallel rank and each stage has its own stream.
+        # Each data- or context-parallel rank and each stage draws dropout from its own stream.
         stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
         torch.manual_seed(config.training.seed + stream)
         self.model = build_local_shard(config, self.data.tokenizer.vocab_size, groups)
@@ -86,7 +90,7 @@ class Job:
         self.progress = self.start.finish(self.engine, schedule, groups, self.description)
 
     def run(self) -> None:
-        """Train to `train_iters`, then evaluate."""
+        """Train up to step `train_iters`, then evaluate as the config asks."""
         c, step = self.config, self.progress.step
         trains = c.training.train_iters > 0
         with RunLog(
@@ -102,7 +106,7 @@ class Job:
             if step < c.training.train_iters:
                 self._train(log)
                 if self.progress.step < c.training.train_iters:
-                    return  # `exit_interval` ended the run: only a finished one is evaluated
+                    return  # `exit_interval` ended the run, and only a finished run is evaluated
             if c.training.eval_iters > 0 and trains:
                 self._log_final_losses(log)
             elif c.training.eval_iters > 0:
@@ -111,7 +115,7 @@ class Job:
                 self._evaluate_lengths(log)
 
     def _announce(self, log: RunLog) -> None:
-        """Print what is about to run, and write the resolved config into the run folder."""
+        """Print the job's model, devices, text and start; write the resolved `config.yml`."""
         parameters = count_parameters(self.model, self.groups)
         c, groups, attend = self.config, self.groups, self.model.attend
         log.line(
@@ -183,7 +187,12 @@ class Job:
         log.line(f"  saved {saved.path}, training waited {time.monotonic() - start:.2f} s")
 
     def _held_out_loss(self, name: str, evaluations_before: int) -> float | None:
-        """Loss on `valid` or `test` after that many earlier evaluations; None if it is empty."""
+        """Return the mean loss on the split `name`, or None if the split has no batches.
+
+        Args:
+            name: `valid` or `test`.
+            evaluations_before: the number of earlier evaluations, whose batches are skipped.
+        """
         c = self.config
         loader = self.data.held_out(name, evaluations_before=evaluations_before)
         if loader is None:

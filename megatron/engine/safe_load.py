@@ -1,8 +1,9 @@
-"""Open checkpoint files from any source: only tensors and plain values, never code.
+"""Load checkpoint files from untrusted sources without running code that they contain.
 
-A pickle can name any function and have it called. `torch.load(weights_only=True)` refuses every
-name that is not on its list. This module adds only the names that a published `mp_rank_*` file
-needs for numpy's random state.
+A pickle file can name any Python function and have it called when the file is loaded.
+`torch.load(weights_only=True)` refuses every function and class that is not on torch's own list.
+This module adds only the numpy functions and classes that store the random state in the
+`mp_rank_*` file of a published (GPT-NeoX) checkpoint.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ _NUMPY = [
 
 
 def safe_load(path: Path) -> Any:
-    """Load a file of `torch.save` to the CPU, mapped if possible, without running code.
+    """Load a file that `torch.save` wrote to the CPU, without running code that it contains.
+
+    The tensors are memory-mapped unless the file was written by torch before 1.6.
 
     Raises:
-        CheckpointError: it is unreadable, or asks for more than tensors and plain values.
+        CheckpointError: the file cannot be read, or it contains more than tensors and plain values.
     """
     try:
         with torch.serialization.safe_globals(_NUMPY):
-            mapped = zipfile.is_zipfile(path)  # files of torch < 1.6 are no archives
+            mapped = zipfile.is_zipfile(path)  # torch < 1.6 did not write zip archives
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (
         pickle.UnpicklingError, OSError, RuntimeError, EOFError, KeyError, ValueError

@@ -1,4 +1,4 @@
-"""The text of a job: tokenizer, shards, splits, and the loaders that read them."""
+"""Open the text of a job: its tokenizer, shards, splits, and the loaders of training batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from megatron.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents [start, end) of `shards`, and their weight in a blend."""
+    """A range of documents, and the weight with which a split draws samples from it.
+
+    Attributes:
+        shards: the opened shards that hold the documents.
+        documents: (start, end), the range of documents [start, end) of `shards`.
+        weight: the relative weight of this corpus among the corpora of the split.
+    """
 
     shards: Shards
     documents: tuple[int, int]
@@ -31,12 +37,12 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Text:
-    """The opened text of a config.
+    """The text that a config names, opened.
 
     Attributes:
-        shards: all text, for evaluation by length.
-        splits: train, valid and test as documents [start, end) of `shards`.
-        corpora: split -> the corpora that its samples are blended from.
+        shards: all documents of the three splits; the evaluation by length reads them.
+        splits: train, valid and test, each as a range of documents [start, end) of `shards`.
+        corpora: split name -> the corpora from which the samples of this split are drawn.
     """
 
     shards: Shards
@@ -45,14 +51,15 @@ class Text:
 
 
 def open_text(config: Config, tokenizer: Tokenizer) -> Text:
-    """Open each shard that the config names, once.
+    """Open every shard that the config names, each file once.
 
-    `data_path` gives one corpus, which `split` divides. Otherwise each split has corpora of its
-    own, and `shards` are those of train, valid and test, one after the other.
+    If the config sets `data_path`, its one corpus is divided by `split`. If it sets
+    `train_data_paths` and so on, each split has its own corpora, and the result's `shards` are
+    the shards of train, valid and test, in this order.
 
     Raises:
-        DataError: the shards cannot be read or were made with another tokenizer, or `split` is
-            unusable.
+        DataError: the shards cannot be read or were made with another tokenizer, or the config's
+            `split` cannot be applied to them.
     """
     data = config.data
     if not data.train_data_paths:
@@ -89,7 +96,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
 
 
 def samples_of_run(config: Config) -> dict[str, int]:
-    """Split -> number of samples that a run of `config` reads."""
+    """Return the number of samples that a run of `config` reads from each split, by split name."""
     training = config.training
     counts = sample_counts(
         training.train_iters,
@@ -101,13 +108,14 @@ def samples_of_run(config: Config) -> dict[str, int]:
 
 
 class JobData:
-    """The data of a job. It opens the config's shards; all ranks may do so at once.
+    """The tokenizer and the batches of a job. All ranks may build a `JobData` at the same time.
 
     Attributes:
-        tokenizer: the config's.
+        tokenizer: the tokenizer that the config names.
         text: the opened shards and splits.
-        identity: what the order of the samples depends on, as JSON values, for checkpoints.
-        wanted: split -> how many samples the run reads.
+        identity: the values that determine the order of the samples, as JSON values. Checkpoints
+            record them.
+        wanted: split name -> the number of samples that the run reads from this split.
     """
 
     def __init__(self, config: Config, groups: Groups):
@@ -130,15 +138,23 @@ class JobData:
         self._held_out: dict[str, Samples | None] = {}
 
     def training(self, *, index_samples: int, consumed: int) -> TrainLoader | None:
-        """Training batches from sample `consumed` on, in the order built for `index_samples`.
+        """Return this rank's training batches, or None if the run reads no training sample.
 
-        None if the split has no documents or the run reads none of them.
+        Args:
+            index_samples: the number of samples for which the index was first built. The published
+                order of samples depends on this number.
+            consumed: the number of samples already read; the batches start after them.
         """
         dataset = self._dataset("train", index_samples)
         return None if dataset is None else self._loader(dataset, consumed)
 
     def held_out(self, name: str, *, evaluations_before: int) -> TrainLoader | None:
-        """Batches of `valid` or `test` for one evaluation, after those of earlier evaluations."""
+        """Return this rank's batches for one evaluation during training, or None if there are none.
+
+        Args:
+            name: the split, `valid` or `test`.
+            evaluations_before: the number of earlier evaluations, whose batches are skipped.
+        """
         if name not in self._held_out:
             self._held_out[name] = self._dataset(name, self.wanted[name])
         dataset = self._held_out[name]
@@ -148,9 +164,14 @@ class JobData:
         )
 
     def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
-        """Batches of `valid` or `test` from where the published program, resumed here, starts.
+        """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
 
-        Without gradient accumulation, they are those of `held_out`.
+        GPT-NeoX counts micro-batches as steps here. With gradient accumulation its `valid` batches
+        therefore start later than those of `held_out`. The result is None if there are no batches.
+
+        Args:
+            name: the split, `valid` or `test`.
+            iteration: the number of optimizer steps that the run has taken.
         """
         dataset = self._dataset(name, self.wanted[name])
         if dataset is None:
@@ -169,7 +190,11 @@ class JobData:
         return loader
 
     def _dataset(self, name: str, index_samples: int) -> Samples | None:
-        """The split `name`; None if it has no documents or the run reads none of them."""
+        """Return the samples of split `name`, or None if the run reads none or none exist.
+
+        Args:
+            index_samples: the number of samples for which the index was first built.
+        """
         corpora = self.text.corpora[name]
         total = max(index_samples, self.wanted[name])
         if total == 0 or all(start == end for start, end in (each.documents for each in corpora)):

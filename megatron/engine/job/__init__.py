@@ -1,1 +1,1 @@
-"""One job of many processes: joining, agreeing, failing together, leaving with an exit code."""
+"""Join the processes of a job, compare their settings, end all of them if one fails, and exit."""

@@ -1,7 +1,7 @@
-"""Checks that all ranks of a job use the same configuration, text and folders.
+"""Check that all ranks of a job use the same configuration, text and folders.
 
-Each machine has its own copy of the first two. If the copies differed, nothing would stop the job:
-the ranks would train different models, or on different samples.
+Each machine has its own copy of the configuration and of the text. If the copies differed, no other
+code would notice, and the ranks would train different models or train on different samples.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from megatron.parallel.groups import Groups
 
 Seen = TypeVar("Seen")
 LOCAL = ("data", "logging")
-"""Sections of the config whose paths may differ between machines."""
+"""The sections of the config whose values may differ between machines, because they hold paths."""
 PATIENCE = 75
-"""Seconds until a network file system shows on one machine what another has written: NFS caches a
-folder for 60 by default (acdirmax)."""
+"""The seconds to wait until one machine sees what another wrote to a network file system.
+
+NFS caches a folder for 60 seconds by default (its option `acdirmax`).
+"""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The config's values, without those that may differ between machines."""
+    """Return the config's values by key, without the sections in `LOCAL`."""
     return {
         name: value
         for section, values in config.sections()
@@ -36,10 +38,15 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -> None:
-    """Compare `values` over the ranks; every rank must call it.
+    """Check that `values` are the same on all ranks. Every rank must call this function.
+
+    Args:
+        subject: what the values are, such as "config"; the error message names it.
+        values: this rank's values.
 
     Raises:
-        StartError: names the first rank that differs from rank 0, and the values.
+        StartError: the values of some rank differ from those of rank 0. The error message names
+            that rank and the values.
     """
     first, *others = groups.gather_from_job((socket.gethostname(), dict(values)))
     for rank, (host, theirs) in enumerate(others, start=1):
@@ -56,10 +63,12 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
 
 
 def require_one_folder(groups: Groups, folder: Path) -> None:
-    """Check that every rank sees in `folder` what rank 0 writes there; every rank must call it.
+    """Check that every rank sees a file that rank 0 writes into `folder`.
+
+    Every rank must call this function.
 
     Raises:
-        CheckpointError: names a rank that does not see it.
+        CheckpointError: some rank does not see the file. The error message names that rank.
     """
     if groups.world_size == 1:
         return
@@ -82,14 +91,17 @@ def require_one_folder(groups: Groups, folder: Path) -> None:
 def seen_by_all(
     look: Callable[[], Seen], folder: Path, groups: Groups, *, expected: Seen | None = None
 ) -> Seen:
-    """The result of `look`, once it is the same on every rank; every rank must call it.
+    """Call `look` until it returns the same value on every rank, and return that value.
+
+    Every rank must call this function.
 
     Args:
-        look: reads something in `folder`.
-        expected: the result to wait for; None waits for the result of rank 0.
+        look: reads something in `folder`, such as the names of its files.
+        folder: the folder that error messages name.
+        expected: the value to wait for; None waits until all ranks have the value of rank 0.
 
     Raises:
-        CheckpointError: a rank still has another result after PATIENCE seconds.
+        CheckpointError: after PATIENCE seconds, some rank still has another value.
     """
     until = time.monotonic() + PATIENCE
     while True:

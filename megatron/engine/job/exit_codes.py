@@ -1,4 +1,4 @@
-"""Errors that the user can correct end in one message and exit code 1, without a traceback."""
+"""End a command with exit code 1 and one error message, not a traceback, after a user's error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USER_ERRORS = (
     ConfigError,
     DataError,
     DivergedError,
-    OSError,  # a full disk, a folder without permission: the text names the path
+    OSError,  # such as a full disk or a missing permission; the error message names the path
     PositionalError,
     RunLogError,
     StartError,
@@ -31,16 +31,19 @@ USER_ERRORS = (
 
 @dataclass
 class Outcome:
-    """Exit code of the work done under `user_errors`."""
+    """The exit code of a command: 0, or 1 after an error that `user_errors` printed."""
 
     code: int = 0
 
 
 @contextmanager
 def user_errors() -> Iterator[Outcome]:
-    """Print the message of a user error; any other error is a bug and passes through.
+    """Print the error message if the block raises one of `USER_ERRORS`; re-raise any other error.
 
-    In a job of several processes any error ends all of them; see `failure`.
+    In a job of several processes, any error in the block ends all processes (see `failure`).
+
+    Yields:
+        An `Outcome`, whose `code` is 1 after a user error.
     """
     outcome = Outcome()
     try:

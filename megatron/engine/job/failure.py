@@ -1,16 +1,16 @@
-"""The failure of one rank ends the whole job at once, with one message for each machine.
+"""End all processes of a job when one rank fails, with one error message for each machine.
 
-A rank that fails writes its error into the job's store (torchrun's, or rank 0's) before it ends. In
-every other process a thread polls the store and ends the process after GRACE seconds, whatever the
-process is doing: a collective that misses a rank may wait for half an hour, and Python cannot
-interrupt a collective of NCCL.
+A rank that fails writes its error into the job's key-value store, which torchrun or rank 0 holds,
+and ends. In every other process a thread polls the store and ends its process after GRACE seconds,
+even inside a collective. Otherwise a collective could wait half an hour for the failed rank, and
+Python cannot interrupt a collective of NCCL.
 
     key    value
     end    the first failure, {rank, host, text}
     main   the failure of rank 0
 
-If all ranks fail with the same error, only rank 0 prints it. Connection errors are symptoms: a rank
-that lost its peer prints nothing, so that the peer's own error is printed.
+If all ranks fail with the same error, only rank 0 prints the error. A rank that only lost the
+connection to another rank prints nothing, because the other rank reports the cause.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from torch.distributed import (  # documented, but not in its `__all__`
 from megatron.files import write_text
 
 GRACE = 5.0
-"""Seconds in which the other processes may end by themselves."""
+"""The seconds that other processes have to end by themselves after a rank has failed."""
 CAUSE_WAIT = 3.0
-"""Seconds to wait for the error of another rank; less than GRACE."""
+"""The seconds to wait until another rank's error is in the store; less than GRACE."""
 POLL_INTERVAL = 1.0
-"""Seconds between two looks into the store."""
+"""The seconds between two reads of the store."""
 OPEN_TIMEOUT = 1800.0
-"""Seconds in which rank 0 must open the store."""
+"""The seconds that rank 0 has to open the store."""
 STORE_TIMEOUT = 60.0
-"""Seconds without an answer after which the store counts as lost."""
+"""The seconds without a response after which the store counts as lost."""
 LOST_TEXT = (
     "error: lost contact with another process of this job, which ended without a message: it was "
     "killed, or its machine ran out of memory or lost its network; see the system log there"
@@ -55,13 +55,13 @@ LOST_CONTACT = re.compile(
     "|failed to recv|failed to send|connection refused|no data available",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the store report about a process that has ended."""
+"""The texts in errors of gloo, NCCL and the store that mean that another process has ended."""
 _IF_WRITABLE = contextlib.suppress(OSError)
-"""Around output of a process that ends in any case: a reader may be gone, a disk may be full."""
+"""Ignore errors of output (no reader, a full disk) in a process that is about to end anyway."""
 
 
 class Failure(TypedDict):
-    """An error as the store keeps it."""
+    """The error of a rank, as it is written into the store in JSON."""
 
     rank: int
     host: str
@@ -69,13 +69,13 @@ class Failure(TypedDict):
 
 
 _ending = threading.Event()
-"""Set when this process ends by itself."""
+"""Set as soon as this process ends itself, so that its `Watch` does not end it too."""
 _received: list[Failure] = []
-"""The failure that the watch read: the store may be lost by the time it is needed."""
+"""The failure that this process's `Watch` read, kept because the store may be lost later."""
 
 
 def is_member() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Return whether a launcher such as torchrun started this process as one of several."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     return several and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
@@ -83,7 +83,7 @@ def is_member() -> bool:
 class Watch:
     """A thread that ends this process when another rank fails.
 
-    Start it before the process joins the job, so that it also sees failures while joining.
+    Create the watch before the process joins the job, so that failures while joining are noticed.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, at a normal end that all ranks have reached."""
+        """Stop watching. Call this at the normal end of the job, which all ranks have reached."""
         self._over.set()
         self._thread.join()
 
@@ -106,7 +106,7 @@ class Watch:
                 until = time.monotonic() + STORE_TIMEOUT
             except RuntimeError:
                 store = None
-                if time.monotonic() > until:  # the store is lost, and rank 0 that held it
+                if time.monotonic() > until:  # the process that holds the store has ended
                     first = _local_failure(LOST_TEXT)
             if first is None and self._over.wait(POLL_INTERVAL):
                 return
@@ -117,14 +117,14 @@ class Watch:
 
 
 def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
-    """End this process, and with it the job.
+    """Report an error to the other ranks and end this process. The other ranks then end too.
 
     Process groups stay open, because all ranks would have to close them together.
 
     Args:
-        text: the error.
-        lost: the error is the loss of another process, which reports the cause itself.
-        code: exit code.
+        text: the error message.
+        lost: whether the error is only the loss of another process, which reports the cause.
+        code: the exit code of this process.
     """
     _ending.set()
     failure = _local_failure(text)
@@ -132,7 +132,7 @@ def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
         _write_for_launcher(text)
     try:
         _report(failure, lost)
-    except RuntimeError:  # there is no store, so no other rank knows
+    except RuntimeError:  # there is no store, so no other rank prints the error
         _print(failure)
     if sys.stdout:
         with _IF_WRITABLE:
@@ -141,7 +141,7 @@ def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
 
 
 def lost_contact(error: BaseException | None) -> bool:
-    """Whether the error, or one that caused it, reports the loss of another process."""
+    """Return whether `error`, or an error that caused it, means that another process has ended."""
     while error is not None:
         is_torchs = type(error) is RuntimeError or isinstance(error, dist.DistBackendError)
         is_loss = is_torchs and LOST_CONTACT.search(str(error))
@@ -152,7 +152,11 @@ def lost_contact(error: BaseException | None) -> bool:
 
 
 def _report(failure: Failure, lost: bool) -> None:
-    """Write the failure into the store, and print it unless another rank prints the same."""
+    """Write the failure into the store, and print it unless another rank prints the same error.
+
+    Args:
+        lost: as in `end_process`.
+    """
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
         return
@@ -171,12 +175,15 @@ def _report(failure: Failure, lost: bool) -> None:
         print_if_elsewhere(same[-1])
     else:
         _print(failure)
-    if is_main:  # it may hold the store, which the other ranks read a moment later
+    if is_main:  # rank 0 may hold the store, which the other ranks still have to read
         time.sleep(CAUSE_WAIT if opens else 1)
 
 
 def _write_for_launcher(text: str) -> None:
-    """Write torchrun's error file; its summary names the oldest one as the root cause."""
+    """Write the error into torchrun's error file.
+
+    torchrun's summary names the rank with the oldest error file as the root cause.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     when = {"py_callstack": text, "timestamp": str(int(time.time()))}
     if path:
@@ -185,7 +192,7 @@ def _write_for_launcher(text: str) -> None:
 
 
 def _wait_for(store: Store, key: str) -> Failure | None:
-    """The value of `key`; None if it is not there after CAUSE_WAIT seconds."""
+    """Return the value of `key`, or None if the store has no such key after CAUSE_WAIT seconds."""
     until = time.monotonic() + CAUSE_WAIT
     while not store.check([key]):  # torch's `wait` would print a warning
         if time.monotonic() > until:
@@ -195,14 +202,16 @@ def _wait_for(store: Store, key: str) -> Failure | None:
 
 
 def _connect(patience: float = 0.0, opens: bool = False) -> Store:
-    """A new connection to the store: another thread may be blocked on the job's connection.
+    """Open a new connection to the job's store and return it.
+
+    The job's own connection cannot be used, because another thread may be blocked on it.
 
     Args:
-        patience: seconds in which to try again.
-        opens: rank 0 failed before it opened the job's store; this call opens it.
+        patience: the seconds during which to try again.
+        opens: whether to create the store, because rank 0 failed before it did so.
 
     Raises:
-        RuntimeError: no store answers.
+        RuntimeError: no store responds.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until = time.monotonic() + patience
@@ -213,14 +222,14 @@ def _connect(patience: float = 0.0, opens: bool = False) -> Store:
     store = TCPStore(
         address, port, is_master=opens, timeout=timedelta(seconds=10), wait_for_workers=False
     )
-    # The launcher's store outlives an attempt. Only then the key needs the number of the attempt:
-    # agents count attempts separately, so another store must not depend on it.
+    # torchrun's store survives a restart of the job, so there the key needs the restart count.
+    # Other stores end with the job, and there each machine's agent may count differently.
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _launcher_has_store() else "only"
     return PrefixStore(f"failures/{attempt}", store)
 
 
 def _launcher_has_store() -> bool:
-    """Whether torchrun holds the job's store, not rank 0."""
+    """Return whether torchrun holds the job's store; otherwise rank 0 holds it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -245,6 +254,6 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """Print a failure of another machine, once on this machine."""
+    """Print a failure of another machine, in only one process of this machine."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

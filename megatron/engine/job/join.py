@@ -1,6 +1,7 @@
-"""Join a job of processes, or be a job of one: starts torch.distributed and silences DeepSpeed.
+"""Join a job of processes, or start a job of one process.
 
-Importing this module imports DeepSpeed.
+Joining initialises torch.distributed and silences DeepSpeed's log. Importing this module imports
+DeepSpeed, which takes seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +23,24 @@ from megatron.engine.job import failure
 from megatron.parallel.groups import Groups, build_groups
 
 LONGEST_WAIT = 60
-"""Minutes that ranks wait for rank 0 while it converts checkpoints and indexes text, unless
-DEEPSPEED_TIMEOUT is set. DeepSpeed's default of 10 is too short for large ones. The failure of a
-rank is noticed at once anyway (`failure`)."""
+"""The minutes that a rank waits in a collective, unless DEEPSPEED_TIMEOUT is set.
+
+While rank 0 converts a large checkpoint or indexes a large text, the other ranks wait longer than
+DeepSpeed's default of 10 minutes. A rank's failure still ends the job at once (see `failure`).
+"""
 
 
 @contextmanager
 def joined_job(*, backend: str | None = None, verbose: bool = False) -> Iterator[Groups]:
-    """Be a member of the job; the failure of one rank ends all of them.
+    """Join the job for the time of the `with` block, and yield its process groups.
 
-    After an error in a job of several processes, its groups stay open, because all ranks would have
-    to close them together. The caller then ends the process (`exit.user_errors`).
+    While the block runs, the failure of one rank ends all ranks. After an error in a job of several
+    processes, the process groups stay open, because all ranks would have to close them together.
+    The caller must then end the process, as `exit.user_errors` does.
+
+    Args:
+        backend: as in `join_job`.
+        verbose: as in `join_job`.
     """
     if not failure.is_member():
         try:
@@ -49,14 +57,16 @@ def joined_job(*, backend: str | None = None, verbose: bool = False) -> Iterator
 
 
 def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
-    """Join the job that the environment describes (torchrun's variables), or be a job of one.
+    """Join the job that torchrun's environment variables describe, and return its process groups.
+
+    Without those variables, this process becomes a job of one process.
 
     Args:
         backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
-        verbose: show DeepSpeed's own messages.
+        verbose: whether DeepSpeed prints its log messages.
 
     Raises:
-        StartError: the config asks for nccl, and the machine has no CUDA.
+        StartError: `backend` is "nccl", and the machine has no CUDA.
     """
     deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
     for handler in deepspeed.utils.logger.handlers:
@@ -68,12 +78,11 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
             "the key out to let the device decide"
         )
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    # On a CPU, DeepSpeed compiles a shared-memory collective at start. That takes a C++ compiler,
-    # ninja and most of a minute, and gloo does the same work. init_distributed compiles it only if
-    # this table says that the machine can.
+    # On a CPU, `init_distributed` would compile a shared-memory collective. The compilation needs a
+    # C++ compiler, ninja and most of a minute, and gloo does the same work. This entry prevents it.
     __compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized() and "RANK" not in os.environ:
-        # A job of one needs no port, so nothing can collide with it on a shared machine.
+        # A job of one process needs no port, so jobs on a shared machine cannot collide.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT))
@@ -87,7 +96,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
 
 
 def leave_job() -> None:
-    """Close the process groups; all ranks must call it."""
+    """Close the process groups of this job. Every rank must call this function."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
