@@ -1,4 +1,4 @@
-"""YAML files in the GPT-NeoX dialect -> one frozen, typed `Config`. Works without torch."""
+"""Load YAML files with GPT-NeoX's keys into one frozen, typed `Config`, without importing torch."""
 
 from megatron.config.errors import ConfigError, Problem
 from megatron.config.load import load_config

@@ -1,7 +1,8 @@
-"""Relations between fields: derived defaults, the batch arithmetic, combinations that are refused.
+"""Compute derived fields of a config, and check the rules that relate several fields.
 
-All functions work on `values`, a dict from field name to value that holds only valid values. A
-relation with a missing value is skipped: the problem of that value is reported already.
+The argument `values` of each function maps field names to values. A field whose value is invalid is
+absent from `values`, because its problem is already reported. Rules that need an absent field are
+skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def derive(values: Values, world_size: int) -> Iterator[Found]:
-    """Fill in the derived fields, in place; yield the problems of the arithmetic."""
+    """Fill in the derived fields of `values` in place, and yield each problem found on the way.
+
+    A problem is, for example, a batch size that the number of processes cannot produce.
+    """
     same = {
         "num_kv_heads": "num_attention_heads",
         "seq_length_val": "seq_length",
@@ -28,14 +32,19 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
     if values.get("decay_iters", 0) is None and "train_iters" in values:
         values["decay_iters"] = max(1, values["train_iters"])
     values["world_size"] = world_size
-    values.pop("data_parallel_size", None)  # its default
+    values.pop("data_parallel_size", None)  # remove the default; computed on the next line
     yield from layouts.derive_data_parallel_size(values)
     if "data_parallel_size" in values:
         yield from _derive_batch(values)
 
 
 def _derive_batch(values: Values) -> Iterator[Found]:
-    """train = micro x accumulation x dp. Missing sizes are derived; accumulation is 1 if free."""
+    """Complete the batch sizes so that train = micro x accumulation x data-parallel size.
+
+    `train_batch_size` and either of the other two sizes may be missing. If gradient accumulation is
+    not determined by the given sizes, the number of accumulation steps becomes 1. Sizes that do not
+    satisfy the equation are yielded as a problem.
+    """
     total, micro, steps = _BATCH
     if not all(name in values for name in _BATCH):
         return
@@ -87,7 +96,7 @@ def _relation(*names: str) -> Callable[[Relation], Relation]:
 
 
 def relations(values: Values) -> Iterator[Found]:
-    """Every relation that does not hold."""
+    """Yield the problem of every violated rule whose fields are all present in `values`."""
     for names, relation in _RELATIONS:
         if all(name in values and values[name] is not None for name in names):
             found = relation(*(values[name] for name in names))
@@ -258,7 +267,10 @@ def _builtin(given: str | tuple[str, ...]) -> Found | None:
 
 @_relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
 def _blended(*given: tuple) -> Found | None:
-    """GPT-NeoX's rules: paths for all splits or for none, one weight for each path."""
+    """Check `*_data_paths` and `*_data_weights` by GPT-NeoX's rules.
+
+    Paths are required for all three splits or for none. Weights, if given, are one for each path.
+    """
     paths, weights = given[:3], given[3:]
     if any(paths) and not all(paths):
         missing = [f"{split}_data_paths" for split, p in zip(_SPLITS, paths, strict=True) if not p]

@@ -1,6 +1,7 @@
-"""Fields that are one of a few names, with their synonyms and the names that are refused.
+"""Define the field types whose value is one of a few names, with aliases and refused names.
 
-Names are accepted in any case, as GPT-NeoX accepts them, and kept in the spelling given here.
+As in GPT-NeoX, names may be written in upper or lower case. The resolved config keeps the spelling
+of this file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ def _not_built(*names: str) -> dict[str, str]:
 
 
 def _positional_names() -> list[str]:
-    """Every `megatron/positional/NAME.py` that is an embedding: the file's name is the registry."""
+    """List the positional embeddings, which are named after their files in `megatron/positional/`.
+
+    The folder is the registry: every file in it defines one embedding, except `base.py` and files
+    whose names start with an underscore.
+    """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
     return sorted(names - {"base"})
@@ -34,7 +39,7 @@ PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power__ap": "kerple_power_mul",
     "kerple_power_ap_ap": "kerple_power_add_mul",
 }
-"""Names that the published KERPLE code uses -> ours, where they differ."""
+"""Maps names of embeddings in the published KERPLE code to this project's, if they differ."""
 positional_name = one_of(POSITIONAL_NAMES, aliases=PUBLISHED_POSITIONAL_NAMES)
 PositionalName = Annotated[str, BeforeValidator(positional_name)]
 
@@ -81,7 +86,8 @@ _Optimizer = Literal["adam", "sgd"]
 _OTHERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "lamb")
 OptimizerType = Annotated[
     _Optimizer,
-    # Both names mean decoupled decay: the published Adam is apex's, which decouples by default.
+    # Both names select decoupled weight decay, because the published code uses apex's Adam, whose
+    # default is decoupled weight decay.
     _choice(_Optimizer, aliases={"adamw": "adam"}, refused=_not_built(*_OTHERS)),
 ]
 

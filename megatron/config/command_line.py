@@ -1,4 +1,4 @@
-"""The command line that `train.py` and `evaluate.py` share: configs and overrides."""
+"""Parse the arguments that `train.py` and `evaluate.py` share: config files and overrides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.schema import Config
 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of `FILE.yml ... -o K=V ...`; the command adds its options."""
+    """Return a parser for `FILE.yml ... -o K=V ...`, to which the caller adds its own options."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("configs", nargs="+", metavar="FILE.yml", help="later files win")
     parser.add_argument(
@@ -28,13 +28,14 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load_or_exit(arguments: argparse.Namespace, *overrides: str) -> Config:
-    """The config of a command line, for the processes that the launcher has started.
+    """Load the config that the command line selects, for the current number of processes.
 
-    Problems in it are printed and end the command with exit code 2.
+    The number of processes is read from the environment variable WORLD_SIZE, which torchrun sets;
+    without WORLD_SIZE it is 1. If the config has problems, print them and exit with code 2.
 
     Args:
-        arguments: of `config_parser`.
-        overrides: win over those of the command line.
+        arguments: The arguments parsed by the parser that `config_parser` returns.
+        overrides: More `key=value` overrides, which take precedence over `-o` options.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     try:

@@ -1,4 +1,4 @@
-"""A configuration as text for people: what `train.py --check` prints."""
+"""Format a config as readable text, which `train.py --check` prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megatron.config.schema import Config
 
 
 def describe(config: Config) -> str:
-    """Every value and where it was set, by section; then the derived values and the notes."""
+    """Return the config as text: each value with its origin, the derived values, and the notes.
+
+    An origin is the file and line, or the override, that set the value, or `default` or `derived`.
+    """
     lines = ["configuration from " + (", ".join(config.sources) or "overrides only")]
     for title, section in config.sections():
         lines.append(f"\n{title}")
@@ -33,7 +36,7 @@ def describe(config: Config) -> str:
 
 
 def _derived(config: Config) -> list[str]:
-    """What follows from the values, each with its arithmetic."""
+    """Return one line for each quantity computed from the config, such as the head size."""
     m, b, p, t = config.model, config.batch, config.parallel, config.training
     tokens = b.train_batch_size * m.seq_length
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""

@@ -1,7 +1,7 @@
-"""Problems of a configuration, and the error that reports them all.
+"""Define the problems of a configuration, and the error that reports all of them.
 
-A problem is one line, `file:line: key: what is wrong; what to write instead`. All problems of a
-configuration are collected and raised together as one `ConfigError`.
+A problem is printed as one line: `file:line: key: what is wrong; what to write instead`. All
+problems of a configuration are collected and raised together in one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a setting was written: a file and a line (counted from 1), or an override (no line)."""
+    """The place where a setting was written.
+
+    Attributes:
+        file: The path of a config file, or the text of an override, `-o key=value`.
+        line: The line in the file, counted from 1; None for an override.
+    """
 
     file: str
     line: int | None = None
@@ -23,7 +28,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `key` is dotted (`optimizer.params.lr`) or empty."""
+    """One problem of a configuration.
+
+    Attributes:
+        mark: The place of the setting, or None if the problem has no place.
+        key: The dotted key, such as `optimizer.params.lr`, or "" if no key is concerned.
+        text: What is wrong and what to write instead.
+    """
 
     mark: Mark | None
     key: str
@@ -34,7 +45,10 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """Holds every problem found; `str(error)` is the report, one problem per line."""
+    """The error that holds every problem of a configuration.
+
+    `str(error)` is the number of problems, followed by one line for each problem.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

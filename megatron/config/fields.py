@@ -1,8 +1,9 @@
-"""The types that a configuration field can have. Each refuses with text that names the remedy.
+"""Define the types of configuration fields.
 
-Every type is an `Annotated` whose `BeforeValidator` does the complete check and raises
-`ValueError` with text for the user. YAML floats without a fraction (`1e5`) are whole numbers;
-text is never turned into a number, nor a number into text or a flag.
+Every type is an `Annotated` whose `BeforeValidator` does the complete check. It raises `ValueError`
+with a message that tells the user what to write instead. YAML floats without a fraction (`1e5`) are
+accepted as whole numbers. Text is never converted to a number, and a number is never converted to
+text or to a flag.
 """
 
 from __future__ import annotations
@@ -18,24 +19,34 @@ from megatron.config.reader import scalar
 from megatron.suggest import did_you_mean
 
 Check = Callable[[Any], Any]
-"""Returns the value to use for what was written. ValueError: it is wrong, and what to write."""
+"""A function from the value in the config file to the value to use.
+
+It raises ValueError for an invalid value, with a message that tells the user what to write instead.
+"""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Dotted NeoX key of a field if it is not the field's name; None: the field is only derived."""
+    """The annotation of a field whose GPT-NeoX key is not the field's name.
+
+    Attributes:
+        path: The dotted GPT-NeoX key, or None if the field has no key because it is always derived.
+    """
 
     path: str | None
 
 
 def key_of(section: type[BaseModel], name: str) -> str | None:
-    """Dotted NeoX key of a section's field; None for a derived one."""
+    """Return the dotted GPT-NeoX key of a section's field, or None if the field has no key."""
     keys = [m.path for m in section.model_fields[name].metadata if isinstance(m, Key)]
     return keys[0] if keys else name
 
 
 class FrozenDict(dict):
-    """A dict that refuses to change; equal to, and serialised as, a plain one."""
+    """An immutable dict, which compares equal to a plain dict with the same items.
+
+    Every method that would change the dict raises TypeError.
+    """
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("the configuration is frozen; load it again with an override")
@@ -44,11 +55,11 @@ class FrozenDict(dict):
     setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]  # it accepts any call
 
     def __reduce__(self) -> tuple:
-        return FrozenDict, (dict(self),)  # unpickling would otherwise set the items one by one
+        return FrozenDict, (dict(self),)  # by default, unpickling sets items, which is refused here
 
 
 def show(value: Any) -> str:
-    """A value as messages name it: `the text 'abc'`, `true`, `null`, `[1, 2]`."""
+    """Format a value for error messages: `the text 'abc'`, `true`, `null` or `[1, 2]`."""
     if isinstance(value, str):
         return f"the text {value!r}"
     if value is None or isinstance(value, bool):
@@ -59,7 +70,7 @@ def show(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an int or float; true and false are not numbers."""
+    """Return whether a value is an int or a float, not counting True and False."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -86,7 +97,13 @@ def _within(value: float, low: float | None, high: float | None, above: bool) ->
 def whole_number(
     low: int | None = None, high: int | None = None, *, write: str = "e.g. 100"
 ) -> Check:
-    """Checks a whole number within the inclusive bounds."""
+    """Return a check for whole numbers from `low` to `high`, both included; None means unbounded.
+
+    Args:
+        low: The smallest allowed number.
+        high: The greatest allowed number.
+        write: An example of a valid value for the error message.
+    """
     expected = "a whole number" + _bounds(low, high, False)
 
     def check(value: Any) -> int:
@@ -106,7 +123,14 @@ def number(
     above: bool = False,
     write: str = "e.g. 0.1",
 ) -> Check:
-    """Checks a finite number within the bounds (`above`: `low` itself excluded)."""
+    """Return a check for finite numbers from `low` to `high`; None means unbounded.
+
+    Args:
+        low: The smallest allowed number.
+        high: The greatest allowed number.
+        above: Whether `low` itself is not allowed.
+        write: An example of a valid value for the error message.
+    """
     expected = "a number" + _bounds(low, high, above)
 
     def check(value: Any) -> float:
@@ -123,9 +147,12 @@ def one_of(
     aliases: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> Check:
-    """Checks one of `names`, in any case; an alias is replaced by its name.
+    """Return a check for one of `names`, ignoring case.
 
-    `refused` maps names that GPT-NeoX has to the reason why they are not accepted here.
+    Args:
+        names: The accepted names.
+        aliases: Maps further accepted names to the elements of `names` that replace them.
+        refused: Maps names that only GPT-NeoX accepts to the reason why they are refused here.
     """
     names, aliases, refused = tuple(names), aliases or {}, refused or {}
     known = {name.lower(): name for name in names} | {k.lower(): v for k, v in aliases.items()}
@@ -146,26 +173,32 @@ def one_of(
 
 
 def flag(value: Any) -> bool:
-    """Checks true or false."""
+    """Return `value` if it is True or False, otherwise raise ValueError."""
     if not isinstance(value, bool):
         raise _wrong("true or false", value, "true or false, without quotes")
     return value
 
 
 def text(value: Any) -> str:
-    """Checks text that is not empty."""
+    """Return `value` if it is non-empty text, otherwise raise ValueError."""
     if not isinstance(value, str) or not value:
         raise _wrong("text", value, "it between quotes")
     return value
 
 
 def degree(value: Any) -> int:
-    """Checks a degree of parallelism; GPT-NeoX also writes 0 for 1."""
+    """Check a degree of parallelism and return it, with 0 replaced by 1.
+
+    In GPT-NeoX's configs, 0 means the same as 1: no parallelism of that kind.
+    """
     return max(1, whole_number(0, write="1 for none")(value))
 
 
 def whole_numbers(low: int) -> Check:
-    """Checks a list of whole numbers; the text `128,256` (handy after `-o`) is read as one too."""
+    """Return a check for a list of whole numbers that are at least `low`.
+
+    The check also accepts a single number, or the text `128,256`, which is easy to type after `-o`.
+    """
     check_item = whole_number(low)
 
     def check(value: Any) -> tuple[int, ...]:
@@ -191,7 +224,7 @@ def _betas(value: Any) -> tuple[float, float]:
 
 
 def _split(value: Any) -> str:
-    """Checks the proportions of train, valid and test documents, as GPT-NeoX writes them."""
+    """Check GPT-NeoX's `split`: the proportions of train, valid and test documents, as text."""
     write = "e.g. '969, 30, 1'"
     value = str(value) if isinstance(value, (int, float)) else value
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A configuration as flat GPT-NeoX keys: the form that checkpoints and run folders keep."""
+"""Convert a config back to GPT-NeoX's keys, the form that checkpoints and run folders store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from pydantic import BaseModel
 from megatron.config.fields import key_of
 from megatron.config.reader import scalar
 
-# Follows from the other batch sizes. The flat form leaves it out, so that a run on another number
-# of processes keeps its train_batch_size.
+# The number of accumulation steps is not stored, because it follows from the other batch sizes. A
+# run that continues on another number of processes thus keeps its train_batch_size.
 _FOLLOWS = {"gradient_accumulation_steps"}
 
 
 def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
-    """Flat NeoX keys (nested where NeoX nests); fields that are None are left out."""
+    """Return the sections' fields as one dict of GPT-NeoX keys, without a level for the sections.
+
+    A dotted key such as `optimizer.type` becomes nested dicts. Fields that are None are left out.
+    """
     flat: dict[str, Any] = {}
     for section in sections:
         for name in type(section).model_fields:
@@ -32,7 +35,7 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
                 inner.setdefault(leaf, {}).update(value)
             else:
                 inner[leaf] = list(value) if isinstance(value, tuple) else value
-    # `precision` decides; the fp16 mapping carries only the loss-scaling values.
+    # The precision is read from `precision`; the fp16 mapping holds only the loss-scaling values.
     flat["fp16"]["enabled"] = flat["precision"] == "fp16"
     if flat["precision"] == "bf16":
         flat["precision"] = "bfloat16"
@@ -40,7 +43,11 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that our reader, unlike PyYAML's, would read as a number or null."""
+    """A YAML dumper that puts text such as `6e-4` in quotes.
+
+    This project's reader (`reader.scalar`) would read such text as a number, a flag or null if it
+    had no quotes. PyYAML's own dumper does not quote all of it.
+    """
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -52,5 +59,5 @@ _Dumper.add_representer(str, _quoted)
 
 
 def to_yaml(flat: Mapping[str, Any]) -> str:
-    """The flat form as the text of a YAML file."""
+    """Return the result of `to_flat_dict` as the text of a YAML file."""
     return yaml.dump(dict(flat), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,6 +1,7 @@
-"""Which parallel layouts fit a model, and the message for each layout that does not fit.
+"""Check that the parallel layout fits the model, and describe the problem if it does not.
 
-A degree of parallelism must divide the dimension that it splits. DeepSpeed cannot run some pairs.
+A degree of parallelism must divide the dimension that it splits. Some combinations, such as
+pipeline stages with ZeRO-3, are refused because DeepSpeed cannot run them.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ from typing import Any
 
 Values = dict[str, Any]
 Found = tuple[str, str]
-"""(field to blame, text)"""
+"""A problem: (the name of the field to report, the error message)."""
 _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size")
 
 
 def factors(values: Values) -> str:
-    """The degrees of parallelism as messages name them; context parallelism only if it is used."""
+    """Format the degrees of parallelism for error messages, as a product.
+
+    An example is `pipe_parallel_size 1 x model_parallel_size 2`. Context parallelism is included
+    only if its degree is above 1.
+    """
     named = [f"{name} {values[name]}" for name in _DEGREES]
     return " x ".join(named if values["context_parallel_size"] > 1 else named[:2])
 
 
 def derive_data_parallel_size(values: Values) -> Iterator[Found]:
-    """Set `data_parallel_size`, or yield why the number of processes does not fit the layout."""
+    """Set `data_parallel_size` in `values`, or yield the reason why that is impossible.
+
+    The number of processes must be a multiple of the product of the other degrees of parallelism.
+    """
     if any(name not in values for name in _DEGREES):
         return
     world, degrees = values["world_size"], [values[name] for name in _DEGREES]
@@ -140,4 +148,4 @@ RELATIONS = (
     (("model_parallel_size", "activation", "hidden_size"), _gated_mlp),
     (("zero_stage", "precision", "grad_accum_dtype"), _accumulation),
 )
-"""(the fields that a relation reads, the relation); `checks.relations` evaluates them."""
+"""Pairs (names of fields, function that checks their values), which `checks.relations` calls."""

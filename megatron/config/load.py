@@ -1,7 +1,12 @@
-"""Files and overrides -> Config, or every problem at once.
+"""Load config files and overrides into a `Config`, or report all problems at once.
 
-Read (`reader`) -> merge, later wins -> translate (`neox`) -> check each field (`fields`, pydantic)
--> derive and relate (`checks`) -> Config (`schema`).
+The steps are:
+
+1. Read each file and override (`reader`), and merge their settings. Later settings win.
+2. Translate GPT-NeoX's keys into fields (`neox`).
+3. Validate each field by itself (`fields`, pydantic).
+4. Derive missing fields and check the rules between fields (`checks`).
+5. Build the `Config` (`schema`).
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from megatron.config.schema import SECTIONS, Config
 _FIELDS = {
     name: info for section in SECTIONS.values() for name, info in section.model_fields.items()
 }
-# field -> what to write for it
+# Maps each required field to an example for the error message.
 _REQUIRED = {
     "num_layers": "num_layers: 12",
     "hidden_size": "hidden_size: 768",
@@ -40,17 +45,19 @@ _REQUIRED = {
 def load_config(
     files: Sequence[str | Path], overrides: Sequence[str] = (), *, world_size: int | str = 1
 ) -> Config:
-    """Load the configuration of `files`, then `overrides` (`key=value`), for a number of processes.
+    """Load a config from YAML files and overrides, for a given number of processes.
 
-    Later files win key by key, also inside mappings; null takes a key away.
+    Later files take precedence over earlier ones, and overrides over files. Mappings are merged key
+    by key at every level. The value null removes a key.
 
     Args:
-        files: YAML files.
-        overrides: each the text after `-o`.
-        world_size: the number of processes, or its text in the environment variable WORLD_SIZE.
+        files: The paths of the YAML files.
+        overrides: Texts of the form `key=value`, as after `-o` on the command line.
+        world_size: The number of processes, as a number or as the text of WORLD_SIZE.
 
     Raises:
-        ConfigError: with every problem, each with its file, line and key.
+        ConfigError: The configuration has problems. The error lists all of them, each with its
+            file, line and key where known.
     """
     if not str(world_size).isdecimal() or int(world_size) < 1:
         text = f"the number of processes, is {str(world_size)!r}; unset it, or start with torchrun"
@@ -70,7 +77,7 @@ def load_config(
     _choose_tokenizer(given, values)
     for name, text in [*checks.derive(values, int(world_size)), *checks.relations(values)]:
         problems.append(_problem(name, text, given))
-    if readable:  # otherwise the missing key may be in the text that could not be read
+    if readable:  # a key that seems missing may be in text that could not be read
         problems += _missing(given, files)
     if problems:
         names = (*map(str, files), *(f"-o {text}" for text in overrides))
@@ -90,7 +97,10 @@ def _missing(given: dict[str, Given], files: Sequence[str | Path]) -> list[Probl
 
 
 def _place(problem: Problem, order: dict[str, int]) -> tuple[int, int]:
-    """Order of the report: by source and line; problems without a place come last."""
+    """Return the sort key of a problem: its source's position in `order`, then its line.
+
+    Problems without a place sort last.
+    """
     if problem.mark is None:
         return len(order) + 1, 0
     return order.get(problem.mark.file, len(order)), problem.mark.line or 0
@@ -103,13 +113,21 @@ def _problem(name: str, text: str, given: dict[str, Given]) -> Problem:
 
 @cache
 def _adapter(name: str) -> TypeAdapter:
-    """The validator of one field, so that one bad field does not hide the others."""
+    """Return the pydantic validator of a single field.
+
+    Fields are validated one by one, so that all invalid fields are reported, not only the first.
+    """
     annotated: Any = Annotated[_FIELDS[name].annotation, _FIELDS[name]]
     return TypeAdapter(annotated)
 
 
 def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
-    """(valid values and defaults by field, problems). Derived fields may still be None."""
+    """Validate each given setting, and fill in the defaults of fields that are not given.
+
+    Returns:
+        (values, problems), where `values` maps field names to values. Invalid fields are absent.
+        Derived fields that are not given are None until `checks.derive` computes them.
+    """
     values: dict[str, Any] = {
         name: info.get_default(call_default_factory=True)
         for name, info in _FIELDS.items()
@@ -128,14 +146,14 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _text(detail: Any, value: Any) -> str:
-    """The text of a pydantic error."""
+    """Return the problem's text for one error `detail` of pydantic about `value`."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"
 
 
 def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
-    """A builtin corpus is read as bytes unless another tokenizer is given."""
+    """Select the byte-level tokenizer if a builtin corpus is read and no tokenizer is given."""
     path = values.get("data_path")
     if isinstance(path, str) and path.startswith("builtin:") and "tokenizer_type" not in given:
         values["tokenizer_type"] = "ByteLevelTokenizer"

@@ -1,4 +1,7 @@
-"""Field types for the token shards: one prefix, a glob, or lists of them, and their weights."""
+"""Define the field types for paths of token shards and for their sampling weights.
+
+A path is a prefix (the path without `.bin` or `.idx`) or a glob of prefixes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ def _path_list(value: Any) -> tuple[str, ...]:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """One path stays text; a list of one path becomes that path."""
+    """Check one path or a list of paths, and return a str for one path, a tuple for several.
+
+    A list with a single path gives a str, too.
+    """
     paths = _path_list(value)
     if not paths:
         raise ValueError("an empty list names no data; write a shard prefix")

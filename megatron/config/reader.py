@@ -1,13 +1,14 @@
-"""Files and overrides -> settings with the place each was written.
+"""Read config files and overrides into settings that remember where each was written.
 
-A source becomes `Settings`: a flat dict from key path to `Given`. Mappings are flattened, so
-`optimizer: {params: {lr: 1e-3}}` is the one entry `("optimizer", "params", "lr")`; lists and empty
-mappings are values. Keys lose the difference between `-` and `_`.
+Each source (a file or an override) is read into `Settings`, a flat dict from key path to `Given`.
+For example, `optimizer: {params: {lr: 1e-3}}` becomes one entry with the key path
+`("optimizer", "params", "lr")`. Lists and empty mappings are values of entries. In keys, `-` is
+replaced by `_`.
 
-The text is YAML as GPT-NeoX writes it, which includes JSON with comments, trailing commas, tabs and
-Python's True, False and None. Scalars are resolved here, because YAML 1.1 (PyYAML) reads `6e-4` as
-text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date; here they are a float, text, ten and
-text.
+The accepted text is YAML as in GPT-NeoX's configs, which may also be JSON with comments, trailing
+commas, tabs, and Python's True, False and None. PyYAML finds the structure of the text, but not the
+values of unquoted scalars. By YAML 1.1 it would read `6e-4` as text, `1:30` as 90, `010` as 8 and
+`2020-01-01` as a date. `scalar` reads them as a float, text, 10 and text.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MAX_NODES = 20_000  # YAML aliases let a small file expand to any size
 
 @dataclass(frozen=True)
 class Given:
-    """A value and where it was written."""
+    """A value from a config file or override, and the place where the value was written."""
 
     value: Any
     mark: Mark
@@ -53,7 +54,7 @@ Settings = dict[KeyPath, Given]
 
 
 class _Unreadable(Exception):
-    """A problem after which the rest of the source is not read."""
+    """The error for a problem that makes it impossible to read the rest of a file or override."""
 
     def __init__(self, line: int, key: str, text: str) -> None:
         super().__init__(text)
@@ -61,12 +62,12 @@ class _Unreadable(Exception):
 
 
 def dotted(path: Iterable[str]) -> str:
-    """A key path as messages name it: `optimizer.params.lr`."""
+    """Join a key path with dots, for example `optimizer.params.lr`."""
     return ".".join(path)
 
 
 def scalar(text: str) -> Any:
-    """The value of an unquoted YAML scalar."""
+    """Return the value of an unquoted YAML scalar: None, a bool, a number or text."""
     if text in _NULL:
         return None
     if text.lower() in _BOOL:
@@ -81,7 +82,12 @@ def scalar(text: str) -> Any:
 
 
 class _Builder:
-    """Turns one composed YAML document into settings; duplicate keys become problems."""
+    """Converts one YAML document into `settings`, and collects `problems` such as duplicate keys.
+
+    Args:
+        name: The file or override to name in problems.
+        lines: Whether problems also name the line, which is useless for an override.
+    """
 
     def __init__(self, name: str, *, lines: bool) -> None:
         self.name, self.lines = name, lines
@@ -136,7 +142,7 @@ class _Builder:
 
 def _read(text: str, name: str, *, lines: bool) -> tuple[Settings, list[Problem]]:
     builder = _Builder(name, lines=lines)
-    # YAML refuses tabs between tokens, but a JSON file may be indented with them.
+    # JSON files may be indented with tabs, which YAML does not allow.
     text = re.sub(r"^[ \t]+", lambda m: m.group().replace("\t", "    "), text, flags=re.MULTILINE)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -165,7 +171,10 @@ def _syntax_problem(error: Exception, builder: _Builder) -> Problem:
 
 
 def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
-    """Settings of one file, and its problems (missing, not text, not YAML, duplicate keys)."""
+    """Read one config file, and return its settings and its problems.
+
+    Problems are, for example, a missing file, invalid YAML or duplicate keys.
+    """
     name = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -181,7 +190,10 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
 
 
 def read_override(text: str) -> tuple[Settings, list[Problem]]:
-    """Settings of one `key=value`; dots lead into mappings, the value is YAML."""
+    """Read one override of the form `key=value`, and return its settings and its problems.
+
+    The key may be dotted, as in `optimizer.params.lr`, and the value is parsed as YAML.
+    """
     name = f"-o {text}"
     key, equals, value = text.partition("=")
     path = tuple(part.strip().replace("-", "_") for part in key.split("."))
@@ -195,10 +207,10 @@ def read_override(text: str) -> tuple[Settings, list[Problem]]:
 
 
 def merge(base: Settings, over: Settings) -> Settings:
-    """`base` updated with `over`, recursively: nested mappings merge key by key.
+    """Return `base` updated with `over`. Nested mappings are merged key by key.
 
-    A plain value replaces the mapping at its key, and a mapping replaces a plain value. null
-    removes a setting: it is then as if never given.
+    A plain value replaces a mapping with the same key, and a mapping replaces a plain value. A null
+    value replaces what `base` has, and later code treats a setting that is null as not given.
     """
     result = dict(base)
     for path, given in over.items():

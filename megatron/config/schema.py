@@ -1,8 +1,10 @@
-"""The resolved configuration: frozen sections with typed fields.
+"""Define the resolved configuration: immutable sections with typed fields.
 
-A field's NeoX key is its name unless `Key` gives another; `Key(None)` marks a field that is only
-derived. Defaults are GPT-NeoX's; where the published KERPLE code and gpt-neox differ, a comment
-names the one chosen. Lengths are tokens, iterations are optimizer steps, batch sizes are sequences.
+The key of a field in config files is the field's name, unless the annotation `Key` gives another.
+`Key(None)` marks a field that config files cannot set, because it is always derived. Defaults are
+those of GPT-NeoX. If the published KERPLE code and gpt-neox have different defaults, a comment
+names the source of the chosen one. Lengths are counted in tokens, iterations in optimizer steps,
+and batch sizes in sequences.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ from megatron.config.fields import (
 from megatron.config.paths import PathList, Paths, Weights
 
 DERIVED: Any = None
-"""Default of a field that `load_config` computes from other fields if it is not given."""
+"""The default of fields that `load_config` computes from other fields if they are not given."""
 
 
 class Section(BaseModel):
-    """A frozen group of fields that refuses unknown names."""
+    """The base class of the sections: an immutable group of fields that rejects unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -64,10 +66,10 @@ class ModelConfig(Section):
     num_layers: Positive
     hidden_size: Positive
     num_attention_heads: Positive
-    num_kv_heads: Positive = DERIVED  # num_attention_heads
+    num_kv_heads: Positive = DERIVED  # default: num_attention_heads
     seq_length: Positive
-    seq_length_val: Positive = DERIVED  # seq_length
-    max_position_embeddings: Positive = DERIVED  # seq_length; rows of `learned`
+    seq_length_val: Positive = DERIVED  # default: seq_length
+    max_position_embeddings: Positive = DERIVED  # rows of `learned`; default: seq_length
     pos_emb: PositionalName = "learned"
     pos_emb_options: Frozen = Field(default_factory=FrozenDict)
     rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
@@ -82,7 +84,7 @@ class ModelConfig(Section):
     no_weight_tying: Flag = False
     gpt_j_residual: Flag = False
     activation: Activation = "gelu"
-    bias_gelu_fusion: Flag = False  # true: tanh form of gelu, as published
+    bias_gelu_fusion: Flag = False  # true: tanh approximation of gelu, as in the published code
     init_method: Init = "normal"
     output_layer_init_method: Init = "scaled_normal"
     init_method_std: PositiveNumber = 0.02
@@ -90,15 +92,17 @@ class ModelConfig(Section):
     hidden_dropout: Probability = 0.0  # gpt-neox; the published code's default is 0.1
     make_vocab_size_divisible_by: Positive = 128
     attention_backend: AttentionBackend = "auto"
-    published_numerics: Flag = False  # own key: 16-bit rounding as in the published code
+    published_numerics: Flag = False  # not in GPT-NeoX: round 16-bit numbers as the published code
     checkpoint_activations: Flag = False
-    output_layer_parallelism: Side = "column"  # the same function; published: row
+    output_layer_parallelism: Side = "column"  # published: row; both compute the same function
 
 
 class DataConfig(Section):
-    # PREFIX of PREFIX.bin and .idx, a glob, a list of both, or builtin:python-stdlib
+    # A prefix (the path of shards without .bin or .idx), a glob of prefixes, a list of prefixes and
+    # globs, or builtin:python-stdlib.
     data_path: Paths | None = None
-    # Instead of data_path and split: each split's corpora, blended by weight (default: equal).
+    # Alternative to data_path and split: the corpora of each split, sampled in proportion to the
+    # weights (default: equal weights).
     train_data_paths: PathList = ()
     valid_data_paths: PathList = ()
     test_data_paths: PathList = ()
@@ -106,8 +110,8 @@ class DataConfig(Section):
     valid_data_weights: Weights = ()
     test_data_weights: Weights = ()
     weight_by_num_documents: Flag = False
-    weighted_sampler_alpha: PositiveNumber = 1.0  # gpt-neox's; the published code's is 0.3
-    data_dir: Text = "data"  # where builtin corpora are tokenised
+    weighted_sampler_alpha: PositiveNumber = 1.0  # gpt-neox's default; published code: 0.3
+    data_dir: Text = "data"  # folder for the token shards of builtin corpora
     split: Split = "969, 30, 1"
     tokenizer_type: Tokenizer = "GPT2BPETokenizer"
     vocab_file: Text | None = None
@@ -115,7 +119,11 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp."""
+    """The batch sizes, in sequences.
+
+    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+    data_parallel_size.
+    """
 
     train_batch_size: Positive
     train_micro_batch_size_per_gpu: Positive
@@ -129,8 +137,9 @@ class OptimizerConfig(Section):
     eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8
     momentum: Annotated[Amount, Key("optimizer.params.momentum")] = 0.0
     weight_decay: Amount = 0.01  # the published code's default; gpt-neox: 0.1
-    weight_decay_positional: Flag = False  # own key: decay the kernel parameters too
-    gradient_clipping: Amount = 1.0  # 0 = off; gpt-neox's default (published: off)
+    # Not in GPT-NeoX: apply weight decay to the parameters of positional embeddings too.
+    weight_decay_positional: Flag = False
+    gradient_clipping: Amount = 1.0  # 0 = off; gpt-neox's default; published code: off
 
 
 class LrConfig(Section):
@@ -145,7 +154,7 @@ class LrConfig(Section):
 
 
 class TrainingConfig(Section):
-    train_iters: Count  # 0: evaluate only
+    train_iters: Count  # 0: do not train, only evaluate
     eval_interval: Positive = 1000
     eval_iters: Count = 100
     log_interval: Positive = 100
@@ -163,8 +172,8 @@ class TrainingConfig(Section):
 class ParallelConfig(Section):
     pipe_parallel_size: Degree = 1
     model_parallel_size: Degree = 1  # tensor parallelism
-    sequence_parallel: Flag = False  # tensor-parallel ranks split positions between sharded layers
-    context_parallel_size: Degree = 1  # Ulysses: ranks that split one sequence's positions
+    sequence_parallel: Flag = False  # tensor-parallel ranks split positions outside sharded layers
+    context_parallel_size: Degree = 1  # Ulysses: number of ranks that share one sequence
     zero_stage: Annotated[
         int, Key("zero_optimization.stage"), BeforeValidator(whole_number(0, 3, write="e.g. 1"))
     ] = 1
@@ -186,13 +195,16 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Own keys: perplexity by length, which train.py measures at the end."""
+    """The settings for perplexity by length, which train.py measures at the end of training.
+
+    These keys do not exist in GPT-NeoX.
+    """
 
     eval_lengths: Lengths = ()
-    eval_tokens: Positive = 65536  # target tokens per length
-    eval_context_baseline: Count = 0  # context of the limited-context baseline; 0 = none
+    eval_tokens: Positive = 65536  # number of predicted tokens for each length
+    eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline
     eval_split: EvalSplit = "valid"
-    eval_batch_tokens: Positive = 4096  # tokens per forward batch
+    eval_batch_tokens: Positive = 4096  # tokens in a batch
 
 
 class LoggingConfig(Section):
@@ -205,7 +217,13 @@ class LoggingConfig(Section):
 
 
 class Config(BaseModel):
-    """All settings of a run, built by `load_config`. Equal if all sections are equal."""
+    """All settings of a run, as built by `load_config`. Configs with equal sections are equal.
+
+    Attributes:
+        notes: Remarks for the user, for example about keys that have no effect.
+        sources: The paths of the config files.
+        origins: Maps the name of each given field to the place where it was set.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -221,18 +239,21 @@ class Config(BaseModel):
     logging: LoggingConfig
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    origins: Mapping[str, str] = {}  # field -> where it was set
+    origins: Mapping[str, str] = {}
 
     def sections(self) -> Iterator[tuple[str, Section]]:
-        """(name, section) in the order of declaration."""
+        """Return pairs (name, section) in the order of their declaration."""
         return ((name, getattr(self, name)) for name in SECTIONS)
 
     def to_flat_dict(self) -> dict[str, Any]:
-        """Flat NeoX keys, fit for JSON; loading them at the same world size gives `self`."""
+        """Return all settings as a dict of GPT-NeoX keys that can be written as JSON or YAML.
+
+        Loading that dict with the same number of processes gives a config that equals `self`.
+        """
         return flat.to_flat_dict(section for _, section in self.sections())
 
     def to_yaml(self) -> str:
-        """`to_flat_dict` as the text of a file, every value read back as it is here."""
+        """Return the settings as YAML text, from which `load_config` reads the same values."""
         return flat.to_yaml(self.to_flat_dict())
 
     def __eq__(self, other: object) -> bool:
