@@ -1,20 +1,20 @@
 """The memory-mapped format (`mmap`) of Megatron and GPT-NeoX for tokenised documents.
 
-A data set is a pair of files, PREFIX.bin and PREFIX.idx. All numbers are little-endian:
+A token shard is a pair of files, PREFIX.bin and PREFIX.idx. All numbers are little-endian:
 
-    .bin   the tokens of all documents, one after the other, nothing else
+    .bin   the tokens of all documents, one document after the other, and nothing else
     .idx   magic    9 bytes  b"MMIDIDX" 00 00
            version  uint64   1
-           code     uint8    dtype of the tokens, see DTYPES
-           n        uint64   documents (GPT-NeoX: items)
-           m        uint64   entries of doc_idx
-           sizes    int32 [n]  tokens in each document
-           pointers int64 [n]  byte at which it starts in .bin
-           doc_idx  int64 [m]  0, 1, ..., n: first item of each document, then n
+           code     uint8    dtype of the tokens, see `DTYPES`
+           n        uint64   number of documents (GPT-NeoX calls them items)
+           m        uint64   number of entries of doc_idx
+           sizes    int32 [n]  number of tokens in each document
+           pointers int64 [n]  byte of .bin at which each document starts
+           doc_idx  int64 [m]  first item of each document, then n; here always 0, 1, ..., n
 
-The files are byte for byte those of GPT-NeoX's `preprocess_data.py`. Codes 6 and 7 follow GPT-NeoX
-(float32, float64); Megatron-LM reads 6 as float64. Tokens are never floats, so this does not matter
-in practice.
+For the same documents, the files equal those of GPT-NeoX's `preprocess_data.py` byte for byte. As
+in GPT-NeoX, dtype code 6 means float32 and 7 means float64. In Megatron-LM, 6 means float64. This
+difference has no effect in practice, because tokens are never floats.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
-    """PREFIX + suffix. A prefix may contain dots, so this is not `Path.with_suffix`."""
+    """Append `suffix` to `prefix`, which may contain dots (`Path.with_suffix` would cut at one)."""
     return Path(os.fspath(prefix) + suffix)

@@ -1,4 +1,4 @@
-"""What token shards offer to their readers, whether it is one shard or several joined."""
+"""The interface for reading token shards, the same for one shard and for several joined shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Tokens(Protocol):
-    """The tokens of all documents, one document after the other; read by slices."""
+    """The tokens of all documents, one document after the other. Slicing returns an array."""
 
     def __len__(self) -> int: ...
 
@@ -17,15 +17,16 @@ class Tokens(Protocol):
 
 
 class Shards(Protocol):
-    """Read access to the tokens of n documents. None of the arrays may be written to.
+    """Read access to the tokens of n documents. The caller must not write to the arrays.
 
     Attributes:
-        prefix: the files, for messages.
-        folder: where the files are; of several shards, where the first is.
-        dtype: of the tokens, little-endian.
-        sizes: int32 [n], tokens in each document.
+        prefix: The common path of the .bin and .idx file; of several shards, all these paths joined
+            into one text for error messages.
+        folder: The folder that contains the files of the shard, or of the first of several shards.
+        dtype: The little-endian dtype of the tokens.
+        sizes: int32 [n], the number of tokens in each document.
         pointers: int64 [n], the byte of `tokens` at which each document starts.
-        tokens: the tokens of all documents.
+        tokens: The tokens of all documents, one document after the other.
     """
 
     @property
@@ -52,10 +53,15 @@ class Shards(Protocol):
 
 
 def tokens_of(shards: Shards, documents: tuple[int, int]) -> np.ndarray:
-    """The tokens of documents [start, end), in order; a view if they lie in one shard.
+    """Return the tokens of several consecutive documents as one array.
+
+    The array is a view, not a copy, if the documents lie in one shard.
+
+    Args:
+        documents: (start, end), the number of the first document and of the one after the last.
 
     Raises:
-        ValueError: the shards do not have these documents.
+        ValueError: the shards do not contain all these documents.
     """
     start, end = documents
     if not 0 <= start <= end <= len(shards):

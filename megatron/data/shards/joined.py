@@ -1,4 +1,4 @@
-"""Several shards read as one data set, one after the other."""
+"""Open several token shards and read them, one after the other, as one data set."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from megatron.data.tokenizers.base import Tokenizer
 
 _IDX = ".idx"
 DataPath = str | os.PathLike | Sequence[str | os.PathLike]
-"""A prefix, a glob of prefixes, or a list of both."""
+"""The prefix of a shard (its path without .bin or .idx), a glob pattern, or a list of these."""
 
 
 def find_prefixes(data_path: DataPath) -> list[str]:
-    """The prefixes of the shards that `data_path` names, in order.
+    """Return the prefixes of the shards that `data_path` names.
+
+    The prefixes keep the order of `data_path`. The matches of a glob pattern are sorted.
 
     Raises:
-        ShardError: a glob has no match or misses a partition, or a prefix is named twice.
+        ShardError: a pattern has no match, a pattern matches some but not all partitions of a
+            preparation run, a prefix is named twice, or `data_path` is empty.
     """
     given = [data_path] if isinstance(data_path, str | os.PathLike) else data_path
     found: list[str] = []
@@ -47,7 +50,13 @@ def find_prefixes(data_path: DataPath) -> list[str]:
 
 
 def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
-    """Refuse a glob that matches only some partitions of a run: the others may still be running."""
+    """Check that the shards include all partitions of a preparation run, or none.
+
+    A partition may be missing because its process is still running.
+
+    Raises:
+        ShardError: some partitions of a run are missing.
+    """
     found: dict[int, set[int]] = {}
     for prefix in prefixes:
         if partition := partition_of(read_manifest(prefix)):
@@ -63,9 +72,12 @@ def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
 def open_each(data_path: DataPath, tokenizer: Tokenizer | None = None) -> list[ShardReader]:
     """Open each shard that `data_path` names, in order.
 
+    Args:
+        tokenizer: The tokenizer that must have made the shards, or None to accept any tokenizer.
+            A shard without a manifest is always accepted.
+
     Raises:
-        ShardError: a shard cannot be read, or its manifest names another tokenizer than `tokenizer`
-            (if one is given).
+        ShardError: a shard cannot be read, or its manifest names another tokenizer.
     """
     prefixes = find_prefixes(data_path)
     if tokenizer is not None:
@@ -75,20 +87,26 @@ def open_each(data_path: DataPath, tokenizer: Tokenizer | None = None) -> list[S
 
 
 def open_shards(data_path: DataPath, tokenizer: Tokenizer | None = None) -> Shards:
-    """Open all shards that `data_path` names as one data set; see `open_each`."""
+    """Open all shards that `data_path` names and join them into one data set.
+
+    Raises:
+        ShardError: a shard cannot be read, its manifest names another tokenizer than `tokenizer`
+            (unless that is None), or the shards differ in dtype or tokenizer.
+    """
     return join(open_each(data_path, tokenizer))
 
 
 def join(readers: Sequence[ShardReader]) -> Shards:
-    """The shards as one data set; a single shard is returned as it is."""
+    """Join the shards into one data set. A single shard is returned unchanged."""
     return readers[0] if len(readers) == 1 else JoinedShards(readers)
 
 
 class JoinedShards:
-    """`Shards` of several readers: the documents of the first, then those of the second, ...
+    """Several shards as one data set that implements `Shards`.
 
-    The result equals that of merging the shards into one. `tokens[a:b]` is a copy only where it
-    crosses from one shard to the next.
+    The documents of the first shard come first, then those of the second, and so on. All arrays
+    equal those of a single shard with the same documents. `tokens[a:b]` is a copy if the slice lies
+    in several shards, and otherwise a view.
 
     Raises:
         ShardError: the shards differ in dtype or tokenizer.
@@ -113,7 +131,11 @@ class JoinedShards:
 
 
 class _JoinedTokens:
-    """`Tokens` of several arrays. `starts`: where each array starts, then the end of the last."""
+    """Several token arrays that can be sliced as if they were concatenated.
+
+    Attributes:
+        starts: The index at which each array starts in the concatenation, then its total length.
+    """
 
     def __init__(self, arrays: list[np.ndarray], dtype: np.dtype) -> None:
         self._arrays, self._dtype = arrays, dtype
@@ -136,10 +158,10 @@ class _JoinedTokens:
 
 
 def check_compatible(readers: Sequence[ShardReader]) -> None:
-    """Check that shards can become one data set.
+    """Check that the shards can be joined into one data set.
 
     Raises:
-        ShardError: they differ in dtype, or their manifests name different tokenizers.
+        ShardError: the shards differ in dtype, or their manifests name different tokenizers.
     """
     first, known = readers[0], None
     for reader in readers:

@@ -1,4 +1,4 @@
-"""PREFIX.json, the manifest beside the shards: their tokenizer, counts and sources."""
+"""The manifest PREFIX.json of a token shard, which names its tokenizer, counts and sources."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megatron.data.tokenizers.base import Tokenizer
 
 
 def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source: dict) -> dict:
-    """The manifest of shards made with `tokenizer`.
+    """Build the manifest of a shard that was made with `tokenizer`.
 
     Args:
-        append_eod: whether each document ends with the tokenizer's end-of-document token.
-        counts: documents, tokens and so on.
-        source: the corpus or files, and what was skipped; of a partition, also `partition`.
+        append_eod: Whether each document ends with the tokenizer's end-of-document token.
+        counts: The numbers of documents, tokens and so on.
+        source: The corpus or files that were encoded, and the number of skipped records. If the
+            shard is one of several partitions, the key `partition` describes that partition.
     """
     return {
         "format": 1,
@@ -31,15 +32,18 @@ def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source:
 
 
 def to_bytes(manifest: dict) -> bytes:
-    """The content of PREFIX.json."""
+    """Return `manifest` as JSON, the content of the file PREFIX.json."""
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
 def read_manifest(prefix: str | os.PathLike) -> dict | None:
-    """The manifest of the shards, or None: other programs write none.
+    """Read the manifest of the shard with this prefix.
+
+    Returns:
+        The manifest, or None if the shard has none because another program wrote it.
 
     Raises:
-        ShardError: the file is damaged.
+        ShardError: the file PREFIX.json is not valid JSON.
     """
     path = shard_path(prefix, ".json")
     if not path.exists():
@@ -54,19 +58,22 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
 
 
 def partition_of(manifest: dict | None) -> dict | None:
-    """The partition that a manifest describes, or None: keys `part`, `of`, `begin` and `end`.
+    """Return the description of the partition that a shard is, or None if it is not a partition.
 
-    `part` counts from 1 to `of`. `begin` and `end` are the partition's first and last chunk as
-    [source, number], None if it has no chunk.
+    The description is a dict with four keys. `part` is the number of the partition, from 1 to `of`,
+    the number of partitions. `begin` and `end` are the first and last chunk of the partition, each
+    as [number of the input, number of the chunk in that input], or None if there is no chunk.
     """
     return ((manifest or {}).get("source") or {}).get("partition")
 
 
 def check_tokenizer(prefix: str | os.PathLike, tokenizer: Tokenizer) -> None:
-    """Check that the manifest of the shards, if there is one, names this tokenizer.
+    """Check that the shard with this prefix was made with `tokenizer`.
+
+    A shard without a manifest is accepted.
 
     Raises:
-        ShardError: it names another one.
+        ShardError: the manifest of the shard names another tokenizer.
     """
     manifest = read_manifest(prefix)
     if manifest and manifest["tokenizer_fingerprint"] != tokenizer.fingerprint():

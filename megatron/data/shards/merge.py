@@ -1,4 +1,4 @@
-"""Several shards written as one."""
+"""Merge several token shards into one shard on disk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ _COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_by
 
 
 def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]:
-    """Write the shards `prefixes`, in order, as the shard `output`.
+    """Merge shards into one new shard, with their documents in the given order.
+
+    Args:
+        prefixes: The prefixes of the shards to merge.
+        output: The prefix of the new shard.
 
     Returns:
-        The numbers of documents and tokens.
+        The numbers of documents and tokens in the new shard.
 
     Raises:
-        ShardError: `output` exists, the shards do not belong together, or the disk is full.
+        ShardError: `output` exists, the shards have no document, or differ in dtype or tokenizer,
+            or are some but not all partitions of a run, or the disk is full.
     """
     if Path(f"{output}.idx").exists():
         raise ShardError(f"{output}.idx: exists already; remove it, or choose another name")
@@ -37,14 +42,23 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
     except OSError as error:
         if error.filename:
             raise
-        # The error of a full disk names no file.
+        # For a full disk, the operating system's error names no file.
         raise ShardError(f"{output}: {error}; nothing is written") from error
 
 
 def _copy(
     readers: Sequence[ShardReader], manifests: Sequence[dict], writer: ShardWriter
 ) -> tuple[int, int]:
-    """Append all documents to `writer`; its manifest joins `manifests` if each shard has one."""
+    """Append all documents of `readers` to `writer`, which completes the shard later.
+
+    If every shard has a manifest, the new shard gets a manifest that combines them.
+
+    Returns:
+        The numbers of documents and tokens.
+
+    Raises:
+        ShardError: the shards have no document.
+    """
     for reader in readers:
         writer.add_documents(reader.tokens[:0], reader.sizes)
         for start in range(0, len(reader.tokens), _TOKENS_AT_ONCE):
@@ -63,7 +77,17 @@ def _copy(
 
 
 def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]) -> None:
-    """Check that partitions are complete, in order, and follow one another without a gap."""
+    """Check that the shards are all partitions of one run, in order and without a gap.
+
+    If no shard is a partition, there is nothing to check.
+
+    Args:
+        prefixes: The prefixes of the shards, for error messages.
+        partitions: For each shard what `manifest.partition_of` returns.
+
+    Raises:
+        ShardError: a partition is missing or out of order, or the partitions do not fit together.
+    """
     known = [each for each in partitions if each]
     if not known:
         return
@@ -73,7 +97,7 @@ def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]
         raise ShardError(f"not all partitions of one run, in order: found {found}")
     end: list[int] | None = None
     for prefix, each in zip(prefixes, known, strict=True):
-        if each["begin"] is None:  # a partition without chunks
+        if each["begin"] is None:  # this partition has no chunks
             continue
         source, number = each["begin"]
         if end is not None and (

@@ -1,4 +1,4 @@
-"""Reading one token shard, PREFIX.bin and PREFIX.idx (see `format.py`), without loading it."""
+"""Read one token shard, PREFIX.bin and PREFIX.idx (see `format.py`), by mapping it into memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from megatron.data.errors import ShardError
 from megatron.data.shards.format import DTYPES, HEADER, MAGIC, OLD_MAGIC, shard_path
 from megatron.data.shards.interface import tokens_of
 
-_CHECK_ROWS = 1 << 20  # documents whose pointers are checked at a time
+_CHECK_ROWS = 1 << 20  # the number of documents whose pointers are checked at a time
 
 
 class ShardReader:
-    """`Shards` of one pair of files, mapped into memory (Megatron's `MMapIndexedDataset`).
+    """One token shard, mapped into memory. It implements `Shards`.
 
-    Also has `doc_idx` int64 [m], see `format.py`.
+    The class corresponds to Megatron's `MMapIndexedDataset`.
+
+    Attributes:
+        doc_idx: int64 [m], see `format.py`; the other attributes are those of `Shards`.
 
     Raises:
-        ShardError: a file is missing, incomplete or damaged, or the two do not belong together.
+        ShardError: a file is missing, incomplete or damaged, or the .bin and .idx file do not
+            belong together.
     """
 
     def __init__(self, prefix: str | os.PathLike) -> None:
@@ -52,7 +56,7 @@ class ShardReader:
         return len(self.sizes)
 
     def get(self, i: int) -> np.ndarray:
-        """Tokens of document i; a view, not a copy."""
+        """Return the tokens of document `i` as a view, not a copy."""
         return tokens_of(self, (i, i + 1))
 
     def _require_files(self) -> None:
@@ -70,7 +74,14 @@ class ShardReader:
         raise ShardError(f"{' and '.join(map(str, missing))}: no such file; {advice}")
 
     def _parse_header(self, header: bytes) -> tuple[int, int, np.dtype]:
-        """Return (documents, entries of doc_idx, dtype of the tokens)."""
+        """Check the header of the .idx file.
+
+        Returns:
+            The number of documents, the number of entries of doc_idx, and the dtype of the tokens.
+
+        Raises:
+            ShardError: the header is truncated, or that of another format.
+        """
         if header.startswith(OLD_MAGIC):
             raise ShardError(
                 f"{self._idx}: is in the old 'lazy'/'cached' format; write the data again with "
@@ -94,7 +105,11 @@ class ShardReader:
         return num_documents, num_groups, DTYPES[code].newbyteorder("<")
 
     def _map_tokens(self) -> np.ndarray:
-        """Check .idx against the size of .bin and map the tokens."""
+        """Map the .bin file into memory and return its tokens.
+
+        Raises:
+            ShardError: the size of the .bin file is not the one that the .idx file describes.
+        """
         with open(self._bin, "rb") as file:
             found = os.fstat(file.fileno()).st_size
             expected = self._check_pointers()
@@ -110,7 +125,14 @@ class ShardReader:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.dtype)
 
     def _check_pointers(self) -> int:
-        """Check that the documents lie end to end; return the bytes that .bin must have."""
+        """Check that each document in the .idx file starts where the document before it ends.
+
+        Returns:
+            The number of bytes that the .bin file must have.
+
+        Raises:
+            ShardError: the .idx file is damaged.
+        """
         address = 0
         for start in range(0, len(self), _CHECK_ROWS):
             sizes = self.sizes[start : start + _CHECK_ROWS]

@@ -1,4 +1,4 @@
-"""Writing a token shard, PREFIX.bin and PREFIX.idx (see `format.py`), completely or not at all."""
+"""Write a token shard, PREFIX.bin and PREFIX.idx (see `format.py`), completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from megatron.data.locks import try_lock
 from megatron.data.shards.format import CODES, HEADER, MAGIC, shard_path
 from megatron.files import write_bytes
 
-_ROWS = 1 << 16  # documents handled at a time when the .idx is finished: 2 MB of memory
+_ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete the .idx file
 
 
 class ShardWriter:
-    """Writes PREFIX.bin and PREFIX.idx. No .idx ever exists without its complete .bin.
+    """A writer of the files PREFIX.bin and PREFIX.idx. The .idx file marks a complete shard.
 
-    Tokens go to PREFIX.bin.part and document sizes to PREFIX.idx.part, so memory does not grow with
-    the number of documents. `finalize` completes both files and renames first the .bin, then the
-    .idx, which marks the shard as complete. A killed writer leaves at most the .part files. The
-    next writer of the same PREFIX takes them over; while a writer lives, a second one is refused.
+    The writer appends tokens to PREFIX.bin.part and document sizes to PREFIX.idx.part, so its
+    memory does not grow with the number of documents. `finalize` completes both files and renames
+    first the .bin and then the .idx, so an .idx never exists without its complete .bin. Only one
+    process at a time may write a PREFIX.
 
-    As a context manager, the writer finalizes at the end of the block. If the block raises, it
-    removes what it wrote, or keeps the .part files if `keep_parts` is set.
+    The writer is a context manager. At the end of the block it calls `finalize`. If the block
+    raises an error, the writer removes the .part files unless `keep_parts` is True.
 
-    To continue after a killed writer, call `rewind(documents, tokens)` with what `sync` returned.
+    A killed process leaves its .part files. To continue them, make a new writer of the same PREFIX
+    and call `rewind` with the numbers that `sync` returned last. Without `rewind`, the new writer
+    overwrites them.
 
     Attributes:
-        documents, tokens: how many were written.
-        manifest: content of PREFIX.json (bytes, optional), which is in place before the .idx.
-        keep_parts: whether a failed writer leaves its .part files for a later `rewind`.
-        shared_name: whether the .part files have names that the next writer finds.
+        documents, tokens: The numbers of documents and tokens written so far.
+        manifest: The content of PREFIX.json as bytes, or None. `finalize` writes it before it
+            renames the .idx.
+        keep_parts: Whether the .part files stay if the block raises an error.
+        shared_name: Whether a later writer of the same PREFIX will find the .part files. False on
+            file systems without locks, where each writer uses file names of its own.
 
     Raises:
-        ShardError: the format has no such dtype, the folder cannot be made, or another process is
-            writing the same PREFIX.
+        ShardError: the format does not support `dtype`, the folder cannot be made, or another
+            process is writing the same PREFIX.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type) -> None:
@@ -54,7 +58,7 @@ class ShardWriter:
         self._file = self._open_tokens()
         locked = try_lock(self._file.fileno(), wait=False)
         self.shared_name = locked is not None
-        if locked is None:  # The file system has no locks: use a name that no other process uses.
+        if locked is None:  # The file system has no locks, so use names that no other process uses.
             self._remove_parts()
             self._file.close()
             self._name_parts(f".{uuid.uuid4().hex[:8]}.part")
@@ -64,7 +68,7 @@ class ShardWriter:
             raise ShardError(
                 f"{self._part}: another process is writing this data set; wait for it to end"
             )
-        # Neither file is truncated before `rewind`: an earlier writer's work may be continued.
+        # `rewind` truncates the files, not this method, because a new run may continue them.
         self._sizes = _open(self._idx_part)
         self._found = (self._file.seek(0, os.SEEK_END), self._sizes.seek(0, os.SEEK_END))
         self._rewound = False
@@ -83,14 +87,22 @@ class ShardWriter:
                 self.abort()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Whether the .part files that an earlier writer left have at least this much."""
+        """Return whether the .part files already held so many documents and tokens when opened.
+
+        `rewind` can continue an earlier writer's files only if they are at least that long.
+        """
         bin_bytes, idx_bytes = self._found
         return (
             bin_bytes >= tokens * self.dtype.itemsize and idx_bytes >= HEADER.size + documents * 4
         )
 
     def rewind(self, documents: int, tokens: int) -> None:
-        """Drop all but the first `documents` documents with their `tokens` tokens."""
+        """Truncate the .part files to their first documents and continue writing after these.
+
+        Args:
+            documents: The number of documents to keep.
+            tokens: The number of tokens in these documents.
+        """
         for file, end in (
             (self._file, tokens * self.dtype.itemsize),
             (self._sizes, HEADER.size + documents * 4),
@@ -100,7 +112,7 @@ class ShardWriter:
         self.documents, self.tokens, self._rewound = documents, tokens, True
 
     def sync(self) -> tuple[int, int]:
-        """Bring everything to the disk; return (documents, tokens)."""
+        """Flush all data to disk and return the numbers of documents and tokens written so far."""
         self._begin()
         for file in (self._file, self._sizes):
             file.flush()
@@ -108,11 +120,15 @@ class ShardWriter:
         return self.documents, self.tokens
 
     def add_documents(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
-        """Append documents of `sizes` [n] tokens, which lie one after the other in `tokens`.
+        """Append n documents.
+
+        Args:
+            tokens: The tokens of the documents, one document after the other.
+            sizes: [n], the number of tokens in each document.
 
         Raises:
-            ValueError: a token does not fit the dtype.
-            OverflowError: a document is longer than int32 counts.
+            ValueError: a token does not fit the dtype of the shard.
+            OverflowError: the number of tokens in a document does not fit int32.
         """
         if tokens.dtype != self.dtype:
             stored = tokens.astype(self.dtype)
@@ -130,14 +146,14 @@ class ShardWriter:
         self.tokens += len(tokens)
 
     def finalize(self) -> None:
-        """Put both files in place. Nothing can be added afterwards."""
+        """Complete both files, rename them to PREFIX.bin and PREFIX.idx, and close the writer."""
         self._begin()
         self._complete_idx()
         for file in (self._file, self._sizes):
             file.flush()
             os.fsync(file.fileno())
         idx, manifest = shard_path(self.prefix, ".idx"), shard_path(self.prefix, ".json")
-        idx.unlink(missing_ok=True)  # from here on, an earlier shard of this name is gone
+        idx.unlink(missing_ok=True)  # this deletes an earlier shard of the same name
         os.replace(self._part, shard_path(self.prefix, ".bin"))
         if self.manifest is None:
             manifest.unlink(missing_ok=True)
@@ -147,18 +163,21 @@ class ShardWriter:
         self._close()  # also releases the lock
 
     def abort(self) -> None:
-        """Remove what was written. An earlier shard of this name stays as it was."""
+        """Remove the .part files and close the writer. An earlier shard of this name remains."""
         if not self._file.closed:
             self._remove_parts()
         self._close()
 
     def _begin(self) -> None:
-        """Start from nothing, unless `rewind` was called."""
+        """Empty the .part files before the first write, unless `rewind` was called."""
         if not self._rewound:
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Append pointers and doc_idx to the sizes, then write the header, in bounded memory."""
+        """Append pointers and doc_idx to the sizes in the .idx part, then write its header.
+
+        The memory that this needs does not grow with the number of documents.
+        """
         n, itemsize, address = self.documents, self.dtype.itemsize, 0
         self._sizes.flush()
         for start in range(0, n, _ROWS):
@@ -181,7 +200,11 @@ class ShardWriter:
         self._idx_part = shard_path(self.prefix, f".idx{ending}")
 
     def _open_tokens(self) -> BinaryIO:
-        """Open the .bin part, in a folder that is made if absent."""
+        """Open the .bin part. Its folder is created if it does not exist.
+
+        Raises:
+            ShardError: a file has the name of the folder or of a folder above it.
+        """
         folder = self._part.parent
         if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
             raise ShardError(
@@ -197,11 +220,14 @@ class ShardWriter:
 
     def _close(self) -> None:
         for file in (self._sizes, self._file):
-            with suppress(OSError):  # closing flushes, to a disk that may be full
+            with suppress(OSError):  # closing flushes the buffers, which fails on a full disk
                 file.close()
 
     def _owns_part(self) -> bool:
-        """Whether the open file still has the .part name; an earlier writer may have renamed it."""
+        """Return whether the open file still has its .part name.
+
+        Between opening and locking the file, another writer may have renamed or removed it.
+        """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -209,5 +235,5 @@ class ShardWriter:
 
 
 def _open(path: os.PathLike) -> BinaryIO:
-    """Open for reading and writing, made if absent, not truncated."""
+    """Open a file to read and write. Create it if it does not exist, but do not truncate it."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=1 << 20)
