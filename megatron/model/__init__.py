@@ -1,4 +1,4 @@
-"""The GPT model. It needs torch alone: no engine, no config object, no Triton."""
+"""Define the GPT model. It depends on torch, but not on the engine, a config object or Triton."""
 
 from megatron.model.gpt import GPT
 from megatron.model.shape import BlockShape, GPTShape

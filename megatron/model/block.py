@@ -1,16 +1,17 @@
-"""One transformer block in GPT-NeoX's conventions.
+"""Define one transformer block in GPT-NeoX's conventions.
 
     pre-norm         x = x + drop(attention(norm1(x)));  x = x + drop(mlp(norm2(x)))
     gpt_j_residual   x = x + (drop(attention(norm1(x))) + drop(mlp(norm2(x))))
 
 Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
 The fused projection is interleaved per head: its output is [H, (q k v), E], as in the released
-checkpoints. Theta is the model's one kernel tensor, an input of every block.
+checkpoints. Theta holds the parameters of the distance kernel, a bias or factor that depends only
+on the query-key distance. The model has one theta, which every block gets as an input.
 
-Under tensor parallelism H counts this rank's heads, in theta too; the layers know how they are
-sharded. Under context parallelism (`cp`) T counts this rank's positions; inside attention each rank
-holds all positions of fewer heads. `gpt_j_residual` adds both branches before the reduction over
-ranks, so that there is only one.
+Under tensor parallelism H is the number of this rank's heads, and theta has only these heads' rows.
+Under context parallelism (`cp`) T is the number of this rank's positions. Inside attention, each
+rank holds all positions of fewer heads. `gpt_j_residual` adds both branches before the reduction
+over ranks, so that one reduction suffices.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from megatron.positional import PositionalEmbedding
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention: (x [B, T, D], theta [H, N] or None) -> [B, T, D].
+    """Causal self-attention: maps x [B, T, D] and theta ([H, N] or None) to [B, T, D].
 
     Args:
-        attend: the backend, chosen at start-up.
+        attend: The attention backend, chosen at start-up.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """x [B, T, D] -> [B, T, D] through the inner width `mlp_size`."""
+    """Feed-forward layers: map x [B, T, D] to [B, T, D] through the inner width `mlp_size`."""
 
     def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE):
         super().__init__()
@@ -114,7 +115,7 @@ def _geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x / 2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
+    """Compute x / 2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounding after each operation."""
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
@@ -134,7 +135,7 @@ _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
 
 
 class Block(nn.Module):
-    """(x [B, T, D], theta [H, N] or None) -> x [B, T, D]."""
+    """Transformer block: maps x [B, T, D] and theta ([H, N] or None) to x [B, T, D]."""
 
     def __init__(
         self,
@@ -151,7 +152,8 @@ class Block(nn.Module):
         self.attention = SelfAttention(shape, pos, attend, tp, cp)
         self.post_attention_layernorm = build_norm(*norm)
         self.mlp = MLP(shape, tp)
-        # In parallel branches, dropout precedes the sum over ranks: all positions, the same mask.
+        # Parallel branches drop before the sum over ranks. Then all ranks hold all positions of a
+        # partial sum and need the same mask.
         self.dropout = HiddenDropout(shape.hidden_dropout, ALONE if shape.gpt_j_residual else tp)
 
     def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""The first layer: token vectors, position vectors, and theta.
+"""Define the first layer, which returns the token vectors plus position vectors, and theta.
 
-Theta is born here. It leaves the layer in fp32 at least, together with the hidden states, and every
-block reads that same tensor. Therefore autograd sums its gradient over the blocks in fp32. Under
-bf16 the stored parameter is bf16; the optimizer holds an fp32 master copy.
+Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
+query-key distance. Theta is stored in this layer. The layer returns theta in at least fp32 together
+with the hidden states, and every block reads that same tensor. Therefore autograd sums theta's
+gradient over the blocks in fp32. Under bf16 training the stored parameter is bf16, and the
+optimizer holds an fp32 master copy.
 
 Legend: B batch, T positions of this rank, D hidden size, H heads of this rank, N theta columns.
 """
@@ -27,18 +29,21 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 from megatron.positional import PositionalEmbedding
 
 THETA = "embedding.theta"
-"""Name of the parameter in the model and in checkpoints."""
+"""The name of the parameter theta in the model and in checkpoints."""
 BY_HEADS = Sharding(0)
 
 
 def initial_theta(pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup) -> torch.Tensor:
-    """Initial theta [H, N] fp32 of this rank's heads, drawn for all `heads` and then sliced."""
+    """Return the initial theta [H, N] fp32 of this rank's heads.
+
+    Theta is drawn for all `heads` of the model and then sliced.
+    """
     theta_HN = pos.initial_theta(heads, named_generator(seed, THETA))
     return BY_HEADS.slice(theta_HN, tp.rank, tp.size)
 
 
 class FixedTheta(nn.Module):
-    """Theta of an embedding that trains nothing (ALiBi's slopes): moves with the model, stays fp32.
+    """A theta that is not trained (such as ALiBi's slopes). It moves with the model but stays fp32.
 
     A plain buffer would be rounded to bf16 when the engine casts the module.
     """
@@ -56,16 +61,18 @@ class FixedTheta(nn.Module):
         return self
 
     def forward(self, pos: PositionalEmbedding, dtype: torch.dtype) -> torch.Tensor:
-        """Theta [H, N] in `dtype`, rounded and bounded as `pos` requires."""
+        """Return theta [H, N] in `dtype`, rounded and bounded as `pos` requires."""
         return pos.within_bounds(pos.numerics.constant(self.value).to(dtype))
 
 
 class EmbeddingLayer(nn.Module):
-    """Tokens [B, T] -> (x [B, T, D], theta [H, N] fp32 or None).
+    """The first layer: maps tokens [B, T] to (x [B, T, D], theta [H, N] fp32 or None).
 
     Args:
-        words: False: the input is already token embeddings x [B, T, D] (pipeline).
-        tp, cp: groups that split the sequence, and `tp` the heads, see `SequenceSplit`.
+        words: Whether this layer embeds the tokens. If False, the input is already x [B, T, D], as
+            in a pipeline.
+        tp, cp: The groups that split the sequence (see `SequenceSplit`). `tp` also splits the
+            heads.
     """
 
     def __init__(
@@ -113,14 +120,14 @@ class EmbeddingLayer(nn.Module):
         table = self.position_embeddings.weight
         rows_T = (positions_T + self.offset).clamp(max=table.shape[0] - 1)
         if self.tp.splits_sequence:
-            table = copy_to(table, self.tp)  # other ranks use its rows for other positions
+            table = copy_to(table, self.tp)  # sums the gradient: other ranks use other rows
         return F.embedding(rows_T, table)
 
     def require_positions(self, length: int) -> None:
-        """Check that a trained table has a vector for each of `length` positions.
+        """Check that a trained position table has a vector for each of `length` positions.
 
         Raises:
-            ValueError: It has fewer.
+            ValueError: The table has fewer vectors.
         """
         if self.position_embeddings is None:
             return
@@ -136,5 +143,5 @@ class EmbeddingLayer(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         if self.fixed_theta is not None:
             return self.fixed_theta(self.pos, wide)
-        # A copy, never a view: a sharding engine frees the parameter's storage after this layer.
+        # Never a view, because an engine that shards parameters frees their storage after a layer.
         return None if self.theta is None else self.theta.to(wide, copy=True)

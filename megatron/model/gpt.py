@@ -1,15 +1,17 @@
-"""The language model: embedding -> blocks -> final norm -> output, read from top to bottom.
+"""Define the language model: embedding -> blocks -> final norm -> output.
 
-    x_0     = E[token] (+ position vector)          theta = the model's one kernel tensor
+    x_0     = E[token] (+ position vector)          theta = parameters of the distance kernel
     x_{l+1} = block_l(x_l, theta)
     logits  = output(norm(x_L))                     output = E^T if the weights are tied
 
+The distance kernel is a bias or factor in attention that depends only on the query-key distance.
+
 Legend: B batch, T positions, D hidden size, V padded vocabulary, H heads, N theta columns.
 
-Tensor parallelism (`tp`) shards the layers; every value is drawn in full and then sliced. The ranks
-of the context group (`cp`) hold the same weights and different positions. Under sequence
-parallelism the ranks of `tp`, too, hold different positions, except inside the sharded layers
-(`SequenceSplit`).
+Tensor parallelism (`tp`) shards the layers. Initial values are drawn for each full tensor and then
+sliced. The ranks of the context group (`cp`) hold the same weights and different positions. Under
+sequence parallelism, the ranks of `tp` also hold different positions, except inside the sharded
+layers (see `SequenceSplit`).
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from megatron.parallel.sequence import SequenceSplit
 from megatron.positional import PositionalEmbedding
 
 LOGITS_AT_ONCE = 1 << 26
-"""Logits held at a time when no gradient is needed (256 MB in fp32)."""
+"""The largest number of logits held at a time if no gradient is needed (256 MB in fp32)."""
 
 
 class GPT(nn.Module):
-    """Decoder-only language model: `forward(tokens)` returns logits, with targets token losses."""
+    """Decoder-only language model. `forward` returns logits, or token losses if targets are
+    given."""
 
     def __init__(
         self,
@@ -70,9 +73,10 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [B, T, V], or the loss of each target [B, T] in nats if targets are given.
+        """Return the logits [B, T, V], or the loss of each target [B, T] in nats if targets are
+        given.
 
-        Every rank passes the full sequence and gets the result for the full sequence.
+        Every rank must pass the full sequence and gets the result for the full sequence.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -94,10 +98,11 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def _losses_in_pieces(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Losses [B, T] without gradients: a long sequence's logits never exist all at once.
+        """Return the losses [B, T] without gradients, computed over one piece of the sequence at a
+        time.
 
-        Under sequence parallelism one piece holds the same range of every rank's positions.
-        R counts the ranks.
+        Thus the logits of a long sequence never exist all at once. Under sequence parallelism, each
+        piece holds the same range of every rank's positions. R is the number of ranks.
         """
         ranks = self.split.tp_slices
         width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * ranks * self.shape.vocab_size))
@@ -109,7 +114,8 @@ class GPT(nn.Module):
         return torch.cat(losses_BRT, dim=2).flatten(1)
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V], or this rank's slice of V if the output is sharded by tokens."""
+        """Return the logits [B, T, V], or this rank's slice of V if the output layer is sharded
+        by tokens."""
         if self.output is not None:
             return self.output(x_BTD)
         assert self.embedding.word_embeddings is not None
@@ -117,12 +123,12 @@ class GPT(nn.Module):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The trained kernel parameters [H, N], or None."""
+        """The trained parameters [H, N] of the distance kernel, or None."""
         return self.embedding.theta
 
 
 def output_layer(shape: GPTShape, tp: TensorGroup) -> tuple[type[nn.Linear], dict[str, Any]]:
-    """Class and arguments of the output layer for untied weights."""
+    """Return the class and the constructor arguments of the output layer for untied weights."""
     sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
     sizes |= {"tp": tp, "bias": False}
     if shape.row_parallel_output:
@@ -131,5 +137,5 @@ def output_layer(shape: GPTShape, tp: TensorGroup) -> tuple[type[nn.Linear], dic
 
 
 def logits_group(shape: GPTShape, tp: TensorGroup) -> TensorGroup:
-    """The group over which the logits' vocabulary is sharded."""
+    """Return the group over which the vocabulary dimension of the logits is sharded."""
     return ALONE if shape.row_parallel_output and not shape.tie_weights else tp

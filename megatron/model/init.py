@@ -1,7 +1,7 @@
-"""Initial values of the weights.
+"""Set the initial values of the weights.
 
 Each full tensor is drawn in fp32 from a generator that depends only on the seed and the parameter's
-name (`named_generator`), and each rank keeps its slice.
+name (`named_generator`). Each rank then keeps its slice.
 
     normal             N(0, std)
     scaled_normal      N(0, std / sqrt(2 L))
@@ -9,7 +9,7 @@ name (`named_generator`), and each rank keeps its slice.
     wang_init          N(0, 2 / (L sqrt(D)))               Wang & Komatsuzaki 2021 (GPT-J)
     xavier_*, orthogonal, scaled_orthogonal (gain sqrt(2 / L))
 
-L layers, D hidden size, std = init_method_std.
+Legend: N(mean, standard deviation), L layers, D hidden size, std = init_method_std.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def draw(
     num_layers: int,
     hidden_size: int,
 ) -> torch.Tensor:
-    """A new fp32 CPU tensor of `shape`, drawn by `method`.
+    """Return a new fp32 CPU tensor of `shape`, drawn by the init method `method`.
 
     Raises:
-        ValueError: The method is unknown; the message lists the known ones.
+        ValueError: The method is unknown. The error message lists the known ones.
     """
     tensor = torch.empty(shape, dtype=torch.float32)
     deviations = {
@@ -74,7 +74,7 @@ def draw(
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
-    """Set each named parameter to its initial value, a function of seed and name alone."""
+    """Set each named parameter to its initial value, which depends only on `seed` and the name."""
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
         if name == THETA:

@@ -1,11 +1,13 @@
-"""Normalisation layers in GPT-NeoX's conventions (parameter names included).
+"""Define normalisation layers in GPT-NeoX's conventions (parameter names included).
 
     layernorm  (x - mean) / sqrt(var + eps) * weight + bias
-    rmsnorm    x / (|x|_2 / sqrt(D) + eps) * scale     eps OUTSIDE the root, as GPT-NeoX has it
+    rmsnorm    x / (|x|_2 / sqrt(D) + eps) * scale     eps OUTSIDE the root, as in GPT-NeoX
     scalenorm  x / max(|x|_2, eps) * g
 
-Statistics are in the dtype that `numerics` gives: fp32 at least by default. Where the ranks of `tp`
-hold different positions, the gradient of a weight is the sum over the ranks (`copy_to`).
+Statistics are computed in the dtype that `numerics` prescribes, by default at least fp32. Where the
+ranks of `tp` hold different positions, the gradient of a weight is summed over the ranks
+(`copy_to`).
+
 Legend: D size of the last dimension.
 """
 
@@ -23,7 +25,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's layer norm, with gradients summed over ranks that hold different positions."""
+    """torch's layer norm, with weight gradients summed over ranks that hold different positions."""
 
     def __init__(self, dim: int, eps: float, tp: TensorGroup = ALONE):
         super().__init__(dim, eps=eps)
@@ -49,7 +51,7 @@ class RMSNorm(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """Every vector gets the same, learned length (Nguyen & Salazar 2019)."""
+    """Norm that scales every vector to the same learned length (Nguyen & Salazar 2019)."""
 
     def __init__(self, eps: float, tp: TensorGroup = ALONE, numerics: Numerics = WIDE):
         super().__init__()
@@ -65,10 +67,10 @@ class ScaleNorm(nn.Module):
 def norm_layer(
     name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Class and arguments of the norm `name`: layernorm, rmsnorm or scalenorm.
+    """Return the class and the constructor arguments of the norm `name`.
 
     Raises:
-        ValueError: The name is unknown.
+        ValueError: The name is not `layernorm`, `rmsnorm` or `scalenorm`.
     """
     tp = tp if tp.splits_sequence else ALONE
     common = {"eps": eps, "tp": tp}
@@ -84,6 +86,6 @@ def norm_layer(
 def build_norm(
     name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
 ) -> nn.Module:
-    """The norm `name` as a module; see `norm_layer`."""
+    """Build the norm `name` as a module; see `norm_layer`."""
     kind, arguments = norm_layer(name, dim, eps, numerics, tp)
     return kind(**arguments)

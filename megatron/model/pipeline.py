@@ -1,14 +1,15 @@
-"""The same model as a list of layers, which a pipeline engine distributes over its stages.
+"""Describe the GPT model as a list of layers that a pipeline engine distributes over its stages.
 
     tokens -> words -> embedding -> block 0 -> ... -> block L-1 -> norm -> output -> logits
                          |  theta      ^                  ^
                          '-------------+------------------'
 
-A layer passes on (x [B, T, D], theta [H, N] fp32), or x alone if no later layer needs theta: the
-last block drops it. Stage 0 holds the model's one theta and receives its gradient, summed over all
-blocks. Fixed slopes are not passed on: each block has its own copy.
+A layer passes (x [B, T, D], theta [H, N] fp32) to the next layer. It passes x alone if no later
+layer needs theta, so the last block does not return theta. The only copy of a trained theta is on
+stage 0, which receives theta's gradient, summed over all blocks. A theta that is not trained (fixed
+slopes) is not passed between layers, because each block has its own copy.
 
-Parameters have the same names as in `GPT`: a layer's name is the prefix of its parameters' names.
+Parameters have the same names as in `GPT`. A layer's name is the prefix of its parameters' names.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ Flow = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, to be built by its stage.
+    """The description from which a pipeline stage builds one layer.
 
     Attributes:
-        name: prefix of its parameters' names.
-        build: its class, called with `args`.
-        call: (module, input) -> output, if that is not the module's own `forward`.
-        tied: whether all layers of this name are the same module.
+        name: The prefix of the layer's parameter names.
+        build: The layer's class. It is called with the keyword arguments `args`.
+        call: A function (module, input) -> output, or None for the module's own `forward`.
+        tied: Whether all layers of this name are the same module.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Layer:
 
 
 class PipeEmbedding(EmbeddingLayer):
-    """Token embeddings x [B, T, D] -> (x, theta), or x alone if theta is fixed or absent."""
+    """Maps token embeddings x [B, T, D] to (x, theta), or to x alone if no theta is trained."""
 
     def __init__(self, **args: Any):
         super().__init__(**args, words=False)
@@ -65,12 +66,12 @@ class PipeEmbedding(EmbeddingLayer):
 
 
 class PipeBlock(Block):
-    """A block that takes and returns the `Flow` between layers.
+    """A block that takes and returns what pipeline layers pass on: (x, theta), or x alone.
 
     Args:
-        fixed_HN: slopes that are not trained.
-        last: no block follows, so theta is dropped.
-        recompute: recompute the block's activations in the backward pass.
+        fixed_HN: A theta that is not trained (fixed slopes), or None.
+        last: Whether this is the last block. The last block does not return theta.
+        recompute: Whether to recompute the block's activations in the backward pass.
     """
 
     def __init__(self, *, fixed_HN: torch.Tensor | None, last: bool, recompute: bool, **block: Any):
@@ -92,7 +93,7 @@ class PipeBlock(Block):
 
 
 def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
-    """Hidden states -> logits with the matrix of the token embedding."""
+    """Compute logits from hidden states with the matrix of the token embedding."""
     return words(x_BTD, project=True)
 
 
@@ -103,7 +104,7 @@ def pipeline_layers(
     seed: int,
     tp: TensorGroup = ALONE,
 ) -> list[Layer]:
-    """The layers of `GPT(shape, pos, attend, seed, tp)` in order, not built yet."""
+    """Return descriptions of the layers of `GPT(shape, pos, attend, seed, tp)`, in order."""
     s = shape.block
     words = {"vocab_size": shape.vocab_size, "hidden_size": s.hidden_size, "tp": tp}
     embedding = {"shape": shape, "pos": pos, "seed": seed, "tp": tp}

@@ -1,4 +1,4 @@
-"""What fixes the parameters and the formula of a model, as plain values."""
+"""Hold the plain values that determine the parameters and the formula of a model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from megatron.numerics import WIDE, Numerics
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One transformer block.
+    """The values that determine one transformer block.
 
     Attributes:
-        norm: `layernorm`, `rmsnorm` or `scalenorm`.
-        activation: `gelu`, `geglu`, `relu`, `softsign`, `swish` or `mish`.
-        tanh_gelu: use the tanh approximation of gelu.
-        rotary_pct: fraction of each head's dimensions that a rotary embedding rotates.
-        numerics: how norms, activations, the MLP and attention's output projection round.
+        norm: One of `layernorm`, `rmsnorm` and `scalenorm`.
+        activation: One of `gelu`, `geglu`, `relu`, `softsign`, `swish` and `mish`.
+        tanh_gelu: Whether to use the tanh approximation of gelu.
+        rotary_pct: The fraction of each head's dimensions that a rotary embedding rotates.
+        numerics: Prescribes where norms, activations, the MLP and the output projection of
+            attention round their values.
     """
 
     hidden_size: int
@@ -38,12 +39,13 @@ class BlockShape:
 
     @property
     def rotary_ndims(self) -> int:
-        """Dimensions of each head that a rotary embedding rotates."""
+        """The number of dimensions of each head that a rotary embedding rotates."""
         return int(self.head_size * self.rotary_pct)
 
     @property
     def mlp_size(self) -> int:
-        """Inner width of the MLP: 4 D, or int(8/3 D) for geglu, which has two such halves."""
+        """The inner width of the MLP: int(8/3 D) for `geglu`, which has two such halves,
+        otherwise 4 D."""
         if self.activation == "geglu":
             return int(4 * 2 / 3 * self.hidden_size)
         return 4 * self.hidden_size
@@ -51,18 +53,18 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class GPTShape:
-    """The language model.
+    """The values that determine the language model.
 
     Attributes:
-        vocab_size: padded vocabulary size V.
-        max_positions: rows of a trained position table (`learned`).
-        tie_weights: the output layer uses the matrix of the token embedding.
-        init_method, output_init_method: see `megatron.model.init`; the second is for the layers
-            that write to the residual stream.
-        position_offset: added to every position of a trained table, within its rows (OPT uses 2).
-        checkpoint_activations: recompute each block in the backward pass.
-        row_parallel_output: shard an untied output layer by its inputs (published: "row"), not by
-            tokens. The function is the same.
+        vocab_size: The padded vocabulary size V.
+        max_positions: The number of rows of a trained position table (`learned`).
+        tie_weights: Whether the output layer uses the matrix of the token embedding.
+        init_method, output_init_method: Names of init methods, see `megatron.model.init`. The
+            second is for the layers that write to the residual stream.
+        position_offset: Added to every position before the lookup in a trained table (OPT uses 2).
+        checkpoint_activations: Whether to recompute each block in the backward pass.
+        row_parallel_output: Whether to shard an untied output layer by its inputs ("row" in the
+            published code) instead of by tokens. The computed function is the same.
     """
 
     num_layers: int

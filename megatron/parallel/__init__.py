@@ -1,1 +1,1 @@
-"""Process groups, sharded layers, named random streams, the loss. All collectives are here."""
+"""Provide process groups, collectives, sharded layers, named random streams and the loss."""

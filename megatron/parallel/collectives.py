@@ -1,8 +1,8 @@
-"""Collectives with their gradients, over a group of ranks.
+"""Implement differentiable collectives over a group of ranks.
 
-A value is either the same on every rank of the group (S) or different on each (D). An inner product
-counts an S value once and sums over the ranks of a D value; with these inner products the backward
-pass of each collective is its adjoint.
+A value is either the same on every rank of the group (S) or different on each rank (D). The
+backward pass of each collective is the adjoint of its forward pass. The inner products in this
+definition count an S value once and sum a D value over the ranks.
 
     name            from  to   forward                            backward
     copy            S     D    x                                  sum over ranks
@@ -12,12 +12,13 @@ pass of each collective is its adjoint.
     all_gather      D     D    concatenate along a dimension      reduce_scatter
     reduce_scatter  D     D    sum over ranks, this rank's slice  all_gather
     all_to_all      D     D    split one dimension, join another  all_to_all, dimensions exchanged
-    share           S     D    x / size                           dy (where it is the same on all)
+    share           S     D    x / size                           dy (the same on all ranks)
 
-In a group of one each returns its input. `copy` precedes a column-parallel layer and `reduce`
-follows a row-parallel one (Megatron-LM's f and g); under sequence parallelism `all_gather` and
-`reduce_scatter` take their places. `share` is for a bias that every rank adds to its partial
-result: the sum over the ranks then contains the bias once, and every rank gets its full gradient.
+In a group of one rank, each collective returns its input. `copy` precedes a column-parallel layer,
+and `reduce` follows a row-parallel layer (Megatron-LM's f and g). Under sequence parallelism,
+`all_gather` replaces `copy`, and `reduce_scatter` replaces `reduce`. `share` is for a bias that
+every rank adds to its partial result. The sum over the ranks then contains the bias once, and every
+rank gets the full gradient of the bias.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, tp: TensorGroup, split: int, join: int) -> Tensor:
-    """Send chunk r of dimension `split` to rank r; join the received chunks along `join`."""
+    """Send chunk r of dimension `split` to rank r, and join the received chunks along dimension
+    `join`."""
     chunks = torch.cat(x.chunk(tp.size, split))
     received = torch.empty_like(chunks)
     dist.all_to_all_single(received, chunks, group=tp.group)
@@ -77,7 +79,14 @@ def _divide(x: Tensor, tp: TensorGroup) -> Tensor:
 def _collective(
     forward: Callable[..., Tensor], backward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """A function of (x, group, *dimensions) with the given gradient; x itself in a group of one."""
+    """Return a function of (x, group, *dimensions) that is differentiable in x.
+
+    In a group of one rank, the returned function returns x itself.
+
+    Args:
+        forward: Computes the result from (x, group, *dimensions).
+        backward: Computes the gradient of x from (gradient of the result, group, *dimensions).
+    """
 
     class Collective(Function):
         @staticmethod
@@ -96,39 +105,61 @@ def _collective(
 
 
 copy_to = _collective(_same, _sum)
-"""(x, group): `x`, whose gradient is summed over the group."""
+"""Takes (x, group). Returns `x` unchanged; the backward pass sums the gradient over the group."""
 reduce_from = _collective(_sum, _same)
-"""(x, group): the sum of the group's partial `x`, on every rank."""
+"""Takes (x, group). Returns the sum of all ranks' partial tensors `x`, on every rank."""
 gather_from = _collective(_join, _slice)
-"""(x, group, dim): the slices `x` joined; all ranks then compute the same with the result."""
+"""Takes (x, group, dim). Returns the ranks' slices `x`, joined along `dim`.
+
+All ranks must compute the same with the result. Otherwise use `all_gather`."""
 scatter_to = _collective(_slice, _join)
-"""(x, group, dim): this rank's slice of `x` along `dim`."""
+"""Takes (x, group, dim). Returns this rank's slice of `x` along `dim`."""
 all_gather = _collective(_join, _sum_slice)
-"""(x, group, dim): the slices `x` joined; each rank may use the result differently."""
+"""Takes (x, group, dim). Returns the ranks' slices `x`, joined along `dim`.
+
+Each rank may use the result differently, because the backward pass sums the ranks' gradients."""
 reduce_scatter = _collective(_sum_slice, _join)
-"""(x, group, dim): this rank's slice along `dim` of the sum of the group's partial `x`."""
+"""Takes (x, group, dim). Sums all ranks' partial tensors `x`, and returns this rank's slice of the
+sum along `dim`."""
 share_of = _collective(_divide, _same)
-"""(x, group): `x` / size. The shares of all ranks, which hold the same `x`, sum to `x`."""
+"""Takes (x, group). Returns `x` divided by the number of ranks.
+
+All ranks must hold the same `x`. The sum of the results over all ranks is then `x`."""
 _all_to_all = _collective(_exchange, _exchange_back)
 
 
 def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
-    """From slices along `join` to slices along `split` (Ulysses, arXiv 2309.14509)."""
+    """Convert slices along dimension `join` into slices along dimension `split`.
+
+    Before the call, each rank holds one slice along `join`. After the call, `join` is complete on
+    every rank, and each rank holds one slice along `split` (as in Ulysses, arXiv 2309.14509).
+    """
     return _all_to_all(x, tp, split, join)
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Hidden states of all positions, the input of a layer that is sharded by outputs."""
+    """Return the hidden states of all positions, the input of a layer that is sharded by outputs.
+
+    Under sequence parallelism the ranks' positions are gathered. Otherwise every rank already has
+    them.
+    """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 
 
 def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """The sum of partial hidden states; this rank's positions of it under sequence parallelism."""
+    """Sum the partial hidden states over the group.
+
+    Under sequence parallelism, each rank gets its own positions of the sum. Otherwise every rank
+    gets the full sum.
+    """
     return reduce_scatter(x_BTD, tp, 1) if tp.splits_sequence else reduce_from(x_BTD, tp)
 
 
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
-    """x + (the sum of the partial results over the group, with one reduction for all of them)."""
+    """Return x plus the sum of all partial results over the group.
+
+    The partial results are added locally first, so that there is only one reduction over ranks.
+    """
     first, *others = partial
     for each in others:
         first = first + each

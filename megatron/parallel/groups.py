@@ -1,12 +1,14 @@
-"""Process groups as frozen values, passed to the code that needs them.
+"""Describe a job's process groups as frozen values. Code that needs the groups gets them as
+arguments.
 
-Ranks are counted as in GPT-NeoX and DeepSpeed's topology, tensor-parallel ranks innermost:
+Ranks are counted as in GPT-NeoX and in DeepSpeed's topology. Tensor-parallel ranks are innermost:
 
     rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * model_size
            + model_rank
 
 Data-parallel ranks read different samples. The ranks of a context group hold different positions of
-the same sample. Both hold replicas of the same weights, and the engine averages their gradients.
+the same sample. Data-parallel and context-parallel ranks hold replicas of the same weights, and the
+engine averages the gradients over these replicas.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that hold one layer together, each a slice of it (Megatron's tensor parallelism).
+    """A group of ranks among which layers are sharded (Megatron's tensor parallelism).
+
+    The same class also describes the context group, whose ranks hold different positions.
 
     Attributes:
-        group: their process group; None in a group of one.
-        rank, size: this rank's position in the group, and how many ranks it has.
-        sequence_parallel: between the sharded layers, each rank holds other positions of the
-            sequence (Megatron's sequence parallelism).
+        group: The torch process group, or None for a group of one rank.
+        rank, size: This rank's position in the group, and the number of ranks in the group.
+        sequence_parallel: Whether each rank holds different positions of the sequence between the
+            sharded layers (Megatron's sequence parallelism).
     """
 
     group: dist.ProcessGroup | None = None
@@ -38,11 +42,14 @@ class TensorGroup:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether this group's ranks hold different positions."""
+        """Whether sequence parallelism is on and the group has several ranks."""
         return self.sequence_parallel and self.size > 1
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `tensor` (of one shape), in the order of ranks; without gradients."""
+        """Return the tensors `tensor` of all ranks in the order of ranks, without gradients.
+
+        All ranks must pass the same shape.
+        """
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor.detach()).contiguous() for _ in range(self.size)]
@@ -51,23 +58,24 @@ class TensorGroup:
 
 
 ALONE = TensorGroup()
-"""A group of one: no parallelism."""
+"""A group of one rank, which means no parallelism."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of this rank.
+    """The process groups of this rank, and this rank's position in each group.
 
     Attributes:
-        rank, world_size: position among all ranks of the job.
-        data: the data-parallel process group; None stands for the world.
-        data_rank, data_size: position in that group.
-        device: where this rank's tensors live.
-        replicas: the group of all data- and context-parallel ranks; None stands for the world.
-        model: the tensor-parallel group.
-        context: the group that splits the sequence (Ulysses).
-        pipe: the group of this rank's pipeline; None if there is one stage.
-        pipe_rank, pipe_size: this rank's stage, and the number of stages.
+        rank, world_size: The position among all ranks of the job, and their number.
+        data: The data-parallel process group. None stands for the group of all ranks of the job.
+        data_rank, data_size: The position in the data-parallel group, and its size.
+        device: The device of this rank's tensors.
+        replicas: The group of all data- and context-parallel ranks. None stands for the group of
+            all ranks of the job.
+        model: The tensor-parallel group.
+        context: The context-parallel group, which splits the sequence (Ulysses).
+        pipe: The group of this rank's pipeline, or None if there is only one stage.
+        pipe_rank, pipe_size: This rank's stage, and the number of stages.
     """
 
     rank: int
@@ -85,19 +93,19 @@ class Groups:
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes logs and shared files."""
+        """Whether this is rank 0, which alone writes logs and shared files."""
         return self.rank == 0
 
     def divided(
         self, *, model_size: int = 1, pipe_size: int = 1, context_size: int = 1,
         sequence_parallel: bool = False,
     ) -> Groups:  # fmt: skip
-        """This job's ranks divided into tensor-, context- and pipeline-parallel groups.
+        """Divide the job's ranks into tensor-, context- and pipeline-parallel groups.
 
-        Creates process groups: every rank must call it, with the same sizes.
+        This creates process groups. Therefore every rank must call it, with the same sizes.
 
         Args:
-            sequence_parallel: whether a tensor-parallel group splits the sequence, too.
+            sequence_parallel: Whether the tensor-parallel groups also split the sequence.
 
         Raises:
             ValueError: The number of ranks is not a multiple of the product of the sizes.
@@ -128,7 +136,8 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create the groups of ranks that differ along `axes` alone, and return this rank's."""
+        """Create the groups of ranks that differ only along `axes`, and return this rank's
+        group."""
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
@@ -137,22 +146,23 @@ class Groups:
 
     @property
     def replica_rank(self) -> int:
-        """This rank's position in `replicas`."""
+        """The position of this rank in the group `replicas`."""
         return self.data_rank * self.context.size + self.context.rank
 
     @property
     def replica_size(self) -> int:
-        """Data-parallel times context-parallel size."""
+        """The number of ranks in `replicas`: the data-parallel size times the context-parallel
+        size."""
         return self.data_size * self.context.size
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` in place over the data-parallel ranks and return it."""
+        """Sum `tensor` in place over the data-parallel ranks, and return it."""
         if self.data_size > 1:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
     def sum_over_job(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` in place over all ranks and return it."""
+        """Sum `tensor` in place over all ranks of the job, and return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -163,15 +173,18 @@ class Groups:
             dist.barrier()
 
     def gather_from_job(self, value: Any) -> list[Any]:
-        """Each rank's `value`, on every rank (pickled: for small values only)."""
+        """Return the list of all ranks' `value`, on every rank. Values are pickled, so keep them
+        small."""
         return _gather_objects(value, self.world_size, None)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
-        """Each stage's `value`, on every stage (pickled: for small values only)."""
+        """Return the list of all stages' `value`, on every stage. Values are pickled, so keep
+        them small."""
         return _gather_objects(value, self.pipe_size, self.pipe)
 
     def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
-        """The entries of all stages' dictionaries `value`."""
+        """Merge the dictionaries `value` of all pipeline stages into one dictionary, on every
+        stage."""
         return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
 
 
@@ -184,7 +197,10 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
 
 
 def build_groups(device: torch.device) -> Groups:
-    """Groups of the running job; a process without a process group is a job of one rank."""
+    """Return the data-parallel groups of the running job.
+
+    If torch.distributed is not initialised, the process counts as a job of one rank.
+    """
     rank, size = 0, 1
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()

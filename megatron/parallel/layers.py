@@ -1,13 +1,16 @@
-"""Linear and embedding layers, sharded over a tensor-parallel group (Shoeybi et al. 2019).
+"""Implement linear and embedding layers that are sharded over a tensor-parallel group.
+
+Shoeybi et al. 2019 (Megatron-LM):
 
     ColumnLinear   y_r = x W_r^T + b_r                    W sharded by outputs; y stays sharded
     RowLinear      y   = sum_r (x_r W_r^T + b / size)     W sharded by inputs; y is complete
     VocabEmbedding row lookup, and the tied projection    rows (tokens) sharded
 
-r counts the ranks of the group. Under sequence parallelism the input of ColumnLinear, and the
-output of RowLinear and of VocabEmbedding, hold only this rank's positions. In a group of one each
-layer is torch's own. Weights are created uninitialised; the model draws the full tensors by name,
-and each rank keeps its slice.
+The index r counts the ranks of the group. Under sequence parallelism, each rank passes only its own
+positions to ColumnLinear, and RowLinear and VocabEmbedding return only these positions. In a group
+of one rank, each layer computes the same as torch's layer. Weights are created uninitialised. The
+model then draws each full tensor from a generator named after the parameter, and each rank keeps
+its slice.
 """
 
 from __future__ import annotations
@@ -30,11 +33,12 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class ColumnLinear(nn.Linear):
-    """[..., in] -> this rank's [..., out / size].
+    """Linear layer [..., in] -> [..., out / size] that computes this rank's slice of the outputs.
 
     Args:
-        blocks: tensors stacked in the output, each sharded separately (2: value and gate).
-        numerics: how product and bias are rounded.
+        blocks: The number of tensors that are stacked in the output. Each one is sharded
+            separately. A gated MLP uses 2, for value and gate.
+        numerics: Prescribes how the product and the bias are rounded.
     """
 
     def __init__(
@@ -52,11 +56,11 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """This rank's [..., in / size] -> [..., out].
+    """Linear layer [..., in / size] -> [..., out] whose input is sharded over the ranks.
 
     Args:
-        scatter: the input is complete and is sliced here.
-        numerics: how product and bias are rounded.
+        scatter: Whether the input is the full [..., in]. The layer then slices the input itself.
+        numerics: Prescribes how the product and the bias are rounded.
     """
 
     def __init__(
@@ -69,7 +73,12 @@ class RowLinear(nn.Linear):
         mark_sharding(self.weight, Sharding(1), tp)
 
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
-        """The sum over ranks, or with `partial` this rank's addend: the caller reduces it."""
+        """Return the sum of all ranks' products.
+
+        Args:
+            partial: Return this rank's addend instead. The caller must sum the addends over the
+                ranks.
+        """
         if self.scatter:
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
             x = scatter_to(x, self.tp, -1)
@@ -81,10 +90,12 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Token ids -> vectors, or (`project=True`) vectors -> this rank's logits with the same matrix.
+    """Token embedding whose rows are sharded; with `project=True`, the tied output projection.
 
-    A tied output layer calls this module and does not read its weight: an engine that shards
-    parameters (ZeRO-3) gathers the weight around each call.
+    The forward pass returns the vectors of token ids. With `project=True` it multiplies hidden
+    states by the same matrix and returns this rank's slice of the logits. A tied output layer must
+    call this module instead of reading its weight, because an engine that shards parameters
+    (ZeRO-3) gathers the weight only during a call.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
@@ -106,7 +117,11 @@ class VocabEmbedding(nn.Embedding):
 
 
 class HiddenDropout(nn.Dropout):
-    """Dropout of hidden states: one mask for all ranks of `tp`, unless they split the sequence."""
+    """Dropout of hidden states, with the same mask on all ranks of `tp` that hold the same
+    positions.
+
+    Under sequence parallelism the ranks hold different positions and draw different masks.
+    """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):
         super().__init__(p)

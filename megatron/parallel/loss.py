@@ -1,11 +1,11 @@
-"""Cross-entropy of a language model.
+"""Compute the cross-entropy loss of a language model.
 
     loss[b, t] = logsumexp_v(logits[b, t, v]) - logits[b, t, targets[b, t]]
 
-Legend: B batch, T positions, V padded vocabulary, W this rank's slice of it (V / size).
+Legend: B batch, T positions, V padded vocabulary, W this rank's slice of the vocabulary (V / size).
 
 If the vocabulary is sharded over a tensor-parallel group, the group reduces three [B, T] tensors
-(the maximum, the sum of exponentials and the target's logit) instead of gathering V.
+(the maximum, the sum of exponentials and the target's logit). Thus the logits are never gathered.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.parallel.groups import ALONE, TensorGroup
 def token_losses(
     logits_BTW: torch.Tensor, targets_BT: torch.Tensor, tp: TensorGroup = ALONE
 ) -> torch.Tensor:
-    """Loss of each target in nats, [B, T], on every rank.
+    """Return the loss of each target in nats, [B, T], on every rank.
 
-    Logits are cast to fp32 as in the published code; float64 logits stay float64. `targets_BT` is
-    int64 and indexes the full vocabulary.
+    Logits are cast to fp32 as in the published code, but float64 logits stay float64. `targets_BT`
+    is int64 and indexes the full vocabulary.
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:
@@ -35,7 +35,11 @@ def token_losses(
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """d loss / d logit_v = softmax_v - [v is the target]; each rank computes its slice of v."""
+    """Cross-entropy over logits that are sharded by vocabulary.
+
+    The gradient is d loss / d logit_v = softmax_v - [v is the target]. Each rank computes the
+    gradient of its own slice of the vocabulary.
+    """
 
     @staticmethod
     def forward(ctx, logits_BTW, targets_BT, tp):

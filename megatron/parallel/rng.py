@@ -1,10 +1,11 @@
-"""Random streams.
+"""Manage the random streams for initial values and for dropout.
 
-There are two kinds. Initial values come from a generator that depends only on the seed and the
-parameter's name, so they do not depend on the layout. Dropout comes from torch's global generators,
-whose state is saved per rank. Tensor-parallel ranks hold the same hidden states, so their global
-generators stay in the same state. Values that differ between the ranks, such as the dropout of
-their attention heads, are drawn from a separate stream of each rank (`rank_dropout`).
+Initial values come from a generator that depends only on the seed and the parameter's name, so they
+do not depend on the parallel layout. Dropout masks come from torch's global generators. The state
+of these generators is saved in the checkpoint for each rank. Tensor-parallel ranks hold the same
+hidden states, so their global generators must stay in the same state. Random numbers that should
+differ between these ranks come from a separate stream of each rank (`rank_dropout`). An example is
+the dropout of attention heads, because each rank has different heads.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from megatron.parallel.groups import TensorGroup
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that is a pure function of `seed` and `name`.
+    """Return a CPU generator whose state depends only on `seed` and `name`.
 
-    Callers draw the full tensor on the CPU and slice it, so values depend neither on the device nor
-    on tensor parallelism.
+    Callers draw the full tensor on the CPU and then slice it. Therefore the values depend neither
+    on the device nor on tensor parallelism.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator()
@@ -31,7 +32,11 @@ def named_generator(seed: int, name: str) -> torch.Generator:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """State of this rank's dropout streams, as uint8 tensors keyed by device kind."""
+    """Return the state of this rank's dropout generators, as uint8 tensors with keys `cpu` and
+    `cuda`.
+
+    The key `cuda` is present only if CUDA is available.
+    """
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -39,7 +44,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore a `state` from `rng_state`; a CUDA state is ignored without a CUDA device."""
+    """Restore a `state` that `rng_state` returned. Without CUDA, a CUDA state is ignored."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -47,11 +52,12 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
-    """Inside, the ranks of `tp` draw different numbers; outside, their generators stay equal.
+    """Make the ranks of `tp` draw different random numbers within the `with` block.
 
-    The seed of each rank's stream is drawn from the common CPU stream. Therefore a checkpoint needs
-    only the global generators, and recomputing an activation draws the same numbers again. In a
-    group of one this does nothing.
+    After the block, the generators of these ranks are in the same state again. The seed of each
+    rank's stream is drawn from the CPU generator, which is in the same state on all these ranks.
+    Therefore a checkpoint needs only the states of the global generators, and recomputing an
+    activation draws the same numbers again. In a group of one rank this does nothing.
     """
     if tp.size == 1:
         yield

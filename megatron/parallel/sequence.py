@@ -1,7 +1,7 @@
-"""How the positions of a sequence are split over ranks.
+"""Describe how the positions of a sequence are split over ranks.
 
-The context group `cp` splits the sequence first. Under sequence parallelism the tensor group `tp`
-then splits each of these slices, from the embedding to the output layer.
+The context group `cp` splits the sequence first. Under sequence parallelism the tensor-parallel
+group `tp` then splits each context slice further, from the embedding to the output layer.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The split over `cp` and `tp`; equal slices, in the order of ranks."""
+    """The split of the sequence over `cp` and then `tp`, into equal slices in the order of
+    ranks."""
 
     tp: TensorGroup = ALONE
     cp: TensorGroup = ALONE
 
     @property
     def tp_slices(self) -> int:
-        """Slices that the tensor group makes of one context slice."""
+        """The number of slices into which the tensor-parallel group splits one context slice."""
         return self.tp.size if self.tp.splits_sequence else 1
 
     @property
     def slices(self) -> int:
-        """Slices of the full sequence."""
+        """The number of slices into which both groups together split the full sequence."""
         return self.cp.size * self.tp_slices
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """This rank's context slice of `tokens_BT`, the input of the token embedding.
+        """Return this rank's context slice of `tokens_BT`, which is the input of the token
+        embedding.
 
-        The end is padded to a multiple of `slices`; causal attention never reads the padding.
+        The sequence is first padded at the end to a multiple of `slices`. Causal attention never
+        reads the padding.
         """
         padded_BT = F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
         return padded_BT.chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Positions [length] of this rank's slice of hidden states."""
+        """Return the positions [length] of this rank's slice of the hidden states."""
         tp_rank = self.tp.rank if self.tp.splits_sequence else 0
         first = (self.cp.rank * self.tp_slices + tp_rank) * length
         return torch.arange(first, first + length, device=device)
