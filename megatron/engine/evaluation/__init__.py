@@ -1,1 +1,1 @@
-"""Evaluation: losses, perplexity by length, the published evaluation, reports."""
+"""Evaluate models: held-out losses, perplexity by sequence length, and reports of the results."""

@@ -1,13 +1,14 @@
-"""Perplexity by sequence length. Each token is predicted from all earlier tokens of its sequence.
+"""Measure perplexity by sequence length L, on sequences s with tokens x_{s,t} at positions t.
 
     loss(L)   = mean over sequences s and positions t of -log p(x_{s,t+1} | x_{s,<=t})   [nats]
     ppl(L)    = exp(loss(L))
     bits/byte = loss(L) * tokens / (ln 2 * bytes)
     stderr(L) = std over sequences of their mean loss / sqrt(sequences)
 
-Sequences do not overlap, and every length reads the same span of text. Two baselines show the same
-model without long range: the text split into pieces of c tokens (each token has 1 ... c
-predecessors, c / 2 on average), and single tokens with exactly c predecessors.
+Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap, and every
+length reads the same span of text. Two baselines measure the same model with short contexts of c
+tokens. The first splits the text into sequences of c tokens, so that each token has 1 ... c
+predecessors. The second scores single tokens that have exactly c predecessors.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ from megatron.positional import PositionalEmbedding
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model as the evaluation sees it.
+    """A model that is evaluated.
 
     Attributes:
-        loss_fn: gives each target's loss.
-        pos: its positional embedding, drawn if it is a kernel of distance.
-        theta_HN: the kernel's parameters [heads, n] in fp32 on the CPU; None if none is learned.
+        loss_fn: the function that returns the loss of each target token.
+        pos: the model's positional embedding. The evaluation plots it if it is a distance kernel.
+        theta_HN: the learned parameters of the distance kernel [heads, n], in fp32 on the CPU; None
+            if the embedding has no learned parameters.
     """
 
     loss_fn: LossFn
@@ -64,10 +66,12 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """The text to measure on.
+    """The text on which models are evaluated.
 
     Attributes:
-        splits: [train, valid, test] as ranges of documents.
+        shards: the opened shards of the text.
+        splits: [train, valid, test], each as a range of documents [start, end) of `shards`.
+        tokenizer: the tokenizer with which the shards were made.
     """
 
     shards: Shards
@@ -77,12 +81,14 @@ class EvaluationText:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A model, the text that it is measured on, and how.
+    """A model, the text on which its losses are measured, and the size of a batch.
 
     Attributes:
-        read: length -> int64 [n, length + 1], the sequences of that length.
-        token_bytes: token ids -> UTF-8 bytes that each stands for.
-        batch_tokens: tokens in a forward pass, about.
+        loss_fn: the function that returns the loss of each target token.
+        read: a function from a length to the sequences of this length, int64 [n, length + 1].
+        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
+        batch_tokens: the approximate number of tokens in a forward pass.
+        groups: the job's process groups; the data-parallel ranks share the sequences.
     """
 
     loss_fn: LossFn
@@ -92,7 +98,7 @@ class Measurement:
     groups: Groups
 
     def at_length(self, length: int) -> LengthResult:
-        """The result for sequences of `length` tokens."""
+        """Measure the model on sequences of `length` tokens. Every rank must call this method."""
         sequences = self.read(length)
         losses = losses_of_sequences(
             self.loss_fn, sequences, self.groups, batch_tokens=self.batch_tokens
@@ -100,7 +106,10 @@ class Measurement:
         return summarise(length, losses, sequences[:, 1:], self.token_bytes)
 
     def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
-        """The results for each of `lengths`, in order; `say` prints a line after each."""
+        """Measure the model at each of `lengths`, and return the results in this order.
+
+        After each length, a line with the result goes to `say`. Every rank must call this method.
+        """
         results = []
         for length in lengths:
             start = time.monotonic()
@@ -114,11 +123,12 @@ class Measurement:
         return results
 
     def with_context(self, context: int, *, length: int, targets: int) -> LengthResult:
-        """The result for tokens with exactly `context` predecessors.
+        """Measure the model on tokens that each have exactly `context` predecessors.
 
         Args:
-            length: the tokens are taken evenly from the sequences of this length.
-            targets: how many tokens are scored, about.
+            context: the number of tokens that the model reads before each scored token.
+            length: the length of the sequences from which the tokens are taken at equal distances.
+            targets: the approximate number of tokens to score.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
         windows = windows.reshape(-1, context + 1)
@@ -135,7 +145,13 @@ def summarise(
     scored: np.ndarray,
     token_bytes: Callable[[np.ndarray], np.ndarray],
 ) -> LengthResult:
-    """Statistics of the mean losses of sequences; `scored` holds their target tokens."""
+    """Return the statistics of sequences of `length` tokens.
+
+    Args:
+        losses: the mean loss of each sequence in nats, float64 [n].
+        scored: the ids of the target tokens, any shape.
+        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
+    """
     loss = float(losses.mean())
     bytes_scored = int(token_bytes(scored.ravel()).sum())
     stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else math.nan
@@ -157,15 +173,16 @@ def evaluate_checkpoint(
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[LengthResult]:
-    """Evaluate the newest checkpoint in `load`, in this process alone or in a torchrun job.
+    """Evaluate the newest checkpoint in the run folder `load` at several sequence lengths.
+
+    A single process may call this function, or every process of a torchrun job.
 
     Args:
-        lengths: sequence lengths in tokens.
-        out: folder for the CSV and the plots; None writes them into `load`.
-        say: prints one text; called on the main rank.
+        out: the folder for the CSV and the plots; None writes them into `load`.
+        say: a function that prints a text; only the main rank calls it.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, or it does not fit the config.
+        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
     """
     if "RANK" in os.environ:
         with joined_job(backend=config.parallel.distributed_backend) as groups:
@@ -213,10 +230,15 @@ def evaluate_lengths(
     run_dir: Path,
     say: Callable[[str], None],
 ) -> list[LengthResult]:
-    """Evaluate `model` at `lengths`; print the table and write the files into `run_dir`.
+    """Measure `model` at each of `lengths`, print a table, and write a CSV and plots.
+
+    Every rank must call this function.
+
+    Args:
+        run_dir: the folder into which the CSV and the plots are written.
 
     Raises:
-        DataError: the text is shorter than the longest sequence.
+        DataError: the config's `eval_split` is shorter than one sequence of the largest length.
     """
     chosen, lengths = config.evaluation, sorted(set(lengths))
     documents = text.splits[SPLITS.index(chosen.eval_split)]
@@ -258,7 +280,7 @@ def evaluate_lengths(
 
 
 def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path) -> None:
-    """Plot b_h(d) and w_h(d) of each head up to distance `longest`."""
+    """Plot the bias b_h(d) and the weight w_h(d) of each head up to distance `longest`."""
     pos, theta_HN = model.pos, model.theta_HN
     if theta_HN is None:  # fixed slopes
         theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())

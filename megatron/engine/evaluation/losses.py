@@ -1,4 +1,4 @@
-"""Losses of batches and of sequences, in nats per token, with the same result on every rank."""
+"""Compute losses of batches and of sequences, in nats per token; all ranks get the same result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.engine.training.pipeline import PipelineLosses
 from megatron.parallel.groups import Groups
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(inputs [B, T], targets [B, T]) -> loss of each target [B, T], nats."""
+"""A function (inputs [B, T], targets [B, T]) -> the loss of each target [B, T], in nats."""
 
 
 def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
-    """The engine's model as a `LossFn` that works on every rank."""
+    """Return the engine's model as a `LossFn` that every rank can call, pipelined or not."""
     return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
 
 
@@ -29,7 +29,13 @@ def loss_of_batches(
     count: int,
     groups: Groups,
 ) -> float:
-    """Mean loss over the next `count` micro-batches of every rank."""
+    """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
+
+    Every rank must call this function, and every rank gets the same result.
+
+    Args:
+        batches: this rank's micro-batches, int64 [micro, T + 1].
+    """
     engine.eval()
     loss_fn = loss_function(engine, groups)
     total = torch.zeros((), device=groups.device)
@@ -48,13 +54,16 @@ def losses_of_sequences(
     batch_tokens: int,
     last_only: bool = False,
 ) -> np.ndarray:
-    """Mean loss of each row of `sequences` int64 [n, L + 1], as float64 [n].
+    """Return the mean loss of each sequence, float64 [n].
 
-    The ranks share the rows, in batches of about `batch_tokens` tokens. Every rank runs the same
-    number of forward passes, because ZeRO-3 gathers the weights in each.
+    The data-parallel ranks divide the sequences among themselves. All ranks run the same number of
+    forward passes, because ZeRO-3 gathers the weights in each pass. Every rank must call this
+    function.
 
     Args:
-        last_only: score only the last position.
+        sequences: int64 [n, L + 1], one sequence in each row.
+        batch_tokens: the approximate number of tokens in a forward pass.
+        last_only: whether to score only the last position of each sequence.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)

@@ -1,4 +1,4 @@
-"""`train_iters: 0`: the losses that the published program prints, on the batches that it reads."""
+"""Log the losses that GPT-NeoX prints when it runs with `train_iters: 0`, on the same batches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def log_published_losses(
     log: RunLog,
     step: int,
 ) -> None:
-    """Log loss and perplexity on `valid` and `test` for a model trained for `step` steps.
+    """Log loss and perplexity on the splits `valid` and `test`. Every rank must call this function.
 
-    Every rank must call it.
+    Args:
+        step: the number of optimizer steps after which the model was saved.
     """
     wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps
     for name in ("valid", "test"):

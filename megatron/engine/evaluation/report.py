@@ -1,16 +1,16 @@
-"""Output of an evaluation: the table by length, `extrapolation.csv`, and the two plots.
+"""Write the results of an evaluation: a table by length, `extrapolation.csv`, and two plots.
 
 For a length with n sequences of mean losses l_i (nats per target token):
 
     loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
     bits_per_byte = loss / ln 2 * (target tokens / bytes they stand for)
 
-`by_length` computes each `LengthResult`; this module only formats them. Errors of the derived
-columns are first-order: perplexity * stderr, and bits_per_byte * stderr / loss.
+The module `by_length` computes each `LengthResult`; this module only formats the results. The
+standard errors of perplexity and bits_per_byte are first-order approximations: perplexity * stderr,
+and bits_per_byte * stderr / loss.
 
-matplotlib is imported inside the functions, because the import takes half a second that training
-does not need. It is used without pyplot: a bare `Figure` draws with Agg, needs no display and
-leaves no global state.
+The functions import matplotlib themselves, because the import takes half a second. They use no
+pyplot, because a bare `Figure` draws with Agg, needs no display and leaves no global state.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ CSV_FILE, PLOT_FILE, KERNELS_FILE = "extrapolation.csv", "extrapolation.png", "k
 
 @dataclass(frozen=True)
 class LengthResult:
-    """One evaluated length. The field names, in order, are the columns of `extrapolation.csv`."""
+    """The result for one sequence length, which is a row of `extrapolation.csv`.
 
-    length: int  # target tokens in a sequence
+    The fields, in this order, are the columns of the file.
+    """
+
+    length: int  # the target tokens in a sequence
     sequences: int
     loss: float  # nats per target token
     perplexity: float
     bits_per_byte: float
-    stderr: float  # of loss, over sequences, nats per token; NaN for a single sequence
+    stderr: float  # the standard error of `loss` over sequences; NaN for a single sequence
 
     @property
     def perplexity_stderr(self) -> float:
@@ -66,9 +69,12 @@ def write_extrapolation(
     """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
 
     Args:
-        train_length: training length in tokens, marked in the plot.
-        baselines: description -> the same model with little context. A model that uses its context
-            stays below these lines. They are in the table and the plot, not in the CSV.
+        rows: the result of each length, in any order.
+        train_length: the sequence length in training, in tokens; the plot marks it.
+        baselines: description -> the result of the same model with a short context. The table and
+            the plot show these results, and the CSV does not. A model that uses its long context
+            has a lower perplexity than they have.
+        title: the title of the table and the plot.
 
     Raises:
         ValueError: there are no rows, or a length occurs twice.
@@ -94,17 +100,19 @@ def write_kernels(
     train_length: int,
     path: Path | str,
 ) -> None:
-    """Draw b_h(d) and w_h(d) of each head over distance on a log axis.
+    """Plot the distance kernel of each head h: its bias b_h(d) and its weight w_h(d).
+
+    The distances d between query and key are on a log axis, so d = 0 is left out.
 
     Args:
-        bias_by_head: [H, n], or None for a kernel that only multiplies.
-        distances: [n], in tokens; d = 0 has no place on a log axis and is left out.
-        weights: [H, n] factors on the scores, or None.
-        train_length: training length in tokens, marked in the plot.
-        path: the PNG to write.
+        bias_by_head: the biases added to the attention scores [H, n], or None if there are none.
+        distances: the distances [n], in tokens.
+        weights: the factors that multiply the attention scores [H, n], or None if there are none.
+        train_length: the sequence length in training, in tokens; the plot marks it.
+        path: the PNG file to write.
 
     Raises:
-        ValueError: the shapes do not fit, or there is neither bias nor weight.
+        ValueError: the shapes do not fit, or there is neither a bias nor a weight.
     """
     distance_n = np.asarray(distances, dtype=np.float64)
     panels = [
@@ -164,7 +172,7 @@ def _table(
 
 
 def _measured(value: float, error: float, digits: int) -> str:
-    """Value ± error; only the value for a single sequence, which has no error."""
+    """Format `value ± error`, or only the value if the error is NaN (for a single sequence)."""
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
@@ -195,7 +203,7 @@ def extrapolation_figure(
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
     _mark_training_length(axes, train_length)
-    # Room above and below, so that noise on a flat curve does not fill the picture.
+    # Leave room above and below, so that noise on a flat curve does not fill the plot.
     lowest, highest = min(shown), max(shown)
     if math.isfinite(highest) and lowest > 0:
         axes.set_ylim(lowest * 0.85, highest * 1.15)

@@ -36,7 +36,7 @@ def joined_job(*, backend: str | None = None, verbose: bool = False) -> Iterator
 
     While the block runs, the failure of one rank ends all ranks. After an error in a job of several
     processes, the process groups stay open, because all ranks would have to close them together.
-    The caller must then end the process, as `exit.user_errors` does.
+    The caller must then end the process, as `exit_codes.user_errors` does.
 
     Args:
         backend: as in `join_job`.

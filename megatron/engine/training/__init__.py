@@ -1,1 +1,1 @@
-"""Training: optimizer, schedule, DeepSpeed engine, the loop, its log."""
+"""Train a model: optimizer, learning-rate schedule, DeepSpeed engine, training loop and log."""

@@ -1,19 +1,18 @@
-"""The log of a run: console, `metrics.jsonl` and Weights & Biases, from the main rank only.
+"""Log a run to the console, to `metrics.jsonl` and to Weights & Biases, from the main rank only.
 
 `metrics.jsonl` has one JSON object per line, `{"step": 100, "loss": 1.52, ...}`. Each line is
 flushed at once, so that a killed process loses no line that it has printed. JSON has no NaN and no
-infinity: the file shows them as `null`, the console and wandb as they are.
+infinity, so the file contains `null` for both; the console and wandb show them as they are.
 
-A resumed run continues the file. The killed run may have left rows beyond the checkpoint that the
-new run starts from, and a torn last line. Both are dropped (`last_step`), so that the file has each
-step once. A run that starts at step 0 in a used folder moves the old file to
-`metrics.jsonl.previous`.
+A resumed run appends to the file. The file may contain rows of steps after the checkpoint from
+which the run resumes, and an incomplete last line. Both are dropped first, so that each step occurs
+once. A run that starts at step 0 in a used folder renames the old file to `metrics.jsonl.previous`.
 
-wandb is imported only if the config asks for it. The id of an online run is kept in `wandb_id`
-beside the metrics, and a resumed run continues that run. Offline, wandb cannot resume: two offline
-folders with one id overwrite each other when they are uploaded. There, each start is a new wandb
-run. `step` is logged as a metric, because wandb's internal counter cannot go back, as a resumed run
-does.
+wandb is imported only if the config sets `use_wandb`. The file `wandb_id` beside the metrics
+records the id of an online wandb run, and a resumed run continues the wandb run with this id. In
+offline mode each start is a new wandb run, because two offline folders with one id overwrite each
+other when they are uploaded. `step` is logged as a metric, because a resumed run goes back to an
+earlier step and wandb's internal step counter cannot.
 """
 
 from __future__ import annotations
@@ -37,21 +36,22 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 
 class RunLog:
-    """The log of one run. Its methods do nothing on ranks other than the main one.
+    """The log of one run. Its methods do nothing on ranks other than the main rank.
 
     Args:
-        run_dir: folder for `metrics.jsonl` and wandb's files, created if it does not exist; None
-            logs on the console only (and to wandb, in wandb's default folder).
+        run_dir: the folder for `metrics.jsonl` and wandb's files, created if it does not exist.
+            None writes no `metrics.jsonl` and leaves wandb's files in wandb's default folder.
         is_main: whether this process is the main rank.
         use_wandb: whether metrics also go to wandb.
         wandb_options: any of project, team, group, host, mode (online | offline | disabled), with
             or without the prefix `wandb_`; None or absent takes wandb's default.
         config: the resolved flat configuration, which wandb shows with the run.
-        append: True for a resumed run: continue `metrics.jsonl` and the wandb run.
-        last_step: with `append`, the step resumed from; later rows are dropped. None keeps all.
+        append: whether to continue an existing `metrics.jsonl` and its wandb run.
+        last_step: the step from which a run with `append` resumes; rows of later steps are dropped
+            from `metrics.jsonl`. None drops no row because of its step.
 
     Raises:
-        ValueError: an unknown wandb option or mode.
+        ValueError: a wandb option or the wandb mode is unknown.
         RunLogError: wandb could not be started.
     """
 
@@ -73,7 +73,7 @@ class RunLog:
         if not is_main:
             return
         folder = None if run_dir is None else Path(run_dir)
-        # wandb first: when it cannot start, no metrics file has been touched yet.
+        # Start wandb first, so that no metrics file has changed if wandb cannot be started.
         if use_wandb:
             self._wandb = _start_wandb(folder, options, dict(config or {}), append)
         if folder is not None:
@@ -93,7 +93,12 @@ class RunLog:
             print(text, flush=True)
 
     def metrics(self, step: int, values: Mapping[str, float], *, text: str | None = None) -> None:
-        """Record `values` (plain numbers or 0-d tensors) at `step`; print `text` if given."""
+        """Record values at a step, in `metrics.jsonl` and wandb.
+
+        Args:
+            values: metric name -> plain number or 0-d tensor.
+            text: a line to print on the console; None prints nothing.
+        """
         if not self.is_main:
             return
         row = {"step": step} | {name: _number(value) for name, value in values.items()}
@@ -106,7 +111,11 @@ class RunLog:
             self.line(text)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the file and finish the wandb run; a second call does nothing."""
+        """Close `metrics.jsonl` and finish the wandb run. A second call does nothing.
+
+        Args:
+            failed: whether wandb marks the run as failed.
+        """
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -127,7 +136,7 @@ class RunLog:
 
 
 def _location(run: Any) -> str:
-    """A line that shows where to find a wandb run; wandb's own output is off."""
+    """Return a line that shows where to find the wandb run, because wandb's output is off."""
     if run.disabled:
         return "wandb: disabled, nothing is recorded"
     if run.offline:
@@ -146,7 +155,11 @@ def _json_line(row: Mapping[str, int | float]) -> str:
 
 
 def _keep_complete_rows(path: Path, last_step: int | None) -> None:
-    """Drop from `path` a torn last line and every row later than `last_step`, atomically."""
+    """Rewrite `path` atomically without incomplete lines, later steps and final results.
+
+    Args:
+        last_step: rows of steps after this one are dropped; None drops no row because of its step.
+    """
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -164,7 +177,7 @@ def _is_kept(text: str, last_step: int | None) -> bool:
         step = row["step"]
     except (ValueError, KeyError, TypeError):
         return False
-    if any(name.startswith("final/") for name in row):  # measured again whenever a run ends
+    if any(name.startswith("final/") for name in row):  # a resumed run measures these again
         return False
     return last_step is None or step <= last_step
 
@@ -184,7 +197,7 @@ def _checked_options(wandb_options: Mapping[str, Any]) -> dict[str, Any]:
 def _start_wandb(
     folder: Path | None, options: dict[str, Any], config: dict[str, Any], append: bool
 ) -> Any:
-    """Start the wandb run, or with `append` continue the one recorded in `folder`."""
+    """Start and return a wandb run; with `append`, continue the run that `folder` records."""
     import wandb
 
     settings = {"silent": True, "console": "off"}
