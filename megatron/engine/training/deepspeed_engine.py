@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of one job, built from the config's keys."""
+"""Build the DeepSpeed engine of a training job from its config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FP16_OPTIONS = (
 def job_engine(
     config: Config, model: nn.Module, groups: Groups
 ) -> tuple[deepspeed.DeepSpeedEngine, AnnealingLR]:
-    """Wrap `model` for training; returns the engine and its learning-rate schedule."""
+    """Wrap `model` in a DeepSpeed engine; return the engine and its learning-rate scheduler."""
     c = config
     beta1, beta2 = c.optimizer.betas
     optimizer = build_optimizer(
@@ -65,10 +65,11 @@ def job_engine(
 
 
 def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
-    """What the files of a checkpoint depend on, as JSON values.
+    """Return the settings that determine the files of a checkpoint, as JSON values.
 
-    `sub_group_size` is the count of numbers that ZeRO-3 stores in one piece of its state, None for
-    DeepSpeed's default. Files written with one size cannot be loaded with another.
+    A checkpoint's files can be loaded directly only by a run with the same settings. One of them is
+    `sub_group_size`, the count of numbers in one group of ZeRO-3's state. It is None for other ZeRO
+    stages and for DeepSpeed's default size.
     """
     parallel = config.parallel
     size = parallel.zero.get("sub_group_size", 10**9)
@@ -98,9 +99,17 @@ def engine_config(
     communication_dtype: str | None = None,
     fp16_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration.
+    """Return DeepSpeed's configuration as a dictionary.
 
-    It always sets `gradient_clipping`: parts of DeepSpeed default it to 1.0.
+    `gradient_clipping` is always set, because parts of DeepSpeed clip at 1.0 by default.
+
+    Args:
+        micro_batch: the sequences in a micro-batch.
+        accumulation: the micro-batches per step.
+        world_size: the number of replicas of the model that read different sequences or tokens.
+        precision: "fp32", "bf16" or "fp16".
+        zero_options: other entries of DeepSpeed's section `zero_optimization`.
+        fp16_options: other entries of DeepSpeed's section `fp16`.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -113,8 +122,8 @@ def engine_config(
         "wall_clock_breakdown": False,
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16", **(fp16_options or {})},
-        # With partitioning, only the first tensor sent between stages may have a gradient; theta is
-        # the second.
+        # With partitioning, only the first tensor that is sent between pipeline stages may have a
+        # gradient. Theta is the second tensor.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
     if grad_accum_dtype:
@@ -133,17 +142,21 @@ def build_engine(
     *,
     numerics: Numerics = WIDE,
 ) -> deepspeed.DeepSpeedEngine:
-    """Wrap model, optimizer and learning-rate schedule in a DeepSpeed engine.
+    """Wrap model, optimizer and learning-rate scheduler in a DeepSpeed engine.
 
-    DeepSpeed allocates the optimizer's state by a step with zero gradients. This function sets the
-    rate to zero for that step, so that no weight moves. Without ZeRO the step would still count in
-    Adam's bias correction, so its state is dropped, unless `numerics` counts it.
+    To allocate the optimizer's state, DeepSpeed takes a step with zero gradients. This function
+    sets the learning rate to zero for the empty step, so that no weight changes. Without ZeRO the
+    empty step would also count in Adam's bias correction. Adam's state is therefore cleared after
+    the empty step, unless `numerics.counts_empty_step` is set.
+
+    Args:
+        config: DeepSpeed's configuration, from `engine_config`.
     """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline brings its own
+    needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline has its own `mpu`
     mpu = Mpu(groups) if needs_mpu else None
-    deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep the previous engine's
+    deepspeed.utils.groups.mpu = mpu  # otherwise DeepSpeed would keep the previous engine's `mpu`
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -159,10 +172,10 @@ def build_engine(
 
 
 class Mpu:
-    """The "model parallel unit" that DeepSpeed's plain engine asks for, over `Groups`.
+    """The "model parallel unit" (mpu) of a DeepSpeed engine: ranks and groups, taken from `Groups`.
 
-    The names are DeepSpeed's. Its data-parallel ranks are the replicas of `Groups`. Model parallel
-    and tensor model parallel mean the same here.
+    DeepSpeed defines the method names. What DeepSpeed calls data-parallel ranks are the replicas of
+    `Groups`. "Model parallel" and "tensor model parallel" both mean tensor parallel here.
     """
 
     def __init__(self, groups: Groups):

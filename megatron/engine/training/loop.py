@@ -1,8 +1,8 @@
-"""The training loop.
+"""Run the training loop.
 
-One step: accumulate gradients over the micro-batches, clip, update, advance the schedule, project
-theta onto its bounds. The loop has no state that a checkpoint does not hold, so a resumed run takes
-the same steps as an uninterrupted one.
+One step accumulates gradients over the micro-batches, clips them, updates the weights, advances the
+learning-rate schedule, and clamps theta to its bounds. All state of the loop is in the checkpoints,
+so a resumed run takes the same steps as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ _SCALE_EXHAUSTED = "loss scale already at minimum"  # DeepSpeed's bare Exception
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """The config's values that the loop reads (names as in the config)."""
+    """The config values that the training loop reads. Most fields have the name of a config key.
+
+    Attributes:
+        accumulation: the number of micro-batches per step (`gradient_accumulation_steps`).
+        skips_overflow: whether DeepSpeed skips a step whose gradients overflow, as in fp16.
+    """
 
     train_iters: int
     accumulation: int
@@ -53,14 +58,14 @@ class LoopSettings:
         return self.exit_interval is not None and step % self.exit_interval == 0
 
     def saves_after(self, step: int) -> bool:
-        """Whether `step` is to be saved, even if it is not the last one."""
+        """Return whether the config asks for a checkpoint after `step`, even if not the last."""
         at_interval = bool(self.save_interval) and step % self.save_interval == 0
         return at_interval or step in self.extra_save_iters
 
 
 @dataclass
 class Meter:
-    """Losses and time since the last log line."""
+    """The losses and the seconds of the steps since the last log line."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
@@ -73,7 +78,11 @@ class Meter:
 def next_batches(
     batches: Iterator[np.ndarray], count: int, groups: Groups
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(inputs, targets) of each of the next `count` micro-batches int64 [micro, T + 1]."""
+    """Yield (inputs [B, T], targets [B, T]) for each of the next `count` micro-batches.
+
+    Args:
+        batches: micro-batches of this rank, int64 [B, T + 1].
+    """
     for _ in range(count):
         tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)
         yield tokens[:, :-1], tokens[:, 1:]
@@ -85,11 +94,11 @@ def train_step(
     accumulation: int,
     groups: Groups,
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
-    """Take one optimizer step.
+    """Take one optimizer step, on the next `accumulation` micro-batches.
 
     Returns:
-        This rank's mean loss (a 0-d tensor, not synchronised), and the norm of the gradient before
-        clipping.
+        This rank's mean loss (a 0-d tensor, not averaged over the data-parallel ranks), and the L2
+        norm of the gradient before clipping.
     """
     if isinstance(engine, PipelineEngine):
         loss = train_batch(engine, list(next_batches(batches, accumulation, groups)))
@@ -103,8 +112,8 @@ def train_step(
         if not engine.zero_optimization() and engine.is_gradient_accumulation_boundary():
             mark_sharded_gradients(_model(engine))
             if not engine.bfloat16_enabled():
-                # Without ZeRO the engine has no norm in fp32, and in fp16 a norm that is multiplied
-                # by the loss scale.
+                # Without ZeRO, DeepSpeed computes no norm for fp32 training, and for fp16 training
+                # a norm that is multiplied by the loss scale.
                 scale = getattr(engine.optimizer, "loss_scale", 1.0)
                 norm = gradient_norm(_model(engine), groups.model) / scale
         engine.step()
@@ -119,16 +128,20 @@ def _model(engine: deepspeed.DeepSpeedEngine) -> nn.Module:
 
 @contextmanager
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
-    """Around training step `step`: raise if fp16's loss scale cannot be lowered any further.
+    """Run a training step in the `with` block; raise if fp16 gradients overflow at the least scale.
 
-    Under ZeRO the engine itself raises if a step overflows at the least scale. Without ZeRO it
-    would silently skip every later step.
+    After an overflow, DeepSpeed skips the step and lowers the loss scale. If the scale is already
+    the least one, DeepSpeed raises an unclear error under ZeRO. Without ZeRO it would silently skip
+    every later step.
+
+    Args:
+        step: the number of the step, for the error message.
 
     Raises:
         DivergedError: the gradients overflow at the least loss scale.
     """
-    optimizer: Any = engine.optimizer  # each precision and ZeRO stage has another class
-    scaling = getattr(optimizer, "loss_scale_config", None)  # without ZeRO
+    optimizer: Any = engine.optimizer  # its class depends on the precision and the ZeRO stage
+    scaling = getattr(optimizer, "loss_scale_config", None)  # exists only without ZeRO
     least = scaling and scaling.dynamic_loss_scale and scaling.cur_scale == scaling.min_loss_scale
     try:
         yield
@@ -148,7 +161,7 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
 
 
 class TrainingLoop:
-    """Takes steps; logs, validates and saves where `settings` ask for it."""
+    """A loop that takes training steps, and logs, validates and saves as `settings` ask."""
 
     def __init__(
         self,
@@ -170,17 +183,19 @@ class TrainingLoop:
         validate: Callable[[int], float | None],
         save: Callable[[int], None],
     ) -> None:
-        """Take steps first_step + 1 ... train_iters, or as far as the first `exit_interval`.
+        """Take the steps after `first_step`, up to step `train_iters`.
+
+        The loop ends earlier at the next step that is a multiple of `exit_interval`.
 
         Args:
-            batches: micro-batches of this rank, int64 [micro, T + 1].
-            first_step: steps taken before.
-            validate: step -> validation loss, called every `eval_interval` steps.
-            save: step -> None, called every `save_interval` steps, at `extra_save_iters` and at the
-                end.
+            batches: micro-batches of this rank, int64 [B, T + 1].
+            first_step: the number of steps that were taken before.
+            validate: step -> validation loss or None. It is called every `eval_interval` steps.
+            save: writes a checkpoint of the given step. It is called every `save_interval` steps,
+                at `extra_save_iters` and at the end.
 
         Raises:
-            DivergedError: the loss or a weight is not finite. The last checkpoint stays as it is.
+            DivergedError: the loss or a weight is not finite. No checkpoint is written then.
         """
         settings, meter = self.settings, self._meter
         self.engine.train()
@@ -212,7 +227,11 @@ class TrainingLoop:
                 return
 
     def _finite_loss(self, step: int) -> float:
-        """Mean loss over all ranks since the last log line."""
+        """Return the mean loss over all ranks and all steps since the last log line.
+
+        Raises:
+            DivergedError: the loss is not finite, and the precision is not fp16.
+        """
         losses = torch.stack(self._meter.losses)
         mean = (self.groups.sum_over_data(losses.mean()) / self.groups.data_size).item()
         if not math.isfinite(mean) and not self.settings.skips_overflow:

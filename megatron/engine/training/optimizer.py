@@ -1,7 +1,8 @@
-"""The optimizer, its parameter groups, and norms and checks over all parameters.
+"""Build the optimizer and its parameter groups; compute gradient norms and check the weights.
 
-Weight decay follows GPT-NeoX: biases and norm weights are not decayed. Theta is not decayed either,
-unless `weight_decay_positional` is set (the published code decayed it).
+As in GPT-NeoX, biases and norm weights have no weight decay. Theta, the learned parameters of the
+positional embedding, has none either, unless `weight_decay_positional` is set. The published code
+decayed theta.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from megatron.parallel.sharding import sharding_of
 def parameter_groups(
     model: nn.Module, weight_decay: float, *, decay_theta: bool = False
 ) -> list[dict[str, Any]]:
-    """The decayed and the exempt group, {"params", "weight_decay", "name"}, always both."""
+    """Divide the trained parameters into two groups: with weight decay, and without.
+
+    Args:
+        decay_theta: whether theta belongs to the group with weight decay.
+
+    Returns:
+        The two groups in this order, each {"params", "weight_decay", "name"}, even if one is empty.
+    """
     decayed, exempt = [], []
     for name, param in model.named_parameters():
         if not param.requires_grad:
@@ -44,7 +52,15 @@ def build_optimizer(
     eps: float = 1e-8,
     momentum: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """`adam` is AdamW (decoupled decay, as apex FusedAdam's default); `sgd` is plain SGD."""
+    """Build the optimizer `kind` for parameter groups.
+
+    Args:
+        kind: `adam` is AdamW, with decoupled weight decay as in apex's FusedAdam; `sgd` is SGD.
+        groups: the result of `parameter_groups`.
+        betas: Adam's betas.
+        eps: Adam's epsilon.
+        momentum: SGD's momentum.
+    """
     if kind == "adam":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     if kind == "sgd":
@@ -57,10 +73,11 @@ HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
 
 @contextmanager
 def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
-    """Around the loading of a checkpoint: the optimizer keeps this run's settings.
+    """Restore this run's `HYPERPARAMETERS` and learning rate after the `with` block.
 
-    Loading replaces them by those of the run that saved the checkpoint. Under ZeRO it replaces the
-    learning rate too, after the schedule has written the right one.
+    Load a checkpoint in the block. DeepSpeed then overwrites the hyperparameters in the optimizer
+    with those of the run that saved the checkpoint. Under ZeRO it also overwrites the learning rate
+    that `schedule` wrote.
     """
     kept = [
         {key: group[key] for key in HYPERPARAMETERS if key in group}
@@ -74,7 +91,7 @@ def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
 
 @torch.no_grad()
 def all_finite(model: nn.Module, groups: Groups) -> bool:
-    """Whether every weight on every rank is a finite number."""
+    """Return whether every weight on every rank is finite. Every rank must call this function."""
     local = (getattr(p, "ds_tensor", p) for p in model.parameters())
     wrong = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in local]).sum()
     return groups.sum_over_job(wrong.to(groups.device)).item() == 0
@@ -82,9 +99,14 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 
 @torch.no_grad()
 def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
-    """L2 norm of the full model's gradient, in fp32, without ZeRO.
+    """Return the L2 norm of the full model's gradient, computed in fp32, for training without ZeRO.
 
-    The norm of a 16-bit tensor computed in its own dtype is wrong by percents.
+    A norm computed in 16 bits would be wrong by several percent. All ranks of `tp` must call this
+    function.
+
+    Args:
+        model: this rank's tensor-parallel shard of the model.
+        tp: the tensor-parallel group.
     """
     gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     square = _square([grad for p, grad in gradients if tp.size == 1 or sharding_of(p) is None])
@@ -95,11 +117,12 @@ def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
 
 
 def mark_sharded_gradients(model: nn.Module) -> None:
-    """Before a step without ZeRO: mark the gradients of tensor-parallel shards as such.
+    """Set `model_parallel` on the gradients of tensor-parallel shards, before a step without ZeRO.
 
-    DeepSpeed's 16-bit optimizer clips by a norm summed over the tensor-parallel ranks. All ranks
-    but the first add only gradients that carry the mark. DeepSpeed sets the mark on parameters but
-    looks for it on gradients; without this function it would clip by the first rank's norm.
+    DeepSpeed's 16-bit optimizer clips by a gradient norm summed over the tensor-parallel ranks. To
+    count replicated gradients once, only the first rank adds them. Other ranks add the gradients
+    with the attribute `model_parallel`, but DeepSpeed sets this attribute only on parameters.
+    Without this function it would clip by the norm of the first rank's shard.
     """
     for param in model.parameters():
         if param.grad is not None and sharding_of(param) is not None:
@@ -107,6 +130,6 @@ def mark_sharded_gradients(model: nn.Module) -> None:
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of all squares, in fp32."""
+    """Return the sum of the squares of all numbers in `tensors`, in fp32."""
     norms = torch._foreach_norm(tensors, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square().sum()

@@ -1,8 +1,9 @@
-"""This rank's shard of the model, and the model's layers as a DeepSpeed pipeline.
+"""Build this rank's shard of the model, as a plain model or as a stage of a DeepSpeed pipeline.
 
-`Pipeline` and `PipelineLosses` have the interface of the plain model and engine. Stages are split
-between blocks. Every stage takes the same batches from the loop, so that all count the same
-samples; only the first stage reads the tokens, and only the last one the targets.
+`Pipeline` has the interface of the plain model, and `PipelineLosses` that of the plain engine. Each
+stage holds complete transformer blocks. The training loop gives every stage the same batches, so
+that all ranks count the same samples. Only the first stage uses the inputs, and only the last stage
+uses the targets.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pipeline(PipelineModule):
-    """This rank's stage of the model, with the parameter names of `megatron.model.GPT`.
+    """This rank's pipeline stage of the model, with the parameter names of `megatron.model.GPT`.
 
     Attributes:
-        layer_names: names of all layers of the model. DeepSpeed's file names use their positions.
+        layer_names: the names of all layers of the full model, in order. DeepSpeed's checkpoint
+            files are numbered by this order.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Pipeline(PipelineModule):
         logits_tp = logits_group(shape, groups.model)
 
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            """Mean loss for training; each target's loss [B, T] where gradients are off."""
+            """Return the mean loss in training, and each target's loss [B, T] under no_grad."""
             losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
             return losses_BT.mean() if torch.is_grad_enabled() else losses_BT
 
@@ -75,7 +77,10 @@ class Pipeline(PipelineModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by the plain model's names: `layers.3.mlp...`, not `5.mlp...`."""
+        """Yield this stage's parameters under the plain model's names, such as `layers.3.mlp...`.
+
+        DeepSpeed's name would begin with the position of the layer, such as `5.mlp...`.
+        """
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             head, _, rest = name.partition(".")
             if head == "tied_modules":
@@ -90,7 +95,10 @@ class Pipeline(PipelineModule):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The kernel's parameters on the first stage; None on the others, or if none is learned."""
+        """The learned parameters of the distance kernel [heads of this rank, n].
+
+        Only the first stage holds them. The value is None on other stages, and if none are learned.
+        """
         return dict(self.named_parameters()).get(THETA)
 
 
@@ -98,7 +106,7 @@ Model = GPT | Pipeline
 
 
 def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
-    """Build this rank's tensor-parallel shard of the model, or of its pipeline stage."""
+    """Build this rank's tensor-parallel shard of the model or, with a pipeline, of its stage."""
     if groups.pipe_size == 1:
         device = groups.device.type
         return build_model(
@@ -110,7 +118,10 @@ def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
 
 
 def count_parameters(model: Model, groups: Groups) -> int:
-    """Count the numbers in the full model, tied ones once."""
+    """Count the parameters of the full model over all ranks; tied weights count once.
+
+    Every rank must call this function.
+    """
     local = sum(
         getattr(p, "ds_numel", p.numel()) * getattr(p, "shard_count", 1)
         for p in model.parameters()
@@ -129,7 +140,7 @@ def _spec(layer: Layer) -> LayerSpec:
 
 
 def _key(name: str) -> str:
-    """A name without dots, which torch does not allow in a module's name."""
+    """Return the layer name `name` with `/` for each dot, because torch allows no dots there."""
     return name.replace(".", "/")
 
 
@@ -138,15 +149,16 @@ def _from_key(key: str) -> str:
 
 
 def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tensor:
-    """Take one optimizer step; return the mean loss of this pipeline, on all its stages."""
+    """Take one optimizer step on `batches`; return the pipeline's mean loss, on every stage."""
     engine.train_batch(iter(batches))
     return engine.dp_group_loss
 
 
 class PipelineLosses:
-    """(inputs [B, T], targets [B, T]) -> loss of each target [B, T] in nats, on every stage.
+    """A function (inputs [B, T], targets [B, T]) -> loss of each target [B, T], in nats.
 
-    B and T may change between calls: DeepSpeed's buffers are reset each time.
+    Every stage of the pipeline must call the function, and every stage gets the losses. B and T may
+    change between calls, because each call resets DeepSpeed's buffers.
     """
 
     def __init__(self, engine: PipelineEngine, groups: Groups):
@@ -159,7 +171,7 @@ class PipelineLosses:
     def __call__(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         engine = self.engine
         engine.reset_activation_shape()
-        engine.total_loss = None  # DeepSpeed would add to the last call's loss, of another shape
+        engine.total_loss = None  # otherwise DeepSpeed would add the losses of the previous call
         padding = (0, -inputs_BT.shape[1] % self.multiple)  # causal attention ignores it
         batch = iter([(F.pad(inputs_BT, padding), F.pad(targets_BT, padding))])
         found: Any = engine.eval_batch(

@@ -1,15 +1,15 @@
-"""Learning rate by step, in the published code's form.
+"""Compute the learning rate of each step, by the formulas of GPT-NeoX.
 
-With n = min(step, E - W), warm-up length W and E = lr_decay_iters:
+Let W be the length of the warm-up in steps, E = lr_decay_iters, n = min(step, E - W) and m = n - W:
 
-    n <= W (by step)   start * n / W
-    linear             start * (E - m) / E          m = n - W
-    cosine             start / 2 * (cos(pi m / E) + 1)
-    exponential        start * exp(-0.693 m / E)
-    constant           start
+    step <= W (warm-up)   start * n / W
+    linear                start * (E - m) / E
+    cosine                start / 2 * (cos(pi m / E) + 1)
+    exponential           start * exp(-0.693 m / E)
+    constant              start
 
-and never below min_lr after warm-up. The rate therefore stays constant for the last W steps before
-E, and a cosine ends slightly above zero: the released checkpoints were trained this way.
+After the warm-up, the rate is at least min_lr. The rate is constant from step E - W on, so a cosine
+ends slightly above zero. The released checkpoints were trained with these formulas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ STYLES = ("constant", "linear", "cosine", "exponential")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate curve. `warmup_iter` may be fractional (0.01 of 150 iterations is 1.5)."""
+    """A learning rate as a function of the step.
+
+    Attributes:
+        start_lr: the rate at the end of the warm-up.
+        end_iter: the step E at which the decay would end without warm-up.
+        warmup_iter: the steps W of the warm-up, perhaps a fraction (0.01 of 150 steps is 1.5).
+        decay_style: one of `STYLES`.
+        min_lr: the least rate after the warm-up.
+    """
 
     start_lr: float
     end_iter: int
@@ -40,7 +48,7 @@ class Schedule:
             raise ValueError(f"lr_decay_style {self.decay_style!r} is not one of {STYLES}")
 
     def __call__(self, step: int) -> float:
-        """Rate after `step` optimizer steps: the first update uses the rate of step 0."""
+        """Return the rate after `step` optimizer steps. The first step uses the rate of step 0."""
         n = min(step, self.end_iter - self.warmup_iter)
         if self.warmup_iter > 0 and step <= self.warmup_iter:
             return self.start_lr * n / self.warmup_iter
@@ -57,7 +65,7 @@ class Schedule:
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The config's learning-rate curve."""
+    """Build the learning-rate schedule that the config describes."""
     decay_iters = config.lr.decay_iters or max(1, config.training.train_iters)
     return Schedule(
         start_lr=config.optimizer.lr,
@@ -69,11 +77,12 @@ def schedule_of(config: Config) -> Schedule:
 
 
 class AnnealingLR:
-    """Writes the rate of a `Schedule` into an optimizer; the DeepSpeed engine steps it.
+    """A scheduler that writes the rate of a `Schedule` into an optimizer.
 
-    A resumed run continues its configured curve at the checkpoint's step, so that one changed key
-    makes a longer or gentler run. With `use_checkpoint` (GPT-NeoX's `use_checkpoint_lr_scheduler`)
-    it continues the checkpoint's curve instead.
+    The DeepSpeed engine calls `step` after each optimizer step. A resumed run starts at the
+    checkpoint's step and takes its rates from the run's own config, so that a changed config key
+    has an effect. With `use_checkpoint` (GPT-NeoX's `use_checkpoint_lr_scheduler`) the rates come
+    from the schedule that the checkpoint records.
     """
 
     def __init__(
@@ -84,7 +93,7 @@ class AnnealingLR:
         self.write()
 
     def step(self, increment: int | None = None) -> None:
-        """Advance by one optimizer step. DeepSpeed passes `increment`; it is not used."""
+        """Advance by one optimizer step. DeepSpeed passes `increment`, which has no effect here."""
         self.num_iters += 1
         self.write()
 
@@ -102,7 +111,7 @@ class AnnealingLR:
         self.write()
 
     def write(self) -> None:
-        """Put the current rate into the optimizer."""
+        """Write the current rate into the optimizer's parameter groups."""
         lr = self.schedule(self.num_iters)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -1,7 +1,9 @@
-"""Theta during training: its fp32 master, its bounds, its ranges in the log.
+"""Clamp theta to its bounds during training, and read its fp32 master.
 
-After each optimizer step a projection clamps the fp32 master and the model's copy to the bounds.
-Each ZeRO stage stores the master in another place, hence the cases below.
+Theta [heads, n] are the learned parameters of a distance kernel (a bias or factor that depends only
+on the query-key distance). The master is the fp32 copy that the optimizer updates. After each
+optimizer step, the master and the model's copy are clamped to the bounds. Each ZeRO stage stores
+the master in another place, so this module distinguishes several cases.
 """
 
 from __future__ import annotations
@@ -16,21 +18,22 @@ from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
 MOST_COLUMNS = 4
-"""Parameters per head that the log shows by name; larger tables are shown as one."""
+"""The log shows up to this many parameters per head by name, and a larger table as one range."""
 
 
 class TrainedTheta:
-    """The parameters of the positional kernel, [heads, n], inside one DeepSpeed engine.
+    """The learned parameters of the model's distance kernel, [heads, n], in a DeepSpeed engine.
 
-    Under ZeRO every method is a collective: all ranks of the stage must call it. Where the rank has
-    no theta (nothing is learned, or another pipeline stage holds it) the methods do nothing.
+    Under ZeRO every method is a collective, so all ranks of the pipeline stage must call it. On a
+    rank without theta, the methods do nothing. A rank has no theta if nothing is learned or if
+    another pipeline stage holds theta.
 
     Args:
-        engine: trains theta.
-        parameter: theta of this rank's heads, in the engine's model; None where there is none.
-        pos: gives the names and the bounds of the columns; its numerics decide whether the bounds
-            hold for the master too.
-        groups: the tensor-parallel group holds the other heads.
+        engine: the engine that trains theta.
+        parameter: theta of this rank's heads, in the engine's model; None on a rank without theta.
+        pos: the positional embedding, with the names and the bounds of theta's columns. Its
+            numerics decide whether the master is clamped too.
+        groups: the job's process groups; each tensor-parallel rank holds theta of its heads.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master(self) -> Tensor | None:
-        """A copy of the fp32 master [heads of this rank, n]."""
+        """Return a copy of the fp32 master [this rank's heads, n]; None on a rank without theta."""
         theta = self.parameter
         if theta is None:
             return None
@@ -59,13 +62,13 @@ class TrainedTheta:
         return flat.detach().clone().view(-1)[:count].view(shape)
 
     def master_of_all_heads(self) -> Tensor | None:
-        """A copy of the fp32 master [heads of the model, n]."""
+        """Return a copy of the fp32 master [all heads, n]; None on a rank without theta."""
         master_HN = self.master()
         return None if master_HN is None else self._all_heads(master_HN)
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp the columns to their bounds."""
+        """Clamp theta to the bounds of its columns."""
         theta, master_HN = self.parameter, self.master()
         if theta is None or master_HN is None:
             return
@@ -79,12 +82,12 @@ class TrainedTheta:
         self._projected_HN = bounded_HN
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Column name -> (least, largest) over all heads, after the newest projection."""
+        """Return (least, largest) value over all heads by column name, after the last `project`."""
         if self._projected_HN is None:
             return {}
         theta_HN = self._all_heads(self._projected_HN)
         names = [parameter.name for parameter in self.pos.parameters]
-        if len(names) > MOST_COLUMNS:  # such as T5's
+        if len(names) > MOST_COLUMNS:  # such as T5's table of buckets
             columns = {"table": theta_HN}
         else:
             columns = dict(zip(names, theta_HN.T, strict=True))
@@ -94,13 +97,17 @@ class TrainedTheta:
         return torch.cat(self.groups.model.gather(theta_HN))
 
     def _set_master(self, theta: nn.Parameter, value_HN: Tensor) -> None:
-        if hasattr(theta, "ds_id") or hasattr(theta, "_hp_mapping"):  # sharded by ZeRO-3; ZeRO-1, 2
+        if hasattr(theta, "ds_id") or hasattr(theta, "_hp_mapping"):  # ZeRO-3, or ZeRO-1 and 2
             safe_set_full_fp32_param(theta, value_HN)
         else:
             self._unsharded_master(theta).data.copy_(value_HN)
 
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
-        """ZeRO-0: theta itself in fp32, or its counterpart in the 16-bit optimizer's fp32 list."""
+        """Return the fp32 master without ZeRO (stage 0), not a copy.
+
+        In fp32 training the master is theta itself. In 16-bit training the master is in the fp32
+        list of DeepSpeed's optimizer.
+        """
         optimizer = self.engine.optimizer
         if not isinstance(optimizer, FP16_UnfusedOptimizer):
             return theta
