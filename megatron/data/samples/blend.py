@@ -1,17 +1,22 @@
-"""Several corpora blended by weight into one order of samples, as GPT-NeoX blends them.
+"""Blend several corpora by weight into one order of samples, as GPT-NeoX does.
 
-    choice i = first d with the largest  w_d max(i, 1) - c_d        c_d: times d was chosen before
+Sample i of the blend is taken from the corpus d that lags most behind its weight w_d. The weights
+are normalised to the sum 1, and c_d counts how often corpus d was chosen before sample i:
+
+    d        = the first corpus with the largest  w_d max(i, 1) - c_d    in float64
     sample i = sample c_d of corpus d
 
-in float64, with w normalised to the sum 1. The choice depends on earlier choices only, so the order
-is one endless sequence: longer orders begin with the shorter ones. Corpus d is indexed for
-ceil(1.005 N w_d) samples with the run's seed, where N is the number of samples asked for. With
-`weight_by_num_documents`, the weights follow from alpha and the numbers of documents n_d:
+Each choice depends only on earlier choices. Therefore a longer order begins with every shorter one.
+For N requested samples, the sample index of corpus d is built for ceil(1.005 N w_d) samples with
+the run's seed.
+
+With `weight_by_num_documents`, the weights follow from the exponent alpha and the number of
+documents n_d of each corpus:
 
     p_d = n_d / sum n;   q_d = p_d^alpha / sum p^alpha;   w_d = q_d (1 - p_d), normalised
 
-These are GPT-NeoX's rules (`data_utils.py`, `blendable_dataset.py`, `helpers.cpp`), bit for bit,
-computed without a compiled helper.
+The results equal those of GPT-NeoX (`data_utils.py`, `blendable_dataset.py`, `helpers.cpp`) bit for
+bit, but need no compiled helper.
 """
 
 from __future__ import annotations
@@ -24,14 +29,14 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.samples.interface import Samples, checked_indices
 
-_MAX_CORPORA = 254  # GPT-NeoX's limit: the choice is a byte
-_SPARE = 1.005  # index 0.5% more samples per corpus than its weight needs
-_LANES = 2048  # stretches of the sequence that are computed side by side
-_WARM_UP = 256  # steps before a stretch, in which its guessed counts approach the true ones
+_MAX_CORPORA = 254  # GPT-NeoX's limit, because it stores the number of the corpus in a byte
+_SPARE = 1.005  # each corpus is indexed for 0.5% more samples than its weight needs
+_LANES = 2048  # the number of segments of the order that are computed in parallel
+_WARM_UP = 256  # extra steps before each segment, in which guessed counts approach the true ones
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """The weights, scaled to the sum 1.
+    """Return the weights scaled to the sum 1.
 
     Raises:
         DataError: a weight is negative or not finite, or all are 0.
@@ -43,7 +48,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Weights w of corpora with these numbers of documents n; see the module docstring."""
+    """Return the normalised weight w_d of each corpus from `documents`, n_d (see the module)."""
     if len(documents) == 1:
         return [1.0]
     total = sum(documents)
@@ -56,18 +61,26 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
 
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """How many samples each corpus is indexed for; `weights` sum to 1."""
+    """Return the number of samples for which the index of each corpus is built.
+
+    Args:
+        num_samples: The number of samples of the blend.
+        weights: The weights of the corpora, normalised to the sum 1.
+    """
     return [int(math.ceil(num_samples * weight * _SPARE)) for weight in weights]
 
 
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
-    """uint8 [size]: the corpus that each sample is taken from; `weights` float64, sum 1.
+    """Return the number of the corpus that each sample is taken from, as uint8 [size].
 
-    Each step needs the counts before it, so the rule is a loop. Long orders are cut into stretches
-    that are computed side by side from guessed counts. Wrong guesses correct themselves in a few
-    steps, because the rule always chooses the corpus that lacks most samples. If the counts at a
-    stretch's start differ from those at the end of the stretch before it, the stretch is computed
-    again from the latter. The result is therefore the loop's.
+    Each choice needs the counts of all earlier choices, so a plain implementation is a loop. Here a
+    long order is cut into segments, which are computed in parallel from guessed counts. After a few
+    steps a wrong guess has no effect any more, because each step chooses the corpus that lags most.
+    If the counts at the start of a segment still differ from those at the end of the segment before
+    it, the segment is computed again from the latter. So the result equals that of the loop.
+
+    Args:
+        weights: float64, normalised to the sum 1.
 
     Raises:
         DataError: there are more corpora than a byte can number.
@@ -81,7 +94,7 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     starts = np.arange(_LANES) * length
     begin = np.maximum(starts - _WARM_UP, 0)
     counts = np.floor(weights * begin[:, None])
-    missing = begin - counts.sum(axis=1)  # what rounding down left out goes to the first corpora
+    missing = begin - counts.sum(axis=1)  # lost by rounding down; given to the first corpora
     counts += np.arange(len(weights)) < missing[:, None]
     counts[starts == 0] = 0
     warm = starts > 0
@@ -103,31 +116,43 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
 def _lockstep(
     weights: np.ndarray, counts_BD: np.ndarray, step_B: np.ndarray, length: int
 ) -> np.ndarray:
-    """uint8 [B, length]: `length` steps of the rule from each of B states; updates `counts_BD`."""
+    """Choose corpora for B segments of the order in parallel, `length` steps each.
+
+    Args:
+        counts_BD: How often each of D corpora was chosen before each segment; updated in place.
+        step_B: The number of the first step of each segment.
+
+    Returns:
+        The number of the chosen corpus at each step, uint8 [B, length].
+    """
     rows = np.arange(len(step_B))
     choices = np.empty((len(step_B), length), np.uint8)
     for t in range(length):
         error_BD = weights * np.maximum(step_B + t, 1.0)[:, None] - counts_BD
-        chosen_B = error_BD.argmax(axis=1)  # of equal errors the first, as published
+        chosen_B = error_BD.argmax(axis=1)  # the first of equal errors, as in GPT-NeoX
         counts_BD[rows, chosen_B] += 1
         choices[:, t] = chosen_B
     return choices
 
 
 class BlendedDataset:
-    """`Samples` of several corpora: `num_samples`, or `extend_to` if that is more.
+    """A data set that takes its samples from several corpora, by weight. It implements `Samples`.
 
     Args:
-        build: makes the data set of corpus d: `build(d, num_samples, extend_to)`.
-        weights: of the corpora, with any sum above 0.
-        name: "train", ..., for messages.
-        extend_to: continue the order by the same rule up to here.
+        build: The function that builds the data set of corpus d when it is called with
+            (d, num_samples, extend_to).
+        weights: The weights of the corpora, with any sum above 0.
+        num_samples: The number of samples for which the indices of the corpora are built.
+        name: The name of the split ("train", ...), for error messages.
+        extend_to: The length of the data set, if this is larger than `num_samples`. Samples beyond
+            `num_samples` are chosen by the same rule and do not change earlier samples.
 
     Attributes:
-        choices: uint8 [len], the corpus that each sample is taken from.
+        choices: uint8 [length], the number of the corpus that each sample is taken from.
 
     Raises:
-        DataError: the weights are unusable, or there are too many corpora.
+        DataError: a weight is negative or not finite, all weights are 0, or there are more than 254
+            corpora.
     """
 
     def __init__(
@@ -145,7 +170,7 @@ class BlendedDataset:
         self._length = max(num_samples, extend_to or 0)
         self.choices = blend_choices(self.weights, self._length)
         wide = np.int64 if self._length > np.iinfo(np.int32).max else np.int32
-        self._number = np.empty(self._length, wide)  # the sample's number in its corpus
+        self._number = np.empty(self._length, wide)  # each sample's number in its corpus
         self.datasets = []
         for d, indexed in enumerate(samples_to_index(num_samples, shares)):
             places = np.flatnonzero(self.choices == d)
@@ -159,14 +184,14 @@ class BlendedDataset:
 
     @property
     def where(self) -> str:
-        """The files, for messages."""
+        """The paths of the shards of all corpora, for error messages."""
         return ", ".join(dataset.where for dataset in self.datasets)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [n, seq_length + 1]: the samples `indices`.
+        """Return the samples with the numbers `indices` [n], as int64 [n, seq_length + 1].
 
         Raises:
-            DataExhausted: there is no such sample.
+            DataExhausted: an index is outside the data set.
         """
         indices_N = checked_indices(self, indices, "raise train_iters (or extend_to)")
         out_NT = np.empty((len(indices_N), self.seq_length + 1), dtype=np.int64)

@@ -1,18 +1,18 @@
-"""Samples of a split, by number, in the published order (see `index.py`).
+"""The data set of one split: samples by number, in GPT-NeoX's order (see `index.py`).
 
-`TokenDataset` numbers samples 0, 1, .... Sample i holds seq_length + 1 tokens; its inputs are [:-1]
-and its labels [1:].
+Sample i = 0, 1, ... of `TokenDataset` holds seq_length + 1 tokens. Its inputs are all tokens except
+the last, and its labels are all tokens except the first.
 
-The published data set leaves out the last sample that it built (`published_length`), even if one
-sample is then missing, and its loader ends a batch early. `TokenDataset` always has all
-`num_samples`.
+GPT-NeoX's data set never uses the last sample of its index, even if it then has one sample too few
+and training ends a batch early. Its length is `published_length`. `TokenDataset` always has at
+least `num_samples` samples.
 
-Order beyond the index (`extend_to`): the published order depends on the number of samples it was
-built for, so raising `train_iters` would reorder samples that were already consumed. Instead, the
-index for the recorded `num_samples` is kept, and its samples come first. Further blocks follow.
-Block k = 1, 2, ... is the published order of one epoch (of more epochs only if one holds no sample)
-with seed + k. The order is thus one endless sequence. Extending it never changes earlier samples,
-and no sample occurs twice in the index or in one block.
+GPT-NeoX's order depends on the number of samples for which its index was built, so an index for
+more `train_iters` would reorder samples that were already consumed. To train longer, give the
+recorded `num_samples` and a larger `extend_to`. The samples of the index for `num_samples` then
+come first, followed by further blocks. Block k = 1, 2, ... is GPT-NeoX's order of one epoch with
+seed + k (or of more epochs if one epoch is shorter than a sample). Increasing `extend_to` never
+changes earlier samples. No sample occurs twice in the index, nor twice in a block.
 """
 
 from __future__ import annotations
@@ -30,19 +30,26 @@ from megatron.data.shards.interface import Shards
 
 
 class TokenDataset:
-    """`Samples` of documents [start, end) of `shards`: those of complete epochs.
+    """The samples of one split of some shards, in GPT-NeoX's order. It implements `Samples`.
 
-    There are at least `num_samples` of them.
+    The data set covers complete epochs, so it may have more than `num_samples` samples.
 
     Args:
-        num_samples: the order depends on it, so a checkpoint must record it.
-        name: "train", ...; it occurs in messages and in the names of cache folders.
-        cache_dir: where the index is kept and mapped from; None keeps it in memory alone.
-        extend_to: at least so many samples; see the module docstring.
+        documents: (start, end), the numbers of the split's first document and of the one after its
+            last.
+        num_samples: The least number of samples. The order of the samples depends on this number,
+            so a checkpoint must record it.
+        name: The name of the split ("train", ...), for error messages and for the names of cache
+            folders.
+        cache_dir: The folder in which the sample index is stored and then memory-mapped. With None,
+            the index exists only in memory.
+        extend_to: If larger than `num_samples`, the least number of samples; see the module
+            docstring.
 
     Raises:
-        ShardError: the split has no documents or no tokens, or the shards hold no integers.
-        ValueError: the shards do not have these documents.
+        ShardError: the split has no documents or no tokens, or the numbers in the shards are not
+            integers.
+        ValueError: the shards do not contain all these documents.
     """
 
     def __init__(
@@ -73,7 +80,7 @@ class TokenDataset:
         self.published_length = max(0, first.num_built - 1)
         self._length = max(self.published_length, num_samples)
         self._blocks = [first]
-        # The number of each block's first sample, then the end.
+        # The number of the first sample in each block, then the total number of samples.
         self._block_starts = [0, first.num_built]
         if extend_to is not None:
             self._length = max(self._length, extend_to)
@@ -87,19 +94,19 @@ class TokenDataset:
 
     @property
     def where(self) -> str:
-        """The files, for messages."""
+        """The common path of the shard's files, for error messages."""
         return self.shards.prefix
 
     @property
     def index(self) -> SampleIndex:
-        """The published index, built for `num_samples`."""
+        """The index that GPT-NeoX builds for `num_samples` samples, without the blocks after it."""
         return self._blocks[0]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [n, seq_length + 1]: the samples `indices`, built in one buffer.
+        """Return the samples with the numbers `indices` [n], as int64 [n, seq_length + 1].
 
         Raises:
-            DataExhausted: there is no such sample.
+            DataExhausted: an index is outside the data set.
         """
         remedy = "raise train_iters (or extend_to), or give more data"
         indices_N = checked_indices(self, indices, remedy)
@@ -116,11 +123,12 @@ class TokenDataset:
         return out_NT
 
     def _fill(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
-        """Write samples `numbers_N` of one index into the rows of `out_NT`."""
+        """Write the samples with the numbers `numbers_N` in `index` into the rows of `out_NT`."""
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]
-        # A sample is one piece of each document it touches. All pieces of the batch, in order, are
-        # begin_P to end_P of the flat tokens; they fill the rows without a gap.
+        # A sample consists of one piece from each of several consecutive documents. Piece p of the
+        # batch is the slice begin_P[p] : end_P[p] of `shards.tokens`, and the pieces, in order,
+        # fill the rows of `out_NT` without a gap.
         pieces_N = end_N2[:, 0] - begin_N2[:, 0] + 1
         first_N = np.cumsum(pieces_N) - pieces_N  # each sample's first piece
         last_N = first_N + pieces_N - 1

@@ -1,9 +1,9 @@
-"""Evaluation text of a given length: non-overlapping sequences of the documents in file order.
+"""Cut the text of a split into evaluation sequences of a given length.
 
-The documents of a split, one after the other, are tokens x_0, x_1, .... Sequence i of length L is
-x[i L : i L + L + 1]. Its inputs are x[i L : i L + L], and its targets are the same, one token
-later. Each of the tokens x_1 ... x_{n L} is therefore a target exactly once, whatever L is, so
-lengths are compared on the same text and differ only in context.
+Let x_0, x_1, ... be the tokens of the split's documents, in the order of the file. Sequence i of
+length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, and its last L tokens are the
+targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. Therefore
+different lengths are compared on the same targets and differ only in the context.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from megatron.data.shards.interface import Shards, tokens_of
 def eval_sequences(
     shards: Shards, documents: tuple[int, int], length: int, max_tokens: int
 ) -> np.ndarray:
-    """int64 [n, length + 1]: sequences of documents [start, end) with n * length <= max_tokens.
+    """Return n evaluation sequences of some documents, as int64 [n, length + 1].
 
-    Several lengths have the same targets if `max_tokens` comes from `eval_span`.
+    n is the largest number of sequences that the documents fill and that have at most `max_tokens`
+    targets together.
+
+    Args:
+        documents: (start, end), the numbers of the first document and of the one after the last.
+        length: The number of targets in a sequence.
+        max_tokens: The largest number of targets. To compare several lengths on the same targets,
+            give what `eval_span` returns.
 
     Raises:
-        ShardError: the documents do not fill one sequence.
+        ShardError: the documents are too short for one sequence.
     """
     row = tokens_of(shards, documents)
     n = min(max_tokens, len(row) - 1) // length
@@ -44,11 +51,15 @@ def eval_sequences(
 def eval_span(
     shards: Shards, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
 ) -> int:
-    """Targets (<= max_tokens) that every length can cover exactly: a multiple of all of `lengths`.
+    """Return the largest number of targets up to `max_tokens` that is a multiple of each length.
 
-    If the text is shorter than the least common multiple, the result is what the longest length
-    covers. A shorter length then leaves out less than one of its sequences at the end. The result
-    is 0 if the text is shorter than one sequence.
+    Sequences of every length then cover the same targets. If the text is shorter than the least
+    common multiple of `lengths`, return the largest multiple of the longest length. A shorter
+    length may then leave out less than one of its sequences at the end of the text. If the text is
+    shorter than one sequence of the longest length, return 0.
+
+    Args:
+        documents: (start, end), the numbers of the first document and of the one after the last.
     """
     available = max(0, min(max_tokens, len(tokens_of(shards, documents)) - 1))
     multiple = math.lcm(*lengths)

@@ -1,21 +1,23 @@
-"""The order of training samples: which tokens make up sample i.
+"""The order of training samples, that is, which tokens make up sample i.
 
-The documents of a split, repeated for E epochs, are shuffled together and laid end to end. They
-form one row of E * T tokens, where T is the number of tokens in the split. With L = seq_length, the
-row is cut at every L-th token. Sample s holds the L + 1 tokens [s L, s L + L], so it shares one
-token with its neighbour:
+The documents of a split are repeated for E epochs, shuffled together and concatenated. This gives
+one sequence of E * T tokens, where T is the number of tokens in the split. The sequence is cut at
+every L-th token, where L = seq_length. Cut s starts at token s L and holds L + 1 tokens, so its
+last token is also the first token of the next cut. A second shuffle gives the training order:
 
+    N                                   the number of samples that were requested
     E = max(1, ceil((N L + 1) / T))     the fewest epochs that give N samples
-    S = (E T - 1) // L                  samples built, >= N
-    doc_idx     int32 [E * documents]   document at each place of the row
+    S = (E T - 1) // L                  the number of samples built, at least N
+    doc_idx     int32 [E * documents]   the shuffled document numbers
     sample_idx  int32 [S + 1, 2]        (place in doc_idx, offset in that document) of token s L
     shuffle_idx uint32 [S]              sample i of the training order is cut shuffle_idx[i]
 
-`sample_idx` is int64 if int32 is too small, `shuffle_idx` is int64 from 2^32 - 1 samples on. Both
-shuffles draw from one `numpy.random.RandomState(seed)`, first doc_idx, then shuffle_idx. A boundary
-never falls on a document without tokens, except for the first boundary, which is always (0, 0).
-This is the order of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers.cpp`), bit for bit,
-computed without a compiled helper.
+`sample_idx` is int64 if int32 is too small, and `shuffle_idx` is int64 if uint32 is too small. One
+`numpy.random.RandomState(seed)` shuffles first doc_idx and then shuffle_idx. The first entry of
+`sample_idx` is always (0, 0). No other entry refers to a document without tokens.
+
+The arrays equal those of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers.cpp`) bit for bit,
+but need no compiled helper.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ import numpy as np
 
 from megatron.data.errors import ShardError
 
-# Documents plus cuts handled at a time. A chunk's work arrays stay in the processor's cache, and
-# the extra memory does not grow with the number of documents.
+# The number of documents plus cuts that are handled at a time. With chunks of this size, temporary
+# arrays fit into the processor's cache and do not grow with the number of documents.
 _CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The three arrays described in the module docstring."""
+    """The three arrays of a sample index; the module docstring describes them."""
 
     doc_idx: np.ndarray
     sample_idx: np.ndarray
@@ -41,12 +43,12 @@ class SampleIndex:
 
     @property
     def num_built(self) -> int:
-        """S, the number of samples that the arrays describe."""
+        """The number of samples in the index, called S in the module docstring."""
         return len(self.shuffle_idx)
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """E of the module docstring: the fewest complete epochs that hold `num_samples` samples."""
+    """Return the fewest complete epochs that hold `num_samples` samples (E in the module)."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
@@ -57,15 +59,17 @@ def build_sample_index(
     seq_length: int,
     seed: int,
 ) -> SampleIndex:
-    """Build the published order for `num_samples` samples of `seq_length` + 1 tokens.
+    """Build GPT-NeoX's sample index of a split, for samples of `seq_length` + 1 tokens.
 
     Args:
-        sizes: int32 [all documents of the shards], tokens in each.
-        documents: (start, end) of the split.
-        num_samples: 0 gives one epoch.
+        sizes: The number of tokens in each document of the shards, int32.
+        documents: (start, end), the numbers of the split's first document and of the one after its
+            last.
+        num_samples: The least number of samples. With 0, the index covers one epoch.
+        seed: The seed of the two shuffles.
 
     Raises:
-        ShardError: the split holds no tokens.
+        ShardError: the split has no tokens.
     """
     if seq_length < 1 or num_samples < 0:
         raise ValueError(f"seq_length {seq_length} must be >= 1, num_samples {num_samples} >= 0")
@@ -89,7 +93,15 @@ def build_sample_index(
 
 
 def sample_idx_dtype(num_built: int, num_places: int) -> type:
-    """int32 if the number of entries (GPT-NeoX's rule) and the places fit it, otherwise int64."""
+    """Return the dtype of `sample_idx`: int32 where possible, otherwise int64.
+
+    int32 must fit both the number of entries of `sample_idx` (GPT-NeoX's rule) and the places in
+    `doc_idx`.
+
+    Args:
+        num_built: The number of samples in the index.
+        num_places: The length of `doc_idx`.
+    """
     limit = np.iinfo(np.int32).max
     return np.int32 if 2 * (num_built + 1) < limit and num_places <= limit else np.int64
 
@@ -97,22 +109,31 @@ def sample_idx_dtype(num_built: int, num_places: int) -> type:
 def cut_samples(
     sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, total_tokens: int
 ) -> np.ndarray:
-    """Return `sample_idx` [S + 1, 2]: where in the row of documents every seq_length-th token lies.
+    """Find every `seq_length`-th token in the concatenated documents.
 
-    Token t belongs to the first document that ends after it, so its place is the number of
-    documents that end at or before t. If cuts are dense, no search is needed: count the documents
-    that end between neighbouring cuts (`bincount`) and sum the counts. The work is done in chunks,
-    so the extra memory is constant.
+    Token t belongs to the first document that ends after t. So its place in `doc_idx` is the number
+    of documents that end at or before t. If there are few cuts, a binary search finds the places.
+    If there are many, the documents that end between neighbouring cuts are counted (`bincount`) and
+    the counts are summed. Documents are handled in chunks, so the extra memory is constant.
+
+    Args:
+        sizes: The number of tokens in each document of the shards.
+        doc_idx: The shuffled document numbers.
+        total_tokens: The number of tokens in the concatenated documents.
+
+    Returns:
+        `sample_idx` [S + 1, 2]: for each cut, the place in `doc_idx` and the offset in that
+        document.
     """
     built = (total_tokens - 1) // seq_length
     cuts_S2 = np.empty((built + 1, 2), dtype=sample_idx_dtype(built, len(doc_idx)))
     chunk = max(256, _CHUNK * len(doc_idx) // (len(doc_idx) + built))
-    done, row_start = 0, 0  # cuts written so far; first token of the chunk in the row
+    done, row_start = 0, 0  # number of cuts found; number of the chunk's first token
     for chunk_start in range(0, len(doc_idx), chunk):
         sizes_C = sizes.take(doc_idx[chunk_start : chunk_start + chunk])
         ends_C = np.cumsum(sizes_C, dtype=np.int64)
         chunk_tokens = int(ends_C[-1])
-        first_token = done * seq_length - row_start  # first cut, in [0, L)
+        first_token = done * seq_length - row_start  # token of the first cut in the chunk
         cut_tokens_K = np.arange(first_token, chunk_tokens, seq_length)
         count = len(cut_tokens_K)
         if count * 8 < len(ends_C):
@@ -126,5 +147,5 @@ def cut_samples(
         np.add(place_K, chunk_start, out=cuts_S2[rows, 0], casting="unsafe")
         done += count
         row_start += chunk_tokens
-    cuts_S2[0] = 0  # also if the first documents have no tokens
+    cuts_S2[0] = 0  # even if the first documents have no tokens
     return cuts_S2

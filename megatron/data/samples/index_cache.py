@@ -1,10 +1,12 @@
-"""Sample indices kept on disk: the processes of a machine, and later runs, build each index once.
+"""A disk cache of sample indices, so that the processes of a machine and later runs share them.
 
-The folder of an index is named by a hash of everything that the index depends on. It appears by a
-rename, so it is complete or absent. Its arrays are mapped, so all processes of a machine share
-their memory. No rank relies on the index that another rank built: each looks for the folder on its
-machine and builds it if it is missing. A lock lets one process build at a time. So every machine
-gets the index, whether or not the machines share a file system.
+The name of an index folder contains a hash of everything that the index depends on. The folder is
+written under a temporary name and then renamed, so it is never incomplete. The arrays are
+memory-mapped, so all processes of a machine share one copy.
+
+Every rank looks for the folder itself and builds the index if the folder is missing. A file lock
+lets only one process build at a time. Therefore every machine gets the index, whether or not the
+machines share a file system.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ from megatron.data.locks import one_at_a_time
 from megatron.data.samples.index import SampleIndex, build_sample_index
 from megatron.files import flush
 
-_ALGORITHM = 1  # raise it when build_sample_index would give another order
+_ALGORITHM = 1  # increase it when `build_sample_index` changes the order
 _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
 def cache_folder(data_folder: Path) -> Path:
-    """The folder for the indices of shards: `index_cache` in the shards' folder.
+    """Return the folder for cached sample indices, and create it if it does not exist.
 
-    If that cannot be written, it is a folder of this user among the machine's temporary files.
+    It is the folder `index_cache` inside `data_folder`, the folder of the shards. If that is not
+    writable, it is a folder of this user in the machine's directory for temporary files.
     """
     folder = data_folder / "index_cache"
     try:
@@ -52,7 +55,12 @@ def cached_sample_index(
     seq_length: int,
     seed: int,
 ) -> SampleIndex:
-    """`build_sample_index`, kept in a folder of `cache_dir` whose name begins with `name`."""
+    """Load a sample index from `cache_dir`, or build it with `build_sample_index` and store it.
+
+    Args:
+        name: The start of the name of the index folder, such as "train".
+        sizes, documents, num_samples, seq_length, seed: The arguments of `build_sample_index`.
+    """
     key = hashlib.sha256(
         f"{_ALGORITHM} {documents} {num_samples} {seq_length} {seed}\n".encode()
         + hashlib.sha256(np.ascontiguousarray(sizes[slice(*documents)]).data).digest()
@@ -63,14 +71,14 @@ def cached_sample_index(
         with one_at_a_time(Path(cache_dir) / ".lock"):
             found = _load(folder)  # another process may have built it meanwhile
             if found is None:
-                shutil.rmtree(folder, ignore_errors=True)  # it exists, but is damaged
+                shutil.rmtree(folder, ignore_errors=True)  # if the folder exists, it is damaged
                 built = build_sample_index(sizes, documents, num_samples, seq_length, seed)
                 found = _store(built, folder)
     return found
 
 
 def _load(folder: Path) -> SampleIndex | None:
-    """The index kept in `folder`, mapped; None if it is absent or cannot be read."""
+    """Memory-map the sample index in `folder`. Return None if it is missing or unreadable."""
     if not folder.is_dir():
         return None
     try:
@@ -82,8 +90,9 @@ def _load(folder: Path) -> SampleIndex | None:
 
 
 def _store(index: SampleIndex, folder: Path) -> SampleIndex:
-    """Keep `index` in `folder`; return it mapped, or as it is if the disk refuses it."""
-    # Not `files.replacing`: machines that share the folder may share process ids.
+    """Store `index` in `folder` and return it memory-mapped, or unchanged if storing it fails."""
+    # `files.replacing` would not do, because its temporary names contain only the process id, which
+    # two machines that share the folder may both use.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         unfinished.mkdir(parents=True)
@@ -93,7 +102,8 @@ def _store(index: SampleIndex, folder: Path) -> SampleIndex:
             flush(path)
         os.rename(unfinished, folder)
     except OSError as error:
-        # If the folder exists, another process was faster, on a file system without locks.
+        # If the folder exists, another process stored the index first, because the file system has
+        # no locks.
         if not folder.is_dir():
             print(f"{folder}: the sample index cannot be kept: {error}", file=sys.stderr)
             return index

@@ -1,4 +1,4 @@
-"""What a data set offers to a loader, whether it is made of one corpus or of several."""
+"""The interface of data sets that the training loader reads, for one corpus or several."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.data.errors import DataExhausted
 
 
 class Samples(Protocol):
-    """Training samples by number, 0 to `len` - 1, each of `seq_length` + 1 tokens.
+    """A data set of training samples with the numbers 0 to `len` - 1.
 
     Attributes:
-        name: the split ("train", ...), for messages.
-        num_samples: how many samples the order was built for.
-        seq_length: tokens of a sample without its last label.
-        published_length: the length of the data set that GPT-NeoX builds.
-        where: the files, for messages.
+        name: The name of the split ("train", ...), for error messages.
+        num_samples: The number of samples for which the order was built; `len` may be larger.
+        seq_length: The number of inputs in a sample, which has `seq_length` + 1 tokens.
+        published_length: The length that GPT-NeoX's data set has with the same settings.
+        where: The paths of the shards, for error messages.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
-        """int64 [n, seq_length + 1]: the samples `indices`.
+        """Return the samples with the numbers `indices` [n], as int64 [n, seq_length + 1].
 
         Raises:
-            DataExhausted: there is no such sample.
+            DataExhausted: an index is outside the data set.
         """
         ...
 
@@ -43,10 +43,13 @@ class Samples(Protocol):
 def checked_indices(
     samples: Samples, indices: Sequence[int] | np.ndarray, remedy: str
 ) -> np.ndarray:
-    """int64 [n]: `indices`, if `samples` has them all.
+    """Return `indices` as int64 [n], after checking that `samples` contains all of them.
+
+    Args:
+        remedy: What the user can do; the end of the error message.
 
     Raises:
-        DataExhausted: it has not; the message ends with `remedy`.
+        DataExhausted: an index is outside the data set.
     """
     indices_N = np.asarray(indices, dtype=np.int64)
     if len(indices_N) and not 0 <= indices_N.min() <= indices_N.max() < len(samples):

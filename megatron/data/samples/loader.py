@@ -1,14 +1,15 @@
-"""Which samples a rank reads at which step, and how many samples a run needs.
+"""The training loader, which decides which samples a rank reads at which step.
 
-Samples are consumed in order, 0, 1, 2, .... A micro-step takes the next micro * dp samples; rank r
-takes the rows [r * micro, (r + 1) * micro) of them. A global batch is gas (gradient accumulation
-steps) such micro-steps in a row:
+Samples are consumed in the order 0, 1, 2, .... In each micro-step, the `dp` data-parallel ranks
+together take the next micro * dp samples, where `micro` is the micro-batch size. Rank r takes
+numbers r * micro to (r + 1) * micro - 1 of these. A global batch consists of consecutive
+micro-steps, one for each gradient accumulation step g:
 
     sample(step, g, r, row) = step * global_batch + g * micro * dp + r * micro + row
 
-A global batch is therefore the same set of samples for every number of ranks, and the position is
-one number, the samples consumed. This is the order of GPT-NeoX (`DistributedBatchSampler` without
-interleaving).
+Therefore a global batch contains the same samples for every number of ranks, and the number of
+consumed samples is the loader's complete state. The order equals that of GPT-NeoX's
+`DistributedBatchSampler` without interleaving.
 """
 
 from __future__ import annotations
@@ -22,17 +23,23 @@ from megatron.data.samples.interface import Samples
 
 
 class TrainLoader:
-    """Iterator of this rank's micro-batches, int64 [micro_batch, seq_length + 1].
+    """An iterator over this rank's micro-batches, each int64 [micro_batch, seq_length + 1].
 
-    The only state is `consumed_samples`, the number of samples that all ranks together consumed.
+    Its only state is `consumed_samples`, the number of samples that all ranks together have
+    consumed.
 
     Args:
-        vocab_size: refuse tokens that are not below it. Shards made by another program do not name
-            their tokenizer, and on a GPU such a token ends in a device assert.
+        global_batch: The number of samples in a global batch.
+        micro_batch: The number of samples in a micro-batch of one rank.
+        vocab_size: The tokenizer's vocabulary size. Every token must be smaller, because on a GPU a
+            larger token causes a device assert that does not name the cause.
 
-    `next` raises:
-        DataExhausted: the samples are used up. (StopIteration would end a loop silently.)
-        ShardError: a token is not below `vocab_size`.
+    Raises:
+        ValueError: from the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
+            together.
+        DataExhausted: from `next`, if too few samples are left. (StopIteration would end a loop
+            without an error.)
+        ShardError: from `next`, if a token is not smaller than `vocab_size`.
     """
 
     def __init__(
@@ -65,12 +72,12 @@ class TrainLoader:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps per global batch: the gradient accumulation steps."""
+        """The number of micro-steps in a global batch, that is, of gradient accumulation steps."""
         return self.global_batch // (self.micro_batch * self.dp_size)
 
     @property
     def batches_left(self) -> int:
-        """Micro-steps until DataExhausted."""
+        """The number of micro-batches that are left for this rank."""
         return max(0, len(self.dataset) - self.consumed_samples) // (
             self.micro_batch * self.dp_size
         )
@@ -98,15 +105,12 @@ class TrainLoader:
 def sample_counts(
     train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
 ) -> tuple[int, int, int]:
-    """How many samples the published code builds the train, valid and test index for.
+    """Return the numbers of samples for which GPT-NeoX builds the train, valid and test index.
 
-    The order of the samples depends on these numbers:
-
-        train   train_iters batches
-        valid   an evaluation every `eval_interval` iterations and one at the end
-        test    one evaluation
-
-    An evaluation is `eval_iters` batches.
+    The order of the samples depends on these numbers. The training index is built for `train_iters`
+    batches. The validation index is built for one evaluation every `eval_interval` iterations and
+    one at the end. The test index is built for one evaluation. An evaluation takes `eval_iters`
+    batches.
     """
     evaluations = train_iters // eval_interval + 1
     return (
@@ -127,16 +131,20 @@ def published_start(
     eval_interval: int,
     eval_iters: int,
 ) -> int:
-    """How many samples the published loader of `split` skips when it resumes at `iteration`.
+    """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    In micro-steps, with gas = `micro_steps`:
+    GPT-NeoX computes the position in micro-steps, of which `micro_steps` make an iteration:
 
-        train   iteration * gas
-        valid   (iteration * gas // eval_interval) * eval_iters
+        train   iteration * micro_steps
+        valid   (iteration * micro_steps // eval_interval) * eval_iters
         test    0
 
-    The valid position counts micro-steps as iterations, so it is correct only for gas = 1. Train
-    and valid positions wrap around at the number of complete micro-steps in the data set.
+    The validation position is correct only for `micro_steps` = 1, because GPT-NeoX counts
+    micro-steps as iterations there. Training and validation positions start again at 0 when they
+    reach the number of complete micro-steps in the data set.
+
+    Args:
+        split: "train", "valid" or "test".
     """
     step = micro_batch * dp_size
     micro_steps_done = iteration * micro_steps

@@ -1,4 +1,4 @@
-"""Which documents of a data set are for training, validation and test."""
+"""Divide the documents of a data set into training, validation and test documents."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ SPLITS = ("train", "valid", "test")
 
 
 def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
-    """Divide `num_documents` documents into [(start, end)] for train, valid and test.
-
-    Rounding and the correction of the remainder are GPT-NeoX's.
+    """Divide documents into consecutive ranges for training, validation and test, as GPT-NeoX does.
 
     Args:
-        split: weights such as "969, 30, 1", separated by `,` or `/`. Missing weights are 0, and all
-            after the third are ignored.
+        split: Three weights such as "969, 30, 1", separated by `,` or `/`. Missing weights are 0,
+            and weights after the third are ignored.
+        num_documents: The number of documents to divide.
+
+    Returns:
+        For each of train, valid and test the pair (start, end), the numbers of its first document
+        and of the one after its last.
 
     Raises:
-        DataError: `split` is anything else.
+        DataError: `split` is not a list of finite weights >= 0 with a sum above 0.
     """
     separator = "," if "," in split else "/"
     try:
@@ -38,6 +41,6 @@ def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
     for weight in weights:
         bounds.append(bounds[-1] + int(round(weight / total * float(num_documents))))
     surplus = bounds[-1] - num_documents
-    # The published correction can push a bound below 0 on a handful of documents; there it crashes.
+    # For very few documents, GPT-NeoX's correction can give a negative bound, and GPT-NeoX crashes.
     bounds = [0] + [max(0, bound - surplus) for bound in bounds[1:]]
     return [(bounds[i], bounds[i + 1]) for i in range(3)]
