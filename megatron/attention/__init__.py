@@ -1,7 +1,9 @@
-"""Causal attention with a learnable distance kernel: one signature, several implementations.
+"""Compute causal attention with a learnable distance kernel, by one of several backends.
 
-`eager` is the specification; every other backend is tested against it. `choose` looks up a backend
-at start-up, `attend` looks one up by name and calls it.
+A distance kernel is a bias or a factor that depends only on the query-key distance. All backends
+have the same signature. `eager` is the specification, and every other backend is tested against
+`eager`. `choose` selects a backend once at start-up. `attend` selects a backend and calls it at
+once.
 """
 
 from megatron.attention.choice import AttentionError, AttentionFn, attend, choose

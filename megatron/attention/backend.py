@@ -1,4 +1,5 @@
-"""What an attention backend is: a function of a `Call`, and what it refuses.
+"""Define what an attention backend is: a function of a `Call`, with the reasons for refusing
+requests.
 
 Legend: see `choice`.
 """
@@ -17,7 +18,7 @@ from megatron.positional import PositionalEmbedding
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one attention call. `choice.AttentionFn` describes each of them."""
+    """The inputs of one attention call. `choice.AttentionFn.__call__` describes each of them."""
 
     q_BHTE: Tensor
     k_BKSE: Tensor
@@ -30,12 +31,13 @@ class Call:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the embedding is a kernel of distance."""
+        """Whether the positional embedding is a distance kernel."""
         return self.pos.kind == "distance"
 
     @property
     def theta(self) -> Tensor:
-        """Theta [H, N] of a kernel of distance, which always has one."""
+        """The parameters theta [H, N] of the distance kernel. Use this only if `has_kernel` is
+        true."""
         assert self.theta_HN is not None
         return self.theta_HN
 
@@ -46,7 +48,8 @@ class Call:
 
     @property
     def layout(self) -> tuple:
-        """Everything that the checks depend on: shapes, dtypes, devices and numbers."""
+        """All properties of the call that its validation depends on: shapes, dtypes, devices,
+        numbers."""
         tensors = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
         shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
         numbers = (self.scale, self.dropout_p, self.query_offset)
@@ -55,15 +58,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend is requested for.
+    """The conditions under which a backend is requested.
 
     Attributes:
-        pos: the embedding.
+        pos: The positional embedding.
         device_type: "cpu" or "cuda".
-        dtype: of q, k and v.
-        training: whether gradients are wanted.
-        dropout: whether softmax weights are dropped.
-        head_size: E, where it is known.
+        dtype: The dtype of q, k and v.
+        training: Whether gradients are needed.
+        dropout: Whether softmax weights are dropped.
+        head_size: The head size E, or None if E is not known.
     """
 
     pos: PositionalEmbedding
@@ -76,15 +79,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute attention.
+    """One implementation of attention.
 
     Attributes:
-        name: as in `attention_backend`.
-        function: computes the output [B, H, T, E] of a call that has no keys after the last query:
-            S = query_offset + T.
-        refusal: why the backend does not serve a request, or None.
-        remark: what the log adds when the backend serves a request.
-        grouped: whether k and v may have fewer heads than q.
+        name: The name, as in the config key `attention_backend`.
+        function: Computes the output [B, H, T, E] of a call. The call must have no keys after the
+            last query, that is, S = query_offset + T.
+        refusal: Returns why the backend does not serve a request, or None if it serves the request.
+        remark: Returns what the log adds if the backend serves a request.
+        grouped: Whether k and v may have fewer heads than q.
     """
 
     name: str
@@ -95,15 +98,18 @@ class Backend:
 
 
 def weighted(pos: PositionalEmbedding) -> bool:
-    """Whether the embedding multiplies the products of queries and keys."""
+    """Return whether the embedding multiplies the query-key products by a factor w."""
     if pos.kind != "distance":
         return False
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Marks the results of `run` as differentiable in `tensors`, so that a second backward pass
-    raises an error instead of returning zeros."""
+    """Makes a second backward pass raise an error instead of returning zeros.
+
+    `apply(run, *tensors)` returns the results of `run()` and marks them as differentiable in
+    `tensors`.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:
@@ -117,10 +123,11 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate a backward pass that has no derivative: differentiating it is an error.
+    """Decorate a backward pass that is not differentiable, so that differentiating it raises an
+    error.
 
-    torch's `once_differentiable` raises that error only where the output's gradient requires a
-    gradient; otherwise the result would be treated as a constant, silently.
+    torch's `once_differentiable` raises an error only if the gradient of the output requires a
+    gradient. Otherwise it would silently treat the result as a constant.
     """
 
     def marked(ctx: Any, grad: Tensor) -> tuple:

@@ -1,25 +1,27 @@
-"""Blocked causal attention: some query rows at a time, exact gradients, no quadratic buffer.
+"""Compute causal attention over blocks of query rows, with exact gradients and no quadratic buffer.
 
     S = scale (Q K^T) w + b, masked          P = softmax(S)          O = P V
     dV = P^T dO        dS = P (dO V^T - rowsum(P dO V^T))        dX = dS w   (X = scale Q K^T)
     dQ = scale dX K    dK = scale dX^T Q     db(d) = sum of dS along diagonal d     dw(d) likewise
                                                                                     of dS X
 
-Pure torch, written for CPUs: nearly all the time is spent in matrix products, and keys past a
-block's last row are never computed. Kernels are fp32 vectors over distances. The embedding's
-formula evaluates them before the call, so that autograd carries db and dw on to theta. `toeplitz`
-explains why queries are reversed here.
+This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
+and keys past a block's last row are never computed. b and w are the bias and the factor of a
+distance kernel, which depend only on the query-key distance. They are passed as fp32 vectors over
+distances. The embedding's formula computes these vectors before the call, so that autograd
+propagates db and dw to theta. `toeplitz` explains why queries are reversed here.
 
-Memory in addition to the results: contiguous copies of the inputs, and one score buffer of a tile's
-size (`tiles`) in the forward pass, two in the backward pass, and one more each for w and for
-dropout. For long sequences, the backward pass computes P again. For short sequences, where P is
-hardly larger than the inputs, P is kept (`KEPT_SHARE`), which saves a sixth of the time.
+Memory in addition to the results: contiguous copies of the inputs; in the forward pass, one buffer
+for the scores of a tile (`tiles`), and in the backward pass two such buffers; in each pass, one
+more such buffer for w and one more for dropout. For long sequences, the backward pass computes P
+again. For short sequences, where P is hardly larger than the inputs, P is kept (`KEPT_SHARE`),
+which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
 a block, m sequences times heads of a tile. Within this file, the T axis is in reversed order.
 
-Caution: the last bits of the results depend on the number of threads, as those of torch's products
-do; with the same number of threads they are repeatable bit for bit.
+Caution: the last bits of the results depend on the number of threads, as for torch's matrix
+products. With the same number of threads, the results are repeatable bit for bit.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
 KEPT_SHARE = 1.5
 """P is kept for the backward pass if it is at most this many times as large as q, k, v and the
-output together: up to about 10 E positions, for any batch. Memory stays linear in T."""
+output together. This holds for up to about 10 E positions. Thus memory stays linear in T."""
 
 
 def blocked(call: Call) -> Tensor:
-    """See `choice.AttentionFn`."""
+    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
     heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
@@ -62,7 +64,7 @@ def blocked(call: Call) -> Tensor:
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Saves its inputs, and P where it is small."""
+    """Autograd function of a `BlockedCall`. It saves the inputs, and P if P is small."""
 
     @staticmethod
     def forward(
@@ -92,14 +94,14 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 class BlockedCall:
-    """One attention call: its inputs in compute precision and its walk over tiles.
+    """One attention call, with its inputs in compute precision and its list of tiles.
 
     Args:
-        q_BHTE, k_BHSE, v_BHSE: in any floating dtype, which is also the results'.
-        bias_HS: b at distances 0 ... S-1; its dtype is the compute precision.
-        weight_HS: w likewise, or None for 1.
-        scale, dropout_p: see `choice.AttentionFn`.
-        seed: of the dropout mask.
+        q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
+        bias_HS: The bias b at distances 0 ... S-1. Its dtype is the compute precision.
+        weight_HS: The factor w at distances 0 ... S-1, or None if w is 1 everywhere.
+        scale, dropout_p: See `choice.AttentionFn.__call__`.
+        seed: The seed of the dropout mask.
     """
 
     def __init__(
@@ -132,22 +134,32 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """A buffer for the P of all tiles, if P is to be kept. (With w, X would be needed too.)"""
+        """Return a buffer for P of all tiles, or None if P is not to be kept.
+
+        P is kept only if it is small and there is no w. With w, the backward pass would need X,
+        too.
+        """
         size = self.tiles[-1].start + self.tiles[-1].size
         if self.weight is not None or size > KEPT_SHARE * 4 * self.q_NTE.numel():
             return None
         return self.q_NTE.new_empty(size)
 
     def allocate(self, count: int) -> list[Tensor]:
-        """`count` flat buffers, each for any tile's scores; also sets the scratch product."""
+        """Return `count` flat buffers, each large enough for any tile's scores.
+
+        This also allocates `self.scratch`, the memory for the results of `product`.
+        """
         items = max(tile.batch * tile.num_heads for tile in self.tiles)
         self.scratch = self.q_NTE.new_empty(items * self.S * self.E)
         size = max(tile.size for tile in self.tiles)
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Contiguous [m, R, n] views for this tile: first P (in `kept` or in a buffer), then the
-        other buffers."""
+        """Return contiguous [m, R, n] views for this tile.
+
+        The first view is for P and lies in `kept`, or in the first buffer if `kept` is None. The
+        other views are those of the other buffers, in order.
+        """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
         if kept is not None:
@@ -155,16 +167,18 @@ class BlockedCall:
         return found
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
-        """a b as a contiguous [m, X, E] that the next call overwrites.
+        """Return the matrix product a b as a contiguous [m, X, E] that the next call overwrites.
 
-        Batched products into contiguous memory are several times faster than into a slice.
+        A batched product into contiguous memory is several times faster than a product into a
+        slice.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         return torch.bmm(a_mXY, b_mYE, out=out_mXE)
 
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
-        """Write P of a tile into `out`; with a weight, also the scaled products X into `raw`."""
+        """Write P of a tile into `out_mRn`. With a factor w, also write X (see the module) into
+        `raw_mRn`."""
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, : tile.keys].mT
         bias_HRn = self.bias.block(tile.heads, tile.num_rows, tile.keys)
@@ -177,16 +191,18 @@ class BlockedCall:
             weight_HRn = self.weight.block(tile.heads, tile.num_rows, tile.keys)
             torch.baddbmm(raw_mRn, q_mRE, k_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
             torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
-        # In place: each row is read before it is written.
+        # This can be done in place, because each row is read before it is written.
         torch.softmax(out_mRn, dim=-1, out=out_mRn)
 
     def dropout_mask(self, tile: QueryTile, out_mRn: Tensor) -> Tensor:
-        """Ones and zeros of this tile, the same at every call."""
+        """Write this tile's dropout mask of ones and zeros into `out_mRn`, the same mask at
+        every call."""
         generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
         return out_mRn.bernoulli_(self.keep, generator=generator)
 
     def forward(self, kept: Tensor | None) -> Tensor:
-        """O [B, H, T, E] in the inputs' dtype; fills `kept` with P."""
+        """Return the output O [B, H, T, E] in the inputs' dtype, and store P in `kept` if it is
+        not None."""
         out_NTE = torch.empty_like(self.q_NTE)
         dropping, weighted = self.keep < 1.0, self.weight is not None
         buffers = self.allocate((kept is None) + (dropping or weighted))
@@ -202,7 +218,11 @@ class BlockedCall:
     def backward(
         self, grad_BHTE: Tensor, kept: Tensor | None, *, need_bias: bool, need_weight: bool
     ) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV in the inputs' dtype; db, dw [H, S] in compute precision, or None."""
+        """Return the gradients (dQ, dK, dV, db, dw).
+
+        dQ, dK and dV have the inputs' dtype. db and dw are [H, S] in compute precision, or None if
+        `need_bias` or `need_weight` is false.
+        """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:
             grad_NTE /= self.keep
@@ -230,7 +250,7 @@ class BlockedCall:
             else:
                 dv_mnE += self.product(probs_mRn.mT, grad_mRE)
                 torch.bmm(grad_mRE, v_mnE.mT, out=ds_mRn)
-            # dS, in place: row by row, like the softmax itself.
+            # Compute dS in place, which is possible because it is computed row by row.
             torch.ops.aten._softmax_backward_data(
                 ds_mRn, probs_mRn, -1, self.dtype, grad_input=ds_mRn
             )

@@ -1,11 +1,12 @@
-"""The choice of an attention backend: looked up once, at start-up.
+"""Choose an attention backend, once at start-up.
 
 Every backend computes, for query position i = query_offset + row and key position j <= i,
 
     out_i = sum_j softmax_j(scale (q_i . k_j) w_h(i - j) + b_h(i - j)) v_j
 
-A request that a backend does not serve (an embedding, dtype, device, training, dropout) is refused,
-with the names of the backends that serve it. No backend falls back to another one silently.
+w and b are the factor and the bias of the distance kernel, which depend only on the query-key
+distance. If a backend does not serve a request (a combination of embedding, dtype, device, training
+and dropout), an error names the backends that do. No backend silently falls back to another one.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
 of theta.
@@ -27,21 +28,23 @@ BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND for module in (eager, blocked, fused, sdpa, flex)
 }
 AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
-"""What `auto` takes on a device: the first backend that serves the request."""
+"""The backends that `auto` tries on each device. It takes the first that serves the request."""
 
 
 class AttentionError(ValueError):
-    """An unavailable backend or invalid inputs; the message names what to use instead."""
+    """A backend is unavailable, or inputs are invalid. The error message names what to use
+    instead."""
 
 
 class AttentionFn:
-    """A chosen backend, to be called.
+    """A callable attention function with the chosen backend.
 
     Attributes:
-        backend: the chosen one.
-        reason: why it was chosen, for the log.
-        request: what it was chosen for. Another dtype or device, gradients or dropout that the
-            backend does not serve are an error in the first call that has them.
+        backend: The chosen backend.
+        reason: Why the backend was chosen, for the log.
+        request: The request for which the backend was chosen. Calls may differ from the request in
+            dtype, device, gradients or dropout if the backend serves them. Otherwise they raise
+            `AttentionError`.
     """
 
     def __init__(self, backend: Backend, reason: str, request: Request):
@@ -50,7 +53,7 @@ class AttentionFn:
 
     @property
     def name(self) -> str:
-        """The backend's name, as in `attention_backend`."""
+        """The name of the backend, as in the config key `attention_backend`."""
         return self.backend.name
 
     def __call__(
@@ -65,27 +68,31 @@ class AttentionFn:
         dropout_p: float = 0.0,
         query_offset: int = 0,
     ) -> Tensor:
-        """Attention output [B, H, T, E] in q's dtype; differentiable in q, k, v and theta.
+        """Return the attention output [B, H, T, E] in q's dtype, differentiable in q, k, v and
+        theta.
 
-        Scores, softmax and sums are in fp32 (fp64 for fp64 inputs), also under autocast. Rotary and
-        input embeddings are applied by the model: they add nothing here.
+        Scores, softmax and sums are computed in fp32 (fp64 for fp64 inputs), also under autocast.
+        Rotary and input embeddings have no effect here, because the model applies them before this
+        call.
 
         Args:
-            theta_HN: the kernel's parameters for these heads; needed for distance kernels only.
-            scale: factor of the products of query and key, usually 1/sqrt(E).
-            dropout_p: probability of dropping a softmax weight; draws from the default generator
-                of q's device.
-            query_offset: position of the first query; keys are at 0 ... S-1, and every query's own
-                key must be among them (query_offset + T <= S). Later keys are never seen, whatever
-                they hold: a cache need not be filled.
+            theta_HN: The parameters of the distance kernel for these heads. They are needed only if
+                `pos` is a distance kernel.
+            scale: The factor of the query-key products, usually 1/sqrt(E).
+            dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
+                the default generator of q's device.
+            query_offset: The position of the first query. Keys have the positions 0 ... S-1, and
+                these must include the positions of all queries (query_offset + T <= S). Keys after
+                the last query are never read, so a cache may have unused entries with any content.
 
         Raises:
-            AttentionError: the inputs do not match, or the backend does not serve them.
+            AttentionError: The inputs do not fit together, or the backend does not serve them.
         """
         return self.run(Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset))
 
     def run(self, call: Call) -> Tensor:
-        """Check the call if its layout is new, then compute it."""
+        """Check the call if its layout differs from the previous call's, and compute the
+        attention output."""
         self._check_layout(call)
         k_BKSE, v_BKSE = call.k_BKSE, call.v_BKSE
         group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
@@ -100,8 +107,9 @@ class AttentionFn:
             return self.backend.function(call)
 
     def _check_layout(self, call: Call) -> None:
-        """Check a call unless its layout is the previous one's, as in the layers of a step."""
-        if torch.compiler.is_compiling():  # traced once per layout: the graph contains no check
+        """Check a call unless its layout equals that of the previous call, as it does within a
+        step."""
+        if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
         elif (layout := call.layout) != self._checked_layout:
             self._check(call)
@@ -131,11 +139,11 @@ def choose(
     dropout: bool = False,
     head_size: int | None = None,
 ) -> AttentionFn:
-    """Look up a backend for a request; see `megatron.attention.backend.Request`.
+    """Choose a backend by name for a request; see `megatron.attention.backend.Request`.
 
     Raises:
-        AttentionError: the backend is unknown, or does not serve this request; the message names
-            those that do.
+        AttentionError: The backend is unknown or does not serve this request. The error message
+            names the backends that do.
     """
     request = Request(pos, device_type, dtype, training, dropout, head_size)
     if backend == "auto":
@@ -154,7 +162,7 @@ def choose(
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """The choice of `auto`."""
+    """Return the backend that `auto` stands for: the first in `AUTO` that serves the request."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request)
@@ -168,14 +176,15 @@ def first_that_serves(request: Request) -> AttentionFn:
 
 
 def named(name: str, request: Request) -> Backend:
-    """The backend of this name; with published numerics, `eager` means `published_numerics`."""
+    """Return the backend of this name. With published numerics, `eager` means
+    `published_numerics`."""
     if name == "eager" and request.pos.numerics.published:
         return published_numerics.BACKEND
     return BACKENDS[name]
 
 
 def refusal(backend: Backend, request: Request) -> str | None:
-    """Why the backend does not serve this request, or None."""
+    """Return why the backend does not serve this request, or None if it does."""
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
     if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
@@ -203,7 +212,7 @@ def attend(
     query_offset: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose and call at once, for tests, tools and notebooks; see `AttentionFn`."""
+    """Choose a backend and call it at once, for tests, tools and notebooks; see `AttentionFn`."""
     call = Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset)
     chosen = choose(
         backend,
@@ -218,10 +227,10 @@ def attend(
 
 
 def check(call: Call) -> None:
-    """Refuse inputs that would give wrong numbers, or an obscure error, later.
+    """Raise an error for inputs that would later give wrong numbers or an obscure error.
 
     Raises:
-        AttentionError: shapes, dtypes, devices or numbers do not fit.
+        AttentionError: Shapes, dtypes, devices or numbers do not fit together.
     """
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, size = q_BHTE.shape

@@ -1,14 +1,15 @@
-"""Eager attention: the specification, written as its formula and not optimised.
+"""Compute attention directly from its formula. This backend is the specification and not optimised.
 
     s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j), -inf where j > i
     out = dropout(softmax(s)) v
 
-Scores and kernels are fp32 at least. `published` is the same formula with the released code's
-rounding.
+w and b are the factor and the bias of the distance kernel, which depend only on the query-key
+distance. Scores, w and b are at least fp32. `published_numerics` computes the same formula with the
+rounding of the released code.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
 
-Caution: the [B, H, T, S] score matrix and the [H, T, S] kernels are materialised, several times.
+Caution: this backend materialises the [B, H, T, S] scores and w and b as [H, T, S], several times.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.attention.backend import Backend, Call
 
 
 def eager(call: Call) -> Tensor:
-    """See `choice.AttentionFn`."""
+    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     scores_BHTS = call.scale * (call.q_BHTE.to(dtype) @ call.k_BKSE.to(dtype).mT)
     theta_HN = None
@@ -31,10 +32,12 @@ def eager(call: Call) -> Tensor:
 
 
 def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Tensor:
-    """Apply kernel, mask, softmax and dropout to the scaled products, in their dtype.
+    """Apply the distance kernel, the causal mask, the softmax, dropout and the values to scores.
 
     Args:
-        theta_HN: in the dtype in which the kernel is evaluated; None without a kernel.
+        scores_BHTS: The scaled query-key products. All later steps are computed in their dtype.
+        theta_HN: The parameters of the distance kernel, in the dtype in which it is to be
+            evaluated, or None without a distance kernel.
     """
     dtype, device = scores_BHTS.dtype, scores_BHTS.device
     query_T = torch.arange(call.q_BHTE.shape[2], device=device) + call.query_offset

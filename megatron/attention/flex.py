@@ -1,15 +1,19 @@
-"""torch's FlexAttention, with a score_mod derived from the embedding's torch formula.
+"""Compute attention by torch's FlexAttention, with a score_mod derived from the embedding's
+formula.
 
-The formula as an expression (`trace`) is evaluated at each score's distance, with the row of theta
-of its head. An embedding without an expression is tabulated over distances, and each score looks up
-its entry. On CUDA it is compiled, and theta's gradient is scattered with atomic additions, score by
-score: slow, and not repeatable bit for bit. Prefer `fused`; `flex` serves for comparison and for
-machines where this project's Triton kernels are not wanted.
+A distance kernel is a bias b or a factor w that depends only on the query-key distance. Its torch
+formula is read as an expression (`trace`), which is evaluated at each score's distance with the
+parameters theta of the score's head. If the formula has no expression, its values are tabulated
+over distances, and each score looks up its entry.
+
+On CUDA this backend is compiled. It adds up theta's gradient with one atomic addition per score,
+which is slow and not repeatable bit for bit. Prefer the backend `fused`. `flex` is for comparison
+and for machines on which this project's Triton kernels are not wanted.
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta.
 
-Caution: on a CPU torch serves evaluation only; there it is not compiled and materialises the score
-matrix.
+Caution: on a CPU this backend supports evaluation only, because torch's FlexAttention has no
+backward pass there. It is not compiled on a CPU and materialises the score matrix.
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ from megatron.attention.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(score, b, h, i, j) -> score w(d) + b(d)."""
+"""A function (score, batch index, head, query i, key j) -> score w(d) + b(d)."""
 
 
 def flex(call: Call) -> Tensor:
-    """See `choice.AttentionFn`."""
+    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE)
     theta_HN = call.theta_HN
     if not torch.is_grad_enabled():  # on a CPU torch refuses inputs that require a gradient
@@ -54,7 +58,10 @@ def flex(call: Call) -> Tensor:
 def score_mod_of(
     pos: PositionalEmbedding, theta_HN: Tensor | None, offset: int, length: int
 ) -> ScoreMod | None:
-    """The score_mod of an embedding, from its expression if it has one; None without a kernel."""
+    """Return the score_mod of an embedding, or None if the embedding is no distance kernel.
+
+    The score_mod evaluates the embedding's expression. Without an expression, it looks up a table.
+    """
     if pos.kind != "distance" or theta_HN is None:
         return None
     formula = formula_of(pos)
@@ -66,7 +73,8 @@ def score_mod_of(
         None if expression is None else torch_function(expression, arguments)
         for expression in (formula.bias, formula.weight)
     )
-    # A tensor that requires a gradient can be looked up only once: so one tensor for each column.
+    # FlexAttention allows only one lookup in a tensor that requires a gradient. Therefore each
+    # column is a tensor.
     columns = [column.clone() for column in theta_HN.unbind(1)]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -80,7 +88,7 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: int) -> ScoreMod:
-    """A score_mod that looks b and w up in tables over the distances 0 ... length - 1."""
+    """Return a score_mod that looks b and w up in tables over the distances 0 ... length - 1."""
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
 
@@ -95,7 +103,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: i
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """The expressions of b and w; None if they must be looked up."""
+    """Return the expressions of b and w, or None if the embedding's formula has no expression."""
     try:
         return read(pos)
     except Unreadable:
@@ -103,18 +111,19 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 
 
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
-    """Compilation options for heads of `size` where torch's choice does not fit; None elsewhere."""
+    """Return FlexAttention's options for heads of `size`, or None where torch's defaults fit."""
     if pos.kind != "distance" or formula_of(pos) is not None:
         return None
     return table_options(pos, size)
 
 
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Fewer stages for a kernel that is looked up.
+    """Return options with fewer pipeline stages, for a distance kernel that is looked up in a
+    table.
 
-    The compiled loop prefetches the looked-up values like keys and values: a tile [128, 128] of
-    fp32 for each stage. With torch's three stages that is more shared memory than an H100 has
-    (torch 2.11).
+    The compiled loop prefetches the looked-up values like keys and values, one fp32 tile [128, 128]
+    for each stage. With torch's default of three stages, the loop needs more shared memory than an
+    H100 has (torch 2.11).
     """
     if size > 64 or weighted(pos):
         return {"fwd_num_stages": 1, "bwd_num_stages": 2}
@@ -123,7 +132,7 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def causal_mask(queries: int, keys: int, offset: int, device: torch.device) -> Any:
-    """The blocks of the score matrix that contain past keys."""
+    """Return the block mask that selects the blocks of the score matrix with past keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -136,12 +145,13 @@ def causal_mask(queries: int, keys: int, offset: int, device: torch.device) -> A
 
 @lru_cache(maxsize=2)
 def function_for(device_type: str) -> Callable[..., Tensor]:
-    """torch's flex_attention: compiled on CUDA, as it is elsewhere."""
+    """Return torch's flex_attention, compiled on CUDA and uncompiled on other devices."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if device_type == "cuda":
-        # It is compiled for every length, with and without gradients: more often than torch allows.
-        # fullgraph: an error where it cannot be compiled, rather than a silent full score matrix.
+        # The function is compiled for every length, with and without gradients, which is more often
+        # than torch allows by default. `fullgraph` raises an error if compilation fails. Otherwise
+        # torch would silently materialise the full score matrix.
         limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.recompile_limit = limit
         return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -1,18 +1,20 @@
-"""Fused attention: Triton kernels that evaluate the kernel of distance in registers.
+"""Compute attention in fused Triton kernels that evaluate the distance kernel in registers.
 
-No quadratic buffer, exact gradients of theta, the same bits at every repetition. The embedding's
-torch formula becomes device functions (`trace`, `megatron.kernels.codegen`). A formula without an
-expression is tabulated over distances once per call, and autograd carries the gradient of the table
-back through the formula (`megatron.kernels.tabulated`).
+A distance kernel is a bias or a factor that depends only on the query-key distance. This backend
+has no quadratic buffer. The gradients of theta are exact, and all results are repeatable bit for
+bit. The embedding's torch formula is translated into Triton device functions (`trace`,
+`megatron.kernels.codegen`). If the formula has no expression, its values are tabulated over
+distances once per call. Autograd then propagates the gradient of the table through the formula to
+theta (`megatron.kernels.tabulated`).
 
-Memory in addition to the results: two numbers per query and head, one number per theta and program,
-and the table, if there is one.
+Memory in addition to the results: two numbers per query and head, one number per column of theta
+and Triton program, and the table, if there is one.
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta, W
-numbers per head that describe the kernel: N, or table entries.
+numbers per head that describe the distance kernel: either the N columns of theta or table entries.
 
-Caution: fp64 is refused. So is bf16 in Triton's interpreter, which computes it wrongly. Head sizes
-that are no power of two cost as much as the next power of two.
+Caution: fp64 is refused. bf16 is refused in Triton's interpreter, which computes it wrongly. A head
+size that is not a power of two costs as much as the next power of two.
 """
 
 from __future__ import annotations
@@ -35,12 +37,15 @@ if TYPE_CHECKING:
 MAX_HEAD_SIZE = 256
 LOWEST = -1e30
 OLDEST = (8, 0)
-"""Compute capability from which tensor cores take bf16 and copies run asynchronously: Ampere."""
+"""The lowest compute capability with bf16 tensor cores and asynchronous copies (Ampere)."""
 
 
 @lru_cache(maxsize=64)
 def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
-    """(device functions, how they were made: "evaluated in registers", or why by a table)."""
+    """Return the Triton device functions of an embedding, and a text on how they were made.
+
+    The text is "evaluated in registers", or "tabulated" with the reason.
+    """
     from megatron.kernels import codegen, tabulated
 
     try:
@@ -55,11 +60,11 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     return functions, "evaluated in registers"
 
 
-# torch.compile must not trace this call: it would follow the reading of the formula into sympy.
-# (torch.compiler.disable does the same, but imports the compiler at once: a second or two.)
+# torch.compile must not trace this call, because it would trace sympy while the formula is read.
+# (torch.compiler.disable has the same effect, but it imports the compiler, which takes a second.)
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage] see above
 def fused(call: Call) -> Tensor:
-    """See `choice.AttentionFn`."""
+    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     from megatron.kernels.launch import Setting
 
     functions, _ = functions_of(call.pos)
@@ -79,10 +84,11 @@ def fused(call: Call) -> Tensor:
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """[H, W]: b(d) / scale for d = 0 ... length - 1 if there is b, then w(d) if there is w.
+    """Return the table [H, W] of a distance kernel over the distances d = 0 ... length - 1.
 
-    A distance that is never seen (b = -inf) gets the finite LOWEST, since a tile may consist of
-    such distances only.
+    Each row holds b(d) / scale if there is a bias b, followed by w(d) if there is a factor w. Where
+    b(d) = -inf, that is, where a key is never attended to, the table holds the finite number
+    `LOWEST`, because a tile may consist only of such distances.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
@@ -92,7 +98,10 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves its inputs, its output, and the logarithms of the softmax's denominators."""
+    """Autograd function that launches the Triton kernels.
+
+    It saves the inputs, the output, and the logarithms of the softmax's denominators.
+    """
 
     @staticmethod
     def forward(

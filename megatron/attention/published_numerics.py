@@ -1,9 +1,10 @@
-"""Eager attention with the released code's rounding (config key `published_numerics`).
+"""Compute eager attention with the released code's rounding (config key `published_numerics`).
 
-The formula is that of `eager`. Scores, kernels and weights are in the activations' dtype, rounded
-after each operation. Products are scaled before they are rounded, by one `baddbmm`.
+The formula is that of `eager`. Scores, biases and factors have the dtype of the activations and are
+rounded after each operation. Query-key products are scaled before they are rounded, by one
+`baddbmm`.
 
-In the configuration this backend is called `eager`: `choice` takes it in place of `eager` where the
+In the configuration this backend is called `eager`. `choice` uses it in place of `eager` if the
 embedding's numerics are `PublishedNumerics`.
 
 Legend and caution: see `eager`.
@@ -19,7 +20,7 @@ from megatron.attention.eager import attend_by_scores
 
 
 def published_eager(call: Call) -> Tensor:
-    """See `choice.AttentionFn`."""
+    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     flat_q, flat_k = call.q_BHTE.flatten(0, 1), call.k_BKSE.flatten(0, 1)
     products = torch.baddbmm(flat_q.new_zeros(1), flat_q, flat_k.mT, beta=0, alpha=call.scale)
     scores_BHTS = products.unflatten(0, call.q_BHTE.shape[:2])

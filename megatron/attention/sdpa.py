@@ -1,13 +1,14 @@
-"""torch's scaled_dot_product_attention, for the requests that it can serve.
+"""Compute attention by torch's scaled_dot_product_attention, for the requests that it can serve.
 
-Without a kernel of distance it serves everything. A bias becomes an additive mask [1, H, T, S] in
-fp32 (q, k and v then are fp32 too: a mask in bf16 would round the bias). That serves evaluation
-only, since the gradient of such a mask is as large as [B, H, T, S]. A multiplicative kernel cannot
-be a mask.
+A distance kernel is a bias or a factor that depends only on the query-key distance. Without a
+distance kernel, this backend serves every request. A bias becomes an additive mask [1, H, T, S] in
+fp32. q, k and v are then converted to fp32, because a bf16 mask would round the bias. With a bias
+the backend serves evaluation only, because the gradient of the mask would need [B, H, T, S]. A
+factor is refused, because a mask cannot multiply.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
 
-Caution: quadratic memory with a bias, and [T, S] booleans for several queries at an offset.
+Caution: memory is quadratic with a bias. Several queries at an offset need a boolean [T, S] mask.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _sdpa: Any = torch.nn.functional.scaled_dot_product_attention
 
 
 def sdpa(call: Call) -> Tensor:
-    """See `choice.AttentionFn`."""
+    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
     options = {"scale": call.scale, "dropout_p": call.dropout_p}
     if not call.has_kernel and (call.query_offset == 0 or q_BHTE.shape[2] == 1):
@@ -35,7 +36,7 @@ def sdpa(call: Call) -> Tensor:
         return _sdpa(q_BHTE, k_BHSE, v_BHSE, attn_mask=distance_TS >= 0, **options)
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
     bias_HTS = call.pos.bias(call.theta.to(dtype), distance_TS.clamp(min=0))
-    assert bias_HTS is not None  # `refusal` excludes kernels that only multiply
+    assert bias_HTS is not None  # `refusal` excludes distance kernels that have only a factor
     mask_1HTS = bias_HTS.masked_fill(distance_TS < 0, -torch.inf)[None]
     inputs = (x.to(dtype) for x in (q_BHTE, k_BHSE, v_BHSE))
     return _sdpa(*inputs, attn_mask=mask_1HTS, **options).to(q_BHTE.dtype)
@@ -47,7 +48,7 @@ def refusal(request: Request) -> str | None:
     if request.pos.kind == "distance" and request.training:
         return (
             f"would need memory quadratic in the length to train with {request.pos.name} (it "
-            "serves embeddings without a kernel of distance, and evaluation)"
+            "serves embeddings without a distance kernel, and evaluation)"
         )
     return None
 

@@ -1,13 +1,13 @@
-"""Reads an embedding's torch formula as a symbolic expression.
+"""Read an embedding's torch formula as a symbolic expression.
 
-`read` runs `bias` and `weight` on a few numbers under torch's tracer, and translates the recorded
-operations into sympy, with one symbol for the distance and one for each column of theta. Two things
-are derived from the expression: the Triton device functions with their derivatives
-(`megatron.kernels.codegen`), and FlexAttention's score_mod (`flex`).
+`read` runs `bias` and `weight` on a few numbers under torch's tracer. It translates the recorded
+operations into sympy, with one symbol for the distance and one for each column of theta. The
+expression is used to generate the Triton device functions with their derivatives
+(`megatron.kernels.codegen`) and FlexAttention's score_mod (`flex`).
 
-Only formulas of one distance and one head at a time have such an expression; a lookup in a table,
-like T5's, has none. Before an expression is used, it is evaluated at other numbers and compared
-with the embedding.
+Only formulas that treat each distance and each head separately have such an expression. A lookup in
+a table, as in T5's bias, has none. Before an expression is used, it is evaluated at other numbers
+and compared with the embedding.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 
 class Unreadable(ValueError):
-    """The formula is no expression in d and theta; the message names the operation that is not."""
+    """The formula is not an expression in d and theta. The error message names the operation."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """b (None: 0) and w (None: 1) as expressions of `distance` and `theta`."""
+    """A distance kernel as sympy expressions of `distance` and `theta`.
+
+    `bias` None means b = 0. `weight` None means w = 1. (A distance kernel is a bias or a factor
+    that depends only on the query-key distance.)
+    """
 
     bias: sympy.Expr | None
     weight: sympy.Expr | None
@@ -47,10 +51,10 @@ class Formula:
 
 @lru_cache(maxsize=64)
 def read(pos: PositionalEmbedding) -> Formula:
-    """The embedding's formula; b = 0 and w = 1 for embeddings that are no kernels of distance.
+    """Return the embedding's formula. If it is no distance kernel, the formula is b = 0 and w = 1.
 
     Raises:
-        Unreadable: when it has no expression; it can still be tabulated.
+        Unreadable: The formula has no expression. Its values can still be tabulated.
     """
     import sympy
 
@@ -68,17 +72,19 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 
 def assumed(low: float) -> dict[str, bool]:
-    """What sympy may assume about a column of theta."""
+    """Return what sympy may assume about a column of theta whose lower bound is `low`."""
     if low < 0:
         return {"real": True}
     return {"positive": True} if low > 0 else {"nonnegative": True}
 
 
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
-    """Compare with the embedding at other inputs: values, theta's gradient, and digits in fp32.
+    """Compare a formula with the embedding at other inputs.
+
+    Values, theta's gradient and the accuracy in fp32 are compared.
 
     Raises:
-        Unreadable: when they differ.
+        Unreadable: The formula and the embedding differ.
     """
     generator = torch.Generator().manual_seed(1)
     theta_HN = torch.rand(5, len(formula.theta), generator=generator, dtype=torch.float64) + 0.2
@@ -102,14 +108,17 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Turn a function of d and theta's columns into a function of theta and d."""
+    """Convert a function of d and theta's columns into a function of theta and d."""
     return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
 
 
 def sample(
     function: Callable[..., Tensor | None], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A formula's values in `dtype`, and theta's gradient for unequal weights, both in fp64."""
+    """Evaluate `function` in `dtype`, and return its values and a gradient of theta, both in fp64.
+
+    The gradient is that of a sum of the values with unequal weights.
+    """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
     value, near = (
@@ -125,17 +134,17 @@ def sample(
 
 @lru_cache(maxsize=128)
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
-    """The expression as a function of tensors of any (broadcastable) shape.
+    """Return the expression as a function of tensors of any broadcastable shapes.
 
-    A plain function, without sympy, so that `torch.compile` can trace it. The result is cached:
-    with a new function, `torch.compile` would compile again at every call.
+    The function does not use sympy, so that `torch.compile` can trace it. The result is cached,
+    because `torch.compile` would compile every new function object again.
     """
     names = [symbol.name for symbol in arguments]
     return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", {"torch": torch})
 
 
 def torch_text(expression: Any) -> str:
-    """The sympy expression as Python code that calls torch."""
+    """Return the sympy expression as Python code that calls torch."""
     if expression.is_number:
         return f"({float(expression)!r})"
     if expression.is_Symbol:
@@ -153,7 +162,8 @@ def torch_text(expression: Any) -> str:
 
 
 class Columns(tuple):
-    """Some neighbouring columns of theta: a tensor [H, len]. One column stands for its symbol."""
+    """Some neighbouring columns of theta, as a tensor [H, len]. A single column is used as its
+    symbol."""
 
 
 class Reader:
@@ -167,10 +177,10 @@ class Reader:
         self.distance, self.theta = distance, theta
 
     def expression(self, function: Callable[..., Tensor | None]) -> Any:
-        """The function's value as an expression, or None if the function returns None.
+        """Return the function's value as an expression, or None if the function returns None.
 
         Raises:
-            Unreadable: when there is no such expression.
+            Unreadable: The function's value is not an expression in d and theta.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.node import map_arg
@@ -205,13 +215,13 @@ class Reader:
         raise Unreadable("the trace has no result")
 
     def number(self, constant: Tensor) -> Any:
-        """A tensor constant of the graph as a number."""
+        """Return a tensor constant of the graph as a sympy number."""
         if constant.numel() != 1:
             raise Unreadable(f"it holds a tensor of {constant.numel()} numbers")
         return exact(constant.item())
 
     def scalar(self, value: Any) -> Any:
-        """A value used as an operand."""
+        """Return a value of the graph as a sympy expression that can be an operand."""
         import sympy
 
         if isinstance(value, int | float):
@@ -223,7 +233,7 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
-        """The value of one operation of the graph."""
+        """Return the value of one operation of the graph."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if name in SAME:
             return args[0]
@@ -254,7 +264,8 @@ SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "c
 
 
 def exact(value: float) -> Any:
-    """A sympy number: integers and halves are exact, so that powers are recognised."""
+    """Return a sympy number. Integers and halves are exact, so that sympy recognises simple
+    powers."""
     import sympy
 
     doubled = 2.0 * float(value)
@@ -265,7 +276,7 @@ def exact(value: float) -> Any:
 
 @lru_cache(maxsize=1)
 def elementary() -> dict[str, Callable[..., Any]]:
-    """torch's name of an operation -> its sympy counterpart."""
+    """Return a dictionary from torch's names of operations to their sympy counterparts."""
     import sympy as sp
 
     return {
