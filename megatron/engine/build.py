@@ -1,4 +1,4 @@
-"""Build the model and the tokenizer that a config describes.
+"""Build what a config describes: the tokenizer, and the plan of the model.
 
 The model and tokenizer classes take plain values. Below `megatron/engine`, no code of the model,
 the data or the attention imports the config object.
@@ -17,7 +17,7 @@ from megatron.data.corpora.python_stdlib import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import BlockShape, GPTShape, Plan
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.positional import PositionalEmbedding
@@ -125,7 +125,7 @@ def attention_of(
     )
 
 
-def build_model(
+def plan_of(
     config: Config,
     vocab_size: int,
     *,
@@ -133,8 +133,8 @@ def build_model(
     training: bool = True,
     tp: TensorGroup = ALONE,
     cp: TensorGroup = ALONE,
-) -> GPT:
-    """Build the config's model on the CPU in fp32, initialised from the config's seed.
+) -> Plan:
+    """Collect what `GPT` needs to build the config's model, or this rank's shard of it.
 
     Args:
         vocab_size: the number of entries of the tokenizer, before padding.
@@ -148,7 +148,7 @@ def build_model(
     """
     pos = positional_of(config)
     attend = attention_of(config, pos, device_type, training=training)
-    return GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp, cp)
+    return Plan(shape_of(config, vocab_size), pos, attend, config.training.seed, tp, cp)
 
 
 def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -158,9 +158,8 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
     """
     shape = asdict(model_shape)
     block = shape.pop("block")
-    for name in ("init_method", "output_init_method", "init_std"):
-        del shape[name]
-    for name in ("checkpoint_activations", "row_parallel_output"):
+    no_weights = ("checkpoint_activations", "row_parallel_output")
+    for name in ("init_method", "output_init_method", "init_std", *no_weights):
         del shape[name]
     for name in ("attention_dropout", "hidden_dropout", "numerics"):
         del block[name]

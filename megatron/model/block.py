@@ -24,34 +24,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.attention import AttentionFn
 from megatron.model.norm import build_norm
-from megatron.model.shape import BlockShape
+from megatron.model.shape import Plan
 from megatron.parallel.collectives import add_partial, all_to_all
-from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.groups import ALONE
 from megatron.parallel.layers import ColumnLinear, HiddenDropout, RowLinear
 from megatron.parallel.rng import rank_dropout
-from megatron.positional import PositionalEmbedding
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention: maps x [B, T, D] and theta ([H, N] or None) to [B, T, D].
+    """Causal self-attention: maps x [B, T, D] and theta ([H, N] or None) to [B, T, D]."""
 
-    Args:
-        attend: The attention backend, chosen at start-up.
-    """
-
-    def __init__(
-        self,
-        shape: BlockShape,
-        pos: PositionalEmbedding,
-        attend: AttentionFn,
-        tp: TensorGroup = ALONE,
-        cp: TensorGroup = ALONE,
-    ):
+    def __init__(self, plan: Plan):
         super().__init__()
-        self.shape, self.pos, self.attend, self.tp, self.cp = shape, pos, attend, tp, cp
-        hidden = shape.hidden_size
+        self.pos, self.attend, self.tp, self.cp = plan.pos, plan.attend, plan.tp, plan.cp
+        self.shape = shape = plan.shape.block
+        hidden, tp = shape.hidden_size, plan.tp
         self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
         self.dense = RowLinear(hidden, hidden, tp, numerics=shape.numerics)
 
@@ -86,8 +74,9 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """Feed-forward layers: map x [B, T, D] to [B, T, D] through the inner width `mlp_size`."""
 
-    def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE):
+    def __init__(self, plan: Plan):
         super().__init__()
+        shape, tp = plan.shape.block, plan.tp
         self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
         self.numerics = shape.numerics
         hidden, inner = shape.hidden_size, shape.mlp_size
@@ -137,21 +126,14 @@ _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
 class Block(nn.Module):
     """Transformer block: maps x [B, T, D] and theta ([H, N] or None) to x [B, T, D]."""
 
-    def __init__(
-        self,
-        shape: BlockShape,
-        pos: PositionalEmbedding,
-        attend: AttentionFn,
-        tp: TensorGroup = ALONE,
-        cp: TensorGroup = ALONE,
-    ):
+    def __init__(self, plan: Plan):
         super().__init__()
+        shape, tp = plan.shape.block, plan.tp
         self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
-        norm = shape.norm, shape.hidden_size, shape.norm_eps, shape.numerics, tp
-        self.input_layernorm = build_norm(*norm)
-        self.attention = SelfAttention(shape, pos, attend, tp, cp)
-        self.post_attention_layernorm = build_norm(*norm)
-        self.mlp = MLP(shape, tp)
+        self.input_layernorm = build_norm(shape, tp)
+        self.attention = SelfAttention(plan)
+        self.post_attention_layernorm = build_norm(shape, tp)
+        self.mlp = MLP(plan)
         # Parallel branches drop before the sum over ranks. Then all ranks hold all positions of a
         # partial sum and need the same mask.
         self.dropout = HiddenDropout(shape.hidden_dropout, ALONE if shape.gpt_j_residual else tp)

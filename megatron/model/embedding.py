@@ -19,12 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 
-from megatron.model.shape import GPTShape
+from megatron.model.shape import Plan
 from megatron.parallel.collectives import copy_to
-from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.layers import HiddenDropout, VocabEmbedding
 from megatron.parallel.rng import named_generator
-from megatron.parallel.sequence import SequenceSplit
 from megatron.parallel.sharding import Sharding, mark_sharding
 from megatron.positional import PositionalEmbedding
 
@@ -33,13 +31,14 @@ THETA = "embedding.theta"
 BY_HEADS = Sharding(0)
 
 
-def initial_theta(pos: PositionalEmbedding, heads: int, seed: int, tp: TensorGroup) -> torch.Tensor:
+def initial_theta(plan: Plan) -> torch.Tensor:
     """Return the initial theta [H, N] fp32 of this rank's heads.
 
-    Theta is drawn for all `heads` of the model and then sliced.
+    Theta is drawn for all heads of the model and then sliced.
     """
-    theta_HN = pos.initial_theta(heads, named_generator(seed, THETA))
-    return BY_HEADS.slice(theta_HN, tp.rank, tp.size)
+    generator = named_generator(plan.seed, THETA)
+    theta_HN = plan.pos.initial_theta(plan.shape.block.num_heads, generator)
+    return BY_HEADS.slice(theta_HN, plan.tp.rank, plan.tp.size)
 
 
 class FixedTheta(nn.Module):
@@ -71,23 +70,13 @@ class EmbeddingLayer(nn.Module):
     Args:
         words: Whether this layer embeds the tokens. If False, the input is already x [B, T, D], as
             in a pipeline.
-        tp, cp: The groups that split the sequence (see `SequenceSplit`). `tp` also splits the
-            heads.
     """
 
-    def __init__(
-        self,
-        shape: GPTShape,
-        pos: PositionalEmbedding,
-        seed: int,
-        tp: TensorGroup = ALONE,
-        words: bool = True,
-        cp: TensorGroup = ALONE,
-    ):
+    def __init__(self, plan: Plan, words: bool = True):
         super().__init__()
-        self.pos, self.offset, self.tp = pos, shape.position_offset, tp
-        self.split = SequenceSplit(tp, cp)
-        hidden, heads = shape.block.hidden_size, shape.block.num_heads
+        self.pos, self.offset, self.tp = plan.pos, plan.shape.position_offset, plan.tp
+        self.split = plan.split
+        shape, pos, tp, hidden = plan.shape, plan.pos, plan.tp, plan.shape.block.hidden_size
         self.word_embeddings: VocabEmbedding | None = None
         self.position_embeddings: nn.Embedding | None = None
         self.theta: nn.Parameter | None = None
@@ -98,10 +87,10 @@ class EmbeddingLayer(nn.Module):
             table = skip_init(nn.Embedding, shape.max_positions, hidden)
             self.position_embeddings = cast(nn.Embedding, table)
         if pos.kind == "distance" and pos.learnable:
-            self.theta = nn.Parameter(initial_theta(pos, heads, seed, tp))
+            self.theta = nn.Parameter(initial_theta(plan))
             mark_sharding(self.theta, BY_HEADS, tp)
         elif pos.kind == "distance":
-            self.fixed_theta = FixedTheta(initial_theta(pos, heads, seed, tp))
+            self.fixed_theta = FixedTheta(initial_theta(plan))
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -22,18 +22,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import AttentionFn
 from megatron.model.block import Block
 from megatron.model.embedding import EmbeddingLayer
 from megatron.model.init import initialise
 from megatron.model.norm import build_norm
-from megatron.model.shape import GPTShape
+from megatron.model.shape import Plan
 from megatron.parallel.collectives import all_gather, gather_from
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.layers import ColumnLinear, RowLinear
 from megatron.parallel.loss import token_losses
-from megatron.parallel.sequence import SequenceSplit
-from megatron.positional import PositionalEmbedding
 
 LOGITS_AT_ONCE = 1 << 26
 """The largest number of logits held at a time if no gradient is needed (256 MB in fp32)."""
@@ -43,32 +40,19 @@ class GPT(nn.Module):
     """Decoder-only language model. `forward` returns logits, or token losses if targets are
     given."""
 
-    def __init__(
-        self,
-        shape: GPTShape,
-        pos: PositionalEmbedding,
-        attend: AttentionFn,
-        seed: int,
-        tp: TensorGroup = ALONE,
-        cp: TensorGroup = ALONE,
-    ):
+    def __init__(self, plan: Plan):
         super().__init__()
-        self.shape, self.pos, self.attend, self.cp = shape, pos, attend, cp
-        self.split = SequenceSplit(tp, cp)
-        block = shape.block
-        self.embedding = EmbeddingLayer(shape, pos, seed, tp, cp=cp)
-        self.layers = nn.ModuleList(
-            Block(block, pos, attend, tp, cp) for _ in range(shape.num_layers)
-        )
-        self.final_norm = build_norm(
-            block.norm, block.hidden_size, block.norm_eps, block.numerics, tp
-        )
+        self.shape, self.pos, self.attend, self.cp = plan.shape, plan.pos, plan.attend, plan.cp
+        self.split = plan.split
+        self.embedding = EmbeddingLayer(plan)
+        self.layers = nn.ModuleList(Block(plan) for _ in range(plan.shape.num_layers))
+        self.final_norm = build_norm(plan.shape.block, plan.tp)
         self.output: nn.Linear | None = None
-        if not shape.tie_weights:
-            output_class, arguments = output_layer(shape, tp)
+        if not plan.shape.tie_weights:
+            output_class, arguments = output_layer(plan)
             self.output = output_class(**arguments)
-        self.logits_tp = logits_group(shape, tp)
-        initialise(self.named_parameters(), shape, seed)
+        self.logits_tp = logits_group(plan)
+        initialise(self.named_parameters(), plan.shape, plan.seed)
 
     def forward(
         self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None
@@ -127,15 +111,16 @@ class GPT(nn.Module):
         return self.embedding.theta
 
 
-def output_layer(shape: GPTShape, tp: TensorGroup) -> tuple[type[nn.Linear], dict[str, Any]]:
+def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
     """Return the class and the constructor arguments of the output layer for untied weights."""
+    shape = plan.shape
     sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
-    sizes |= {"tp": tp, "bias": False}
+    sizes |= {"tp": plan.tp, "bias": False}
     if shape.row_parallel_output:
         return RowLinear, sizes | {"scatter": True}
     return ColumnLinear, sizes
 
 
-def logits_group(shape: GPTShape, tp: TensorGroup) -> TensorGroup:
+def logits_group(plan: Plan) -> TensorGroup:
     """Return the group over which the vocabulary dimension of the logits is sharded."""
-    return ALONE if shape.row_parallel_output and not shape.tie_weights else tp
+    return ALONE if plan.shape.row_parallel_output and not plan.shape.tie_weights else plan.tp

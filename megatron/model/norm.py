@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.numerics import WIDE, Numerics
+from megatron.model.shape import BlockShape
+from megatron.numerics import Numerics
 from megatron.parallel.collectives import copy_to
 from megatron.parallel.groups import ALONE, TensorGroup
 
@@ -27,7 +28,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 class LayerNorm(nn.LayerNorm):
     """torch's layer norm, with weight gradients summed over ranks that hold different positions."""
 
-    def __init__(self, dim: int, eps: float, tp: TensorGroup = ALONE):
+    def __init__(self, dim: int, eps: float, tp: TensorGroup):
         super().__init__(dim, eps=eps)
         self.tp = tp
 
@@ -39,7 +40,7 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension."""
 
-    def __init__(self, dim: int, eps: float, tp: TensorGroup = ALONE, numerics: Numerics = WIDE):
+    def __init__(self, dim: int, eps: float, tp: TensorGroup, numerics: Numerics):
         super().__init__()
         self.dim, self.eps, self.tp, self.numerics = dim, eps, tp, numerics
         self.scale = nn.Parameter(torch.ones(dim))
@@ -53,7 +54,7 @@ class RMSNorm(nn.Module):
 class ScaleNorm(nn.Module):
     """Norm that scales every vector to the same learned length (Nguyen & Salazar 2019)."""
 
-    def __init__(self, eps: float, tp: TensorGroup = ALONE, numerics: Numerics = WIDE):
+    def __init__(self, eps: float, tp: TensorGroup, numerics: Numerics):
         super().__init__()
         self.eps, self.tp, self.numerics = eps, tp, numerics
         self.g = nn.Parameter(torch.ones(1))
@@ -64,28 +65,24 @@ class ScaleNorm(nn.Module):
         return unit * copy_to(self.g, self.tp)
 
 
-def norm_layer(
-    name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
-) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Return the class and the constructor arguments of the norm `name`.
+def norm_layer(shape: BlockShape, tp: TensorGroup) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Return the class and the constructor arguments of the norm that `shape` names.
 
     Raises:
         ValueError: The name is not `layernorm`, `rmsnorm` or `scalenorm`.
     """
     tp = tp if tp.splits_sequence else ALONE
-    common = {"eps": eps, "tp": tp}
-    if name == "layernorm":
-        return LayerNorm, common | {"dim": dim}
-    if name == "rmsnorm":
-        return RMSNorm, common | {"dim": dim, "numerics": numerics}
-    if name == "scalenorm":
-        return ScaleNorm, common | {"numerics": numerics}
-    raise ValueError(f"norm {name!r} is unknown; use layernorm, rmsnorm or scalenorm")
+    common = {"eps": shape.norm_eps, "tp": tp}
+    if shape.norm == "layernorm":
+        return LayerNorm, common | {"dim": shape.hidden_size}
+    if shape.norm == "rmsnorm":
+        return RMSNorm, common | {"dim": shape.hidden_size, "numerics": shape.numerics}
+    if shape.norm == "scalenorm":
+        return ScaleNorm, common | {"numerics": shape.numerics}
+    raise ValueError(f"norm {shape.norm!r} is unknown; use layernorm, rmsnorm or scalenorm")
 
 
-def build_norm(
-    name: str, dim: int, eps: float, numerics: Numerics = WIDE, tp: TensorGroup = ALONE
-) -> nn.Module:
-    """Build the norm `name` as a module; see `norm_layer`."""
-    kind, arguments = norm_layer(name, dim, eps, numerics, tp)
+def build_norm(shape: BlockShape, tp: TensorGroup = ALONE) -> nn.Module:
+    """Build the norm that `shape` names; see `norm_layer`."""
+    kind, arguments = norm_layer(shape, tp)
     return kind(**arguments)

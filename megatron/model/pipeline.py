@@ -22,15 +22,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import AttentionFn
 from megatron.model.block import Block
 from megatron.model.embedding import EmbeddingLayer, FixedTheta, initial_theta
 from megatron.model.gpt import output_layer
 from megatron.model.norm import norm_layer
-from megatron.model.shape import GPTShape
-from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.model.shape import Plan
 from megatron.parallel.layers import VocabEmbedding
-from megatron.positional import PositionalEmbedding
 
 WORDS = "embedding.word_embeddings"
 Flow = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -57,8 +54,8 @@ class Layer:
 class PipeEmbedding(EmbeddingLayer):
     """Maps token embeddings x [B, T, D] to (x, theta), or to x alone if no theta is trained."""
 
-    def __init__(self, **args: Any):
-        super().__init__(**args, words=False)
+    def __init__(self, plan: Plan):
+        super().__init__(plan, words=False)
 
     def forward(self, x_BTD: torch.Tensor) -> Flow:
         x_BTD, theta_HN = super().forward(x_BTD)
@@ -71,14 +68,13 @@ class PipeBlock(Block):
     Args:
         fixed_HN: A theta that is not trained (fixed slopes), or None.
         last: Whether this is the last block. The last block does not return theta.
-        recompute: Whether to recompute the block's activations in the backward pass.
     """
 
-    def __init__(self, *, fixed_HN: torch.Tensor | None, last: bool, recompute: bool, **block: Any):
-        super().__init__(**block)
-        self.pos = block["pos"]
+    def __init__(self, plan: Plan, *, fixed_HN: torch.Tensor | None, last: bool):
+        super().__init__(plan)
+        self.pos = plan.pos
         self.fixed_theta = None if fixed_HN is None else FixedTheta(fixed_HN)
-        self.last, self.recompute = last, recompute
+        self.last, self.recompute = last, plan.shape.checkpoint_activations
 
     def forward(self, flow: Flow) -> Flow:
         x_BTD, theta_HN = flow if isinstance(flow, tuple) else (flow, None)
@@ -97,35 +93,27 @@ def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
     return words(x_BTD, project=True)
 
 
-def pipeline_layers(
-    shape: GPTShape,
-    pos: PositionalEmbedding,
-    attend: AttentionFn,
-    seed: int,
-    tp: TensorGroup = ALONE,
-) -> list[Layer]:
-    """Return descriptions of the layers of `GPT(shape, pos, attend, seed, tp)`, in order."""
-    s = shape.block
-    words = {"vocab_size": shape.vocab_size, "hidden_size": s.hidden_size, "tp": tp}
-    embedding = {"shape": shape, "pos": pos, "seed": seed, "tp": tp}
+def pipeline_layers(plan: Plan) -> list[Layer]:
+    """Return descriptions of the layers of `GPT(plan)`, in order."""
+    shape, tp = plan.shape, plan.tp
+    words = {"vocab_size": shape.vocab_size, "hidden_size": shape.block.hidden_size, "tp": tp}
     fixed_HN = None
-    if pos.kind == "distance" and not pos.learnable:
-        fixed_HN = initial_theta(pos, s.num_heads, seed, tp)
-    block = {"shape": s, "pos": pos, "attend": attend, "tp": tp}
-    block |= {"fixed_HN": fixed_HN, "recompute": shape.checkpoint_activations}
+    if plan.pos.kind == "distance" and not plan.pos.learnable:
+        fixed_HN = initial_theta(plan)
+    block = {"plan": plan, "fixed_HN": fixed_HN}
     count = shape.num_layers
     layers = [
         Layer(WORDS, VocabEmbedding, words, tied=shape.tie_weights),
-        Layer("embedding", PipeEmbedding, embedding),
+        Layer("embedding", PipeEmbedding, {"plan": plan}),
     ]
     layers += [
         Layer(f"layers.{i}", PipeBlock, block | {"last": i == count - 1}) for i in range(count)
     ]
-    norm_class, norm = norm_layer(s.norm, s.hidden_size, s.norm_eps, s.numerics, tp)
+    norm_class, norm = norm_layer(shape.block, tp)
     layers.append(Layer("final_norm", norm_class, norm))
     if shape.tie_weights:
         layers.append(Layer(WORDS, VocabEmbedding, words, project, tied=True))
     else:
-        output_class, output = output_layer(shape, tp)
+        output_class, output = output_layer(plan)
         layers.append(Layer("output", output_class, output))
     return layers

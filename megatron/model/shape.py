@@ -1,10 +1,14 @@
-"""Hold the plain values that determine the parameters and the formula of a model."""
+"""Hold the plain values that determine the parameters and the formula of a model, and its plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.attention import AttentionFn
 from megatron.numerics import WIDE, Numerics
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.sequence import SequenceSplit
+from megatron.positional import PositionalEmbedding
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,27 @@ class GPTShape:
     position_offset: int = 0
     checkpoint_activations: bool = False
     row_parallel_output: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the layers of one model are built from.
+
+    Attributes:
+        attend: The attention backend, chosen at start-up.
+        seed: The seed of the initial values.
+        tp: The group over which the layers are sharded.
+        cp: The group whose ranks hold the same weights and different positions.
+    """
+
+    shape: GPTShape
+    pos: PositionalEmbedding
+    attend: AttentionFn
+    seed: int
+    tp: TensorGroup = ALONE
+    cp: TensorGroup = ALONE
+
+    @property
+    def split(self) -> SequenceSplit:
+        """How the ranks split each sequence."""
+        return SequenceSplit(self.tp, self.cp)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.attention import AttentionError, attend, choose
+from megatron.model import BlockShape
 from megatron.model.norm import build_norm
 from megatron.numerics import WIDE, PublishedNumerics
 from megatron.parallel.layers import ColumnLinear, RowLinear
@@ -119,7 +120,8 @@ def test_a_bias_apart_is_added_after_the_product_was_rounded(kind):
 def test_norms_take_their_statistics_in_the_activations_dtype(name):
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
     plain, rounded = (
-        build_norm(name, 64, 1e-6, n).to(BF16) for n in (WIDE, PublishedNumerics(BF16))
+        build_norm(BlockShape(64, 1, norm=name, norm_eps=1e-6, numerics=n)).to(BF16)
+        for n in (WIDE, PublishedNumerics(BF16))
     )
     assert not torch.equal(plain(x), rounded(x))
     torch.testing.assert_close(plain(x), rounded(x), rtol=2e-2, atol=2e-2)

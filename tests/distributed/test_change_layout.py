@@ -14,7 +14,7 @@ from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.groups import build_groups
 from megatron.positional import load
 from tests.helpers.jobs import cell, rewind, rows, run_job, write_config, write_shards
@@ -120,7 +120,7 @@ def describe(**changes):
     pos = load("kerple_log")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     block = BlockShape(hidden_size=24, num_heads=4, activation="geglu")
-    model = GPT(GPTShape(1, 32, block, 16, **changes), pos, attend, 1)
+    model = GPT(Plan(GPTShape(1, 32, block, 16, **changes), pos, attend, 1))
     return RunDescription(**full_weights.describe(model, build_groups(torch.device("cpu"))))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.attention import choose
 from megatron.engine.checkpoint.saved import Saved, newest
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.groups import ALONE
 from megatron.parallel.loss import token_losses
@@ -50,7 +50,7 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
     rows = v.get("rows", 16)
     shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], row_parallel_output=v["row"])
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
-    model = GPT(shape, pos, attend, 1, tp=tp or ALONE, cp=cp).double()
+    model = GPT(Plan(shape, pos, attend, 1, tp=tp or ALONE, cp=cp)).double()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("bias"):

@@ -9,7 +9,7 @@ from megatron.engine.training.deepspeed_engine import build_engine, engine_confi
 from megatron.engine.training.optimizer import build_optimizer, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, Schedule
 from megatron.engine.training.theta import TrainedTheta
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import load
 from tests.helpers.jobs import PRECISIONS, STAGES
@@ -37,7 +37,9 @@ def push(groups, stage, precision, bound, numerics=WIDE):
     pos = load("kerple_power", numerics=numerics)
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     block = BlockShape(hidden_size=32, num_heads=4)
-    gpt = GPT(GPTShape(num_layers=2, vocab_size=64, block=block, max_positions=16), pos, attend, 1)
+    gpt = GPT(
+        Plan(GPTShape(num_layers=2, vocab_size=64, block=block, max_positions=16), pos, attend, 1)
+    )
     low, high = pos.bounds()
     with torch.no_grad():
         start = low if bound == "low" else high.clamp(max=2.0)

@@ -5,7 +5,8 @@ import torch
 
 from megatron.config import load_config
 from megatron.config.schema import Config
-from megatron.engine.build import build_model, padded_vocab_size, shape_of
+from megatron.engine.build import padded_vocab_size, plan_of, shape_of
+from megatron.model import GPT
 from tests.helpers.paths import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -23,7 +24,7 @@ def compose(name: str, *overrides: str) -> Config:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_its_model_is_built(name):
     config = compose(name, "num_layers=1")  # the layers are alike; their number is checked below
-    model = build_model(config, 300, device_type="cpu")
+    model = GPT(plan_of(config, 300, device_type="cpu"))
     assert model.layers[0].mlp.dense_4h_to_h.weight.shape[0] == config.model.hidden_size
     assert model.pos.name == config.model.pos_emb
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -40,7 +41,7 @@ def test_vocabulary_padding(size, divisible_by, padded):
 
 def test_rpe_gets_its_options_and_the_published_scale():
     config = compose("pos_emb/rpe.yml", "num_layers=1", "rpe_num_buckets=16")
-    model = build_model(config, 300, device_type="cpu")
+    model = GPT(plan_of(config, 300, device_type="cpu"))
     assert model.theta.shape == (12, 16)
     one = model.pos.bias(torch.ones(12, 16), torch.zeros(1))
     assert torch.allclose(one, torch.full_like(one, 8.0))  # sqrt(head size 64)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.attention import choose
 from megatron.kernels.launch import LAUNCHES
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load
 from tests.kernels.cases import DEVICE
 
@@ -26,7 +26,7 @@ def model_of(name: str, backend: str, dtype: torch.dtype, recompute: bool = Fals
     attend = choose(backend, pos, device_type=DEVICE, dtype=dtype, head_size=HIDDEN // HEADS)
     block = BlockShape(hidden_size=HIDDEN, num_heads=HEADS)
     shape = GPTShape(LAYERS, VOCABULARY, block, LENGTH, checkpoint_activations=recompute)
-    return GPT(shape, pos, attend, seed=5).to(DEVICE, dtype)
+    return GPT(Plan(shape, pos, attend, seed=5)).to(DEVICE, dtype)
 
 
 def step(model: GPT) -> tuple[float, dict[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.attention import choose
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.numerics import PublishedNumerics
 from megatron.positional import load, names
 
@@ -19,7 +19,7 @@ def build(pos_emb="kerple_log", backend="eager", seed=1, shape=None, **block):
     attend = choose(backend, pos, device_type="cpu", dtype=torch.float32)
     block = BlockShape(**({"hidden_size": 32, "num_heads": 4} | block))
     extra = {"num_layers": 2, "vocab_size": VOCAB, "max_positions": LENGTH} | (shape or {})
-    return GPT(GPTShape(block=block, **extra), pos, attend, seed)
+    return GPT(Plan(GPTShape(block=block, **extra), pos, attend, seed))
 
 
 def tokens(n=2, length=LENGTH):

@@ -5,14 +5,19 @@ import math
 import pytest
 import torch
 
+from megatron.model import BlockShape
 from megatron.model.init import METHODS, draw
 from megatron.model.norm import build_norm
 from megatron.parallel.rng import named_generator
 
 
+def norm_of(name, size, eps):
+    return build_norm(BlockShape(size, 1, norm=name, norm_eps=eps))
+
+
 def test_rmsnorm_has_eps_outside_the_root_as_published():
     x = torch.randn(3, 5, dtype=torch.float64)
-    norm = build_norm("rmsnorm", 5, 0.1).double()
+    norm = norm_of("rmsnorm", 5, 0.1).double()
     with torch.no_grad():
         norm.scale.uniform_()
     expected = x / (x.square().mean(-1, keepdim=True).sqrt() + 0.1) * norm.scale
@@ -21,7 +26,7 @@ def test_rmsnorm_has_eps_outside_the_root_as_published():
 
 def test_scalenorm():
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    norm = build_norm("scalenorm", 2, 1e-5)
+    norm = norm_of("scalenorm", 2, 1e-5)
     with torch.no_grad():
         norm.g.fill_(2.0)
     torch.testing.assert_close(norm(x), torch.tensor([[1.2, 1.6], [0.0, 0.0]]))
@@ -29,14 +34,14 @@ def test_scalenorm():
 
 def test_norm_statistics_are_fp32_under_bf16():
     x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
-    out = build_norm("rmsnorm", 4096, 1e-8).bfloat16()(x)
+    out = norm_of("rmsnorm", 4096, 1e-8).bfloat16()(x)
     assert out.dtype == torch.bfloat16
     assert (out == 1.0).all()  # bf16 sums would stop growing at 256 addends
 
 
 def test_an_unknown_norm_is_named():
     with pytest.raises(ValueError, match="batchnorm.*layernorm, rmsnorm or scalenorm"):
-        build_norm("batchnorm", 4, 1e-5)
+        norm_of("batchnorm", 4, 1e-5)
 
 
 @pytest.mark.parametrize(

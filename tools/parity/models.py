@@ -32,7 +32,7 @@ from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
-from megatron.model import GPT
+from megatron.model import GPT, Plan
 from megatron.model.embedding import BY_HEADS
 from megatron.numerics import PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
@@ -144,7 +144,7 @@ class ModelCase:
         # The buffers of a bf16 checkpoint are rounded too, whatever precision computes with them.
         pos = positional_of(config, PublishedNumerics(torch.bfloat16) if coarse else None)
         attend = attention_of(config, pos, device)
-        model = GPT(shape_of(config, vocab_size), pos, attend, config.training.seed, tp)
+        model = GPT(Plan(shape_of(config, vocab_size), pos, attend, config.training.seed, tp))
         self.model = model.to(DTYPES[precision])
         if coarse and layout.FIXED in stored.buffers:  # rounded before they were clamped
             slopes = stored.buffers[layout.FIXED].float().view(-1, 1)

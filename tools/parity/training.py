@@ -22,13 +22,14 @@ import torch
 
 from megatron.attention import AttentionError
 from megatron.config import Config
-from megatron.engine.build import build_model
+from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.training.deepspeed_engine import job_engine
 from megatron.engine.training.loop import train_step
 from megatron.engine.training.optimizer import parameter_groups
 from megatron.engine.training.theta import TrainedTheta
+from megatron.model import GPT
 from megatron.parallel.groups import Groups
 from tools.parity.models import (
     case_config,
@@ -90,8 +91,8 @@ class TrainingCase:
 
     def __init__(self, folder: Path, config: Config, vocab_size: int, groups: Groups):
         self.config, self.groups = config, groups
-        self.model = build_model(
-            config, vocab_size, device_type=groups.device.type, tp=groups.model
+        self.model = GPT(
+            plan_of(config, vocab_size, device_type=groups.device.type, tp=groups.model)
         )
         start = folder / "checkpoint_init"
         load_weights(self.model, Saved(start, (start / "latest").read_text().strip()))

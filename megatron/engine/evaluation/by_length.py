@@ -29,7 +29,7 @@ from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
 from megatron.data.shards.interface import Shards
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import DTYPES, build_model, identity_of, tokenizer_of
+from megatron.engine.build import DTYPES, identity_of, plan_of, tokenizer_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import newest
@@ -44,6 +44,7 @@ from megatron.engine.evaluation.report import (
 )
 from megatron.engine.job.join import joined_job
 from megatron.engine.text import open_text
+from megatron.model import GPT
 from megatron.parallel.groups import Groups, build_groups
 from megatron.positional import PositionalEmbedding
 
@@ -206,8 +207,8 @@ def _evaluate_checkpoint(
             f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
         )
     tokenizer = tokenizer_of(config)
-    model = build_model(
-        config, tokenizer.vocab_size, device_type=groups.device.type, training=False
+    model = GPT(
+        plan_of(config, tokenizer.vocab_size, device_type=groups.device.type, training=False)
     )
     run = RunDescription(model=identity_of(config, model.shape, tokenizer))
     notes = load_weights(model, saved, run)

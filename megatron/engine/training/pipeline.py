@@ -21,17 +21,15 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from megatron.attention import AttentionFn
 from megatron.config import Config
-from megatron.engine.build import attention_of, build_model, positional_of, shape_of
-from megatron.model import GPT, GPTShape
+from megatron.engine.build import plan_of
+from megatron.model import GPT, Plan
 from megatron.model.embedding import THETA
 from megatron.model.gpt import logits_group
 from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import token_losses
-from megatron.positional import PositionalEmbedding
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -44,19 +42,12 @@ class Pipeline(PipelineModule):
             files are numbered by this order.
     """
 
-    def __init__(
-        self,
-        shape: GPTShape,
-        pos: PositionalEmbedding,
-        attend: AttentionFn,
-        seed: int,
-        groups: Groups,
-    ):
-        layers = pipeline_layers(shape, pos, attend, seed, groups.model)
+    def __init__(self, plan: Plan, groups: Groups):
+        layers = pipeline_layers(plan)
         topology = PipeModelDataParallelTopology(
             num_pp=groups.pipe_size, num_mp=groups.model.size, num_dp=groups.data_size
         )
-        logits_tp = logits_group(shape, groups.model)
+        logits_tp = logits_group(plan)
 
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
             """Return the mean loss in training, and each target's loss [B, T] under no_grad."""
@@ -71,8 +62,8 @@ class Pipeline(PipelineModule):
                 loss_fn=loss,
                 partition_method=f"type:{PipeBlock.__name__}",
             )
-        self.shape, self.pos, self.attend = shape, pos, attend
-        initialise(self.named_parameters(), shape, seed)
+        self.shape, self.pos, self.attend = plan.shape, plan.pos, plan.attend
+        initialise(self.named_parameters(), plan.shape, plan.seed)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -107,14 +98,9 @@ Model = GPT | Pipeline
 
 def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
     """Build this rank's tensor-parallel shard of the model or, with a pipeline, of its stage."""
-    if groups.pipe_size == 1:
-        device = groups.device.type
-        return build_model(
-            config, vocab_size, device_type=device, tp=groups.model, cp=groups.context
-        )
-    pos = positional_of(config)
-    attend = attention_of(config, pos, groups.device.type)
-    return Pipeline(shape_of(config, vocab_size), pos, attend, config.training.seed, groups)
+    device, tp, cp = groups.device.type, groups.model, groups.context
+    plan = plan_of(config, vocab_size, device_type=device, tp=tp, cp=cp)
+    return GPT(plan) if groups.pipe_size == 1 else Pipeline(plan, groups)
 
 
 def count_parameters(model: Model, groups: Groups) -> int:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megatron.config import load_config
-from megatron.engine.build import DTYPES, build_model
+from megatron.engine.build import DTYPES, plan_of
 from megatron.engine.checkpoint.exchange import export_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.saved import Saved, tag_of
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
+from megatron.model import GPT
 from megatron.positional import names
 
 VOCAB = 48
@@ -37,7 +38,7 @@ def own_checkpoint(folder, **changes):
     path = folder / "config.yml"
     path.write_text(json.dumps(KEYS | changes))
     config = load_config([path])
-    model = build_model(config, VOCAB, device_type="cpu").to(DTYPES[config.training.precision])
+    model = GPT(plan_of(config, VOCAB, device_type="cpu")).to(DTYPES[config.training.precision])
     with torch.no_grad():
         for param in model.parameters():  # zero biases would hide a lost one
             param.add_(torch.rand_like(param) * 0.1)
@@ -67,7 +68,7 @@ def test_what_is_exported_is_the_same_model(tmp_path, pos_emb, parts):
     assert found.shape.parts == parts and found.step == 5 and not found.problems
     assert found.args["padded_vocab_size"] == VOCAB
     dtype = DTYPES[config.training.precision]
-    other = build_model(config, VOCAB, device_type="cpu").to(dtype)
+    other = GPT(plan_of(config, VOCAB, device_type="cpu")).to(dtype)
     load_weights(other, Saved(tmp_path / "out", written.name))
     assert {tensor.dtype for tensor in found.weights.values()} == {dtype}
     for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):

@@ -16,7 +16,7 @@ from megatron.config import load_config
 from megatron.data.samples.index import build_sample_index
 from megatron.data.samples.split import split_documents
 from megatron.data.shards.reader import ShardReader
-from megatron.engine.build import build_model
+from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import choose_start
@@ -25,6 +25,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.text import JobData
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
+from megatron.model import GPT
 from megatron.parallel.groups import Groups
 from tests.helpers.jobs import rows, write_config, write_shards
 from tests.helpers.launch import call
@@ -81,7 +82,7 @@ def published_loss(config, prefix, part, start, count):
     micro = b.train_micro_batch_size_per_gpu
     first = start % ((built - 1) // micro) * micro
     chosen = torch.from_numpy(samples[first : first + count * micro].astype(np.int64))
-    model = build_model(config, 257, device_type="cpu")
+    model = GPT(plan_of(config, 257, device_type="cpu"))
     load_weights(model, newest(PUBLISHED))
     with torch.no_grad():
         return model(chosen[:, :-1], chosen[:, 1:]).mean().item(), first

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config import load_config
-from megatron.engine.build import build_model
+from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.saved import Saved, newest
@@ -18,6 +18,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
 from megatron.engine.safe_load import safe_load
+from megatron.model import GPT
 from tests.helpers.paths import FIXTURES
 
 MODELS = FIXTURES / "parity" / "models"
@@ -127,7 +128,7 @@ def test_an_import_for_another_residual_is_refused(tmp_path, summed):
     import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=summed)
     own = ["model_parallel_size=1", "make_vocab_size_divisible_by=64", "seq_length_val=null"]
     config = load_config([MODELS / "tp2_row_gptj_geglu" / "config.yml"], own)
-    gpt = build_model(config, 64, device_type="cpu")
+    gpt = GPT(plan_of(config, 64, device_type="cpu"))
     if summed:
         assert load_weights(gpt, Saved(tmp_path / "ours", tag)) == []
         return

@@ -21,7 +21,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
 from megatron.engine.safe_load import safe_load
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load
 from tests.helpers.paths import ROOT
 from tools import export_neox, import_kerple
@@ -45,7 +45,7 @@ def model(pos_emb="kerple_log", hidden_size=64, **changes) -> GPT:
     pos = load(pos_emb)
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     block = BlockShape(hidden_size=hidden_size, num_heads=4)
-    return GPT(GPTShape(**KERPLE | changes, block=block), pos, attend, 1)
+    return GPT(Plan(GPTShape(**KERPLE | changes, block=block), pos, attend, 1))
 
 
 def small_model(pos_emb: str) -> GPT:

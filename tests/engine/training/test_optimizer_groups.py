@@ -6,7 +6,7 @@ import torch
 from megatron.attention import choose
 from megatron.engine.training.deepspeed_engine import engine_config
 from megatron.engine.training.optimizer import build_optimizer, parameter_groups
-from megatron.model import GPT, BlockShape, GPTShape
+from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load
 
 
@@ -14,7 +14,9 @@ def model():
     pos = load("kerple_log")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
     block = BlockShape(hidden_size=16, num_heads=2)
-    return GPT(GPTShape(num_layers=1, vocab_size=8, block=block, max_positions=4), pos, attend, 1)
+    return GPT(
+        Plan(GPTShape(num_layers=1, vocab_size=8, block=block, max_positions=4), pos, attend, 1)
+    )
 
 
 def names(gpt, group):
