@@ -1,6 +1,8 @@
-"""Fused causal attention with a learnable kernel of distance, in Triton.
+"""Compute fused causal attention with a learnable distance kernel, in Triton.
 
-Other packages call `launch`: `forward` and `backward` on tensors. `codegen` turns the expression of
-a kernel of distance into device functions, which the passes take as compile-time constants.
-`tabulated` has such functions for kernels given by their values. `tile_sizes` has the tile sizes.
+A distance kernel is a bias or a factor that depends only on the query-key distance. Other packages
+call `forward` and `backward` of the module `launch`. `codegen` translates the expression of a
+distance kernel into device functions, which the Triton kernels take as compile-time constants.
+`tabulated` has device functions for distance kernels that are given by a table of values.
+`tile_sizes` lists the tile sizes.
 """

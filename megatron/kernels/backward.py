@@ -1,14 +1,19 @@
-"""Backward pass of fused causal attention: two passes over the scores, no atomics.
+"""Compute the backward pass of fused causal attention in two Triton kernels, without atomics.
 
     p_ij  = 2^(c y_ij - lse_i)              recomputed from the inputs: nothing quadratic was kept
     ds_ij = p_ij (do_i . v_j - delta_i)     delta_i = do_i . o_i
     dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
 
-`query_pass`: one program per M query rows sums dq and theta's gradients in registers. It writes its
-sums of theta's gradients to a row of `sums`; the host adds these rows up in fixed order. It also
-computes delta. `key_pass`: one program per N keys sums dk and dv over all query heads that share
-the keys. One program writes each result, in one order, so gradients are repeatable bit for bit.
+`query_pass`: each program handles M query rows of one head. It sums dq and theta's gradients in
+registers and writes its sums for theta to a row of `sums`. The host adds these rows up in fixed
+order. This Triton kernel also computes delta.
+
+`key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
+share these keys.
+
+Each result is written by one program, in a fixed order of summation. Therefore gradients are
+repeatable bit for bit.
 
 Legend: see `forward`.
 """
@@ -31,7 +36,7 @@ def query_tile(
     DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to dq and to the accumulators of theta."""
+    """Add the contributions of one tile of keys to dq and to the sums for theta's gradients."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
     s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
@@ -68,9 +73,10 @@ def query_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program: (sequence and head, tile of query rows), rows counted from the last.
+    """Compute dq, delta and the sums for theta, one tile of query rows of one head per program.
 
-    `sums` is [programs, THETA], THETA the number of columns with a gradient (0: none is wanted).
+    Programs are ordered by sequence and head, then by tile, the last query rows first. `sums` is
+    [programs, THETA]. THETA is the number of columns of theta that need a gradient, or 0.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
@@ -91,7 +97,7 @@ def query_pass(
     i = m0 + tl.arange(0, M)
     per_row = item.to(tl.int64) * queries + i
     tl.store(delta_ptr + per_row, delta, mask=i < queries)
-    # +inf makes p = 0 in rows past the last.
+    # lse = +inf makes p = 0 in rows past the last query.
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
 
     last = tl.minimum(offset + m0 + M, offset + queries)
@@ -128,8 +134,10 @@ def key_tile(
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of query rows to dk and dv. Scores are [N, M], so that p and ds need no
-    transpose."""
+    """Add the contributions of one tile of query rows to dk and dv.
+
+    Scores are computed transposed, as [N, M], so that p and ds need no transpose.
+    """
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)
     row = m0 + tl.arange(0, M)
@@ -141,7 +149,7 @@ def key_tile(
         delta = tl.load(delta_base + row)
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-    # m0, which changes from tile to tile, is added to the keys: a thread has fewer of them.
+    # m0 changes from tile to tile. It is added to the keys, because a thread has fewer keys.
     i = tl.arange(0, M)[None, :]
     j = (n0 - offset - m0) + tl.arange(0, N)[:, None]
     distance = table_distance(
@@ -177,7 +185,11 @@ def key_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program: (sequence and key head, tile of keys); the first keys are seen by most rows."""
+    """Compute dk and dv, one tile of keys of one key head per program.
+
+    Programs are ordered by sequence and key head, then by tile. The first tiles start first,
+    because the most query rows see their keys.
+    """
     tiles = tl.cdiv(keys, N)
     key_heads = heads // group
     key_item = tl.program_id(0) // tiles
@@ -192,8 +204,8 @@ def key_pass(
     v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
     dk = tl.zeros([N, P], dtype=tl.float32)
     dv = tl.zeros([N, P], dtype=tl.float32)
-    # First tiles of rows that do not see all of these keys, and a last tile that is not full: both
-    # need a mask. Then the tiles of rows that see all of these keys.
+    # The first loop is over the tiles that need a mask: those with rows that do not see all of
+    # these keys, and a last tile that is not full. The second loop is over all other tiles.
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
     full = queries // M * M

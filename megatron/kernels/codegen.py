@@ -1,22 +1,21 @@
-"""Generates Triton device functions, with derivatives, from the expression of a kernel of distance.
+"""Generate Triton device functions, with derivatives, from the expression of a distance kernel.
 
-The logit of a query and a key at distance d is x = scale s w(d) + b(d), where s is their product.
-The passes compute in units of s: `evaluate` returns y = x / scale = s w + b / scale, the slope
-dy/ds = w, and for each theta_k a term: dx/dtheta_k without the factor that depends only on theta
-and scale. Terms are summed over scores, and the factors multiply the sums.
+A distance kernel is a factor w or a bias b that depends only on the query-key distance d. The logit
+of a query and a key is x = scale s w(d) + b(d), where s is their product. The function `evaluate`
+returns y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each theta_k. The
+term is dx/dtheta_k without its factor that depends only on theta and scale. The Triton kernels sum
+the terms over scores, and `finish` multiplies the sums by these factors.
 
-Why the generated code is fast:
+The generated code is fast for three reasons:
 
-- logarithms are to base 2 and exponentials of base 2, which a GPU has as single instructions; the
-  constants ln 2 and log2 e are multiplied into the factors of theta;
-- `prepare` computes everything that depends on neither s nor d, once per program;
-- d is the difference of a row vector and a column vector (di - dj, one of them within the tile), so
-  an affine A + B d costs one subtraction per score: (A + B di) - B dj. Both vectors are small, so
-  no digits are lost, even far from the diagonal.
+- Logarithms and exponentials have base 2, for which a GPU has single instructions. The constants
+  ln 2 and log2 e are multiplied into the factors of theta.
+- `prepare` computes everything that depends on neither s nor d, once per Triton program.
+- d is the difference di - dj of a row vector and a column vector, so an affine A + B d costs one
+  subtraction per score: (A + B di) - B dj. Both vectors are small, so no digits are lost.
 
 Powers d^p (and their products with a logarithm) are 0 at d = 0, as in torch's derivative of pow.
-
-Sources are stored in `linecache`, where Triton (and a traceback) finds them.
+Sources are stored in `linecache`, where Triton and tracebacks find them.
 """
 
 from __future__ import annotations
@@ -46,24 +45,23 @@ for _name in ("sin", "cos"):
 
 
 class NotExpressible(ValueError):
-    """The expression has a function without a counterpart in the generated code, or a power that
-    would be wrong for some theta; the message names the function or the power."""
+    """The expression contains a function without a counterpart in the generated code, or a power
+    that is wrong for some theta. The error message names the function or the power."""
 
 
 @dataclass(frozen=True)
 class DeviceFunctions:
-    """A kernel of distance as the passes take it: jitted functions and their properties.
+    """The device functions of a distance kernel, and their properties.
 
     Attributes:
-        prepare: (row of theta, its length, scale) -> c, the constants of a head.
-        evaluate: (s, di, dj, d, c) -> (y, w, one term per theta), for a tile.
-        zeros, add, finish: accumulators [M] per theta, sums of ds times the terms, and the
-            gradients of theta from them.
-        num_theta: columns of theta that have a gradient.
-        weighted: whether w is not 1.
-        tabulated: whether "theta" is a table over distances (see `tabulated`).
-        biased: whether the table has b.
-        source: the generated text.
+        prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
+        evaluate: Maps (s, di, dj, d, c) to (y, w, one term per theta), for a tile.
+        zeros, add, finish: Create, update and sum up the accumulators [M] of theta's gradients.
+        num_theta: The number of columns of theta that have a gradient.
+        weighted: Whether there is a factor w.
+        tabulated: Whether "theta" is a table over distances (see `tabulated`).
+        biased: Whether the table contains b.
+        source: The generated source text.
     """
 
     prepare: Any
@@ -79,7 +77,7 @@ class DeviceFunctions:
 
     @property
     def heavy(self) -> bool:
-        """Whether the passes need more registers than for a logarithm with two parameters."""
+        """Whether more registers are needed than for a logarithm with two parameters."""
         return self.weighted or self.tabulated or self.num_theta > 2
 
 
@@ -90,10 +88,10 @@ def device_functions(
     distance: sympy.Symbol,
     theta: tuple[sympy.Symbol, ...],
 ) -> DeviceFunctions:
-    """Generate the functions for b (None: 0) and w (None: 1).
+    """Generate the device functions for b (None means 0) and w (None means 1).
 
     Raises:
-        NotExpressible: when b or w has no counterpart in the generated code.
+        NotExpressible: b or w has no counterpart in the generated code.
     """
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     b = sympy.S.Zero if bias is None else bias
@@ -135,18 +133,18 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Whether d is in an exponent: such an expression soon leaves the range of `rcp`."""
+    """Return whether d is in an exponent. Such an expression soon leaves the range of `rcp`."""
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
-    """Refuse a power by logarithms whose base may be negative, or 0 in a derivative.
+    """Refuse a power that would be computed by logarithms and is not safe for every theta.
 
-    At d = 0, d^p with p = 0 has the derivative 0 log 0. With x = 0, (x d)^p has p (x d)^p / x.
-    Theta can reach such a bound exactly.
+    A base is unsafe if it may be negative, or 0 where the derivative divides by it or takes its
+    logarithm. For example, d^p at d = 0 and p = 0 has the derivative 0 log 0.
 
     Raises:
-        NotExpressible: when the power is refused.
+        NotExpressible: The power is not safe.
     """
     base, exponent = power.args
     near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
@@ -161,18 +159,18 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
 
 
 def direct(exponent: sympy.Expr) -> bool:
-    """Whether a power is written as a product, a root, or the reciprocal of one of these."""
+    """Return whether a power is written as a product, a root, or the reciprocal of one of these."""
     return exponent in HALVES or (exponent.is_Integer and abs(exponent) <= 4)
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    near = arg.subs(d, 0)  # an argument that may be negative is not guarded: NaN must show
+    near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
     guarded = near.is_nonnegative and not near.is_positive
     return (LG2_OR_FINITE if guarded else LG2)(lowered)
 
 
 class Writer:
-    """Collects the statements of `prepare` (scalars) and of `evaluate` (tiles)."""
+    """Collects the statements of `prepare` (on scalars) and of `evaluate` (on tiles)."""
 
     def __init__(self, s: sympy.Symbol, d: sympy.Symbol, theta: tuple, scale: sympy.Symbol):
         self.s, self.d, self.scale = s, d, scale
@@ -183,7 +181,7 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Text of an expression without s and d: a literal, or an entry of c."""
+        """Return the code of an expression without s and d: a literal, or an entry of c."""
         if expr.is_number:
             return repr(float(expr))
         if expr not in self.constants:
@@ -192,7 +190,7 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Text of a scalar expression; it is computed only once, so with exact functions."""
+        """Return the code of a scalar expression, with exact functions because it runs once."""
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
@@ -207,7 +205,7 @@ class Writer:
         return f"{self.call(expr, SCALAR_CALLS)}({', '.join(args)})"
 
     def tile(self, expr: sympy.Expr) -> str:
-        """Name (or literal) of an expression's value for a tile; emits its statements first."""
+        """Emit the statements that compute an expression for a tile, and return its name."""
         if not expr.has(self.s, self.d):
             return self.constant(expr)
         if expr not in self.names:
@@ -217,7 +215,7 @@ class Writer:
         return self.names[expr]
 
     def text(self, expr: Any) -> str:
-        """The right-hand side of the statement that computes an expression for a tile."""
+        """Return the right-hand side of the statement that computes an expression for a tile."""
         slopes, others = [], []
         for arg in sympy.Add.make_args(expr):
             factor, rest = arg.as_independent(self.s, self.d, as_Add=False)
@@ -231,25 +229,25 @@ class Writer:
             return " + ".join(self.product(factor, rest) for factor, rest in others)
         if expr.is_Mul:
             return self.product(*others[0])
-        if expr.is_Pow and expr.exp < -1:  # a product of 1/x: x^4 may leave rcp's range
+        if expr.is_Pow and expr.exp < -1:  # a product of 1/x, since x^4 may leave rcp's range
             return power(-expr.exp, self.tile(1 / expr.base), "")
         if expr.is_Pow:
             return power(expr.exp, self.tile(expr.base), "rcp({})")
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
     def affine(self, slope: Any, offset: Any) -> str:
-        """Text of offset + slope d."""
+        """Return the code of offset + slope d."""
         k = "" if slope == 1 else f"{self.constant(slope)} * "
         start = "" if offset == 0 else f"{self.constant(offset)} + "
         return f"(({start}{k}di) - {k}dj)"
 
     def product(self, factor: sympy.Expr, rest: sympy.Expr) -> str:
-        """Text of factor (a constant) times the factors of `rest`."""
+        """Return the code of `factor` (a constant) times the factors of `rest`."""
         if rest == 1:
             return self.constant(factor)
         if factor != 1:
             return f"{self.constant(factor)} * {self.tile(rest)}"
-        *front, last = sympy.Mul.make_args(rest)  # the front may be shared
+        *front, last = sympy.Mul.make_args(rest)  # other statements may share `front`
         return f"{self.tile(sympy.Mul(*front))} * {self.tile(last)}" if front else self.tile(last)
 
     def call(self, expr: sympy.Expr, calls: dict[str, str]) -> str:
@@ -259,7 +257,7 @@ class Writer:
         return calls[name]
 
     def source(self, y: str, slope: str, terms: list[str], factors: list[str]) -> str:
-        """The five functions."""
+        """Return the source text of the five generated functions."""
         count = len(terms)
         loads = [f"t{n} = tl.load(theta + {n})" for n in range(count)]
         zeros = "tl.zeros([M], dtype=tl.float32)"
@@ -277,7 +275,7 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Text of a power that is `direct`."""
+    """Return the code of a power that is `direct`."""
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
     text = "(" + " * ".join([base] * abs(int(exponent))) + ")"
@@ -291,7 +289,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """The jitted functions of a source text; equal texts have equal names, so that caches hit."""
+    """Compile source text to jitted functions. Equal texts get equal names, for caches."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<kernel of distance {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

@@ -1,8 +1,8 @@
-"""Device functions that all passes share: fast special functions, loads, the dropout mask.
+"""Define device functions that all Triton kernels share: fast functions, loads, the dropout mask.
 
-On a GPU, `lg2` and `rcp` are single instructions, exact to about 2^-22, which flush subnormal
-numbers to zero (`tl.log2` is a software routine of more than 20 instructions). In Triton's
-interpreter they are numpy's functions.
+On a GPU, `lg2` and `rcp` are single instructions. Their relative error is about 2^-22, and they
+flush subnormal numbers to zero. (`tl.log2` is a software routine of more than 20 instructions.) In
+Triton's interpreter, `lg2` and `rcp` call numpy's functions.
 
 Legend: M query rows, N keys of a tile, E head size, P the next power of two >= max(E, 16).
 """
@@ -14,10 +14,10 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED: bool = knobs.runtime.interpret
-"""Whether `@triton.jit` makes functions for the interpreter: fixed when Triton is imported."""
+"""Whether `@triton.jit` makes functions for Triton's interpreter. Importing Triton fixes it."""
 
 LOG2_ZERO = tl.constexpr(-1e30)
-"""lg2(0) in formulas that need a finite one: 2^(p lg2 0) = 0, 2^(p lg2 0) lg2 0 = 0 for p > 0."""
+"""A finite replacement L of lg2(0), such that 2^(p L) = 0 and 2^(p L) L = 0 for p > 0."""
 
 if INTERPRETED:
 
@@ -27,7 +27,7 @@ if INTERPRETED:
 
     @triton.jit
     def lg2_or_finite(x):
-        """lg2 of x >= 0; LOG2_ZERO where x = 0."""
+        """Return lg2(x) for x >= 0, with LOG2_ZERO in place of lg2(0)."""
         return tl.where(x > 0.0, tl.log2(tl.where(x > 0.0, x, 1.0)), LOG2_ZERO)
 
     @triton.jit
@@ -56,13 +56,17 @@ else:
 
     @triton.jit
     def lg2_or_finite(x):
-        """lg2 of x >= 0; LOG2_ZERO where x = 0."""
+        """Return lg2(x) for x >= 0, with LOG2_ZERO in place of lg2(0)."""
         return tl.maximum(lg2(x), LOG2_ZERO)
 
     @triton.jit
     def rcp(x):
-        """1 / x for 1e-19 < |x| < 1e19: two numbers with one special function and three products,
-        by 1/a = b / (ab). The passes spend most time on the special-function unit."""
+        """Return 1 / x for 1e-19 < |x| < 1e19.
+
+        Two reciprocals are computed with one special function and three products, by 1/a = b /
+        (ab). This saves time because the Triton kernels spend most time on the special-function
+        unit.
+        """
         return tl.inline_asm_elementwise(
             "{ .reg .f32 r; mul.f32 r, $2, $3; rcp.approx.ftz.f32 r, r; "
             "mul.f32 $0, r, $3; mul.f32 $1, r, $2; }",
@@ -71,7 +75,7 @@ else:
 
     @triton.jit
     def rcp_any(x):
-        """1 / x for every x, infinite ones too."""
+        """Return 1 / x for every x, including infinities."""
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -84,8 +88,11 @@ else:
 
     @triton.jit
     def opaque(x):
-        """x, in a form that the compiler cannot see through. Otherwise it would compute
-        s + b(d) / scale by a product that starts from b, and b would occupy registers meanwhile."""
+        """Return x in a form that the compiler cannot optimise across.
+
+        Otherwise the compiler would compute s + b(d) / scale by a matrix product whose accumulator
+        starts from b(d) / scale, and these values would occupy registers during the product.
+        """
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -96,10 +103,11 @@ def load_rows(
     base, first, limit, stride, MASKED: tl.constexpr, ROWS: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, P]: the rows from `first` on of a tensor with `limit` rows; zeros past row `limit` and
-    past column E.
+    """Return ROWS rows of a tensor from row `first` on, as [ROWS, P].
 
-    Without MASKED all rows must exist. The offset is 64-bit: row `first` may be gigabytes away.
+    The tensor has `limit` rows and E columns. With MASKED, rows from `limit` on are zeros. Without
+    MASKED, all loaded rows must exist. Columns from E on are always zeros. The offset of row
+    `first` is 64-bit, because the row may be gigabytes away.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -119,7 +127,8 @@ def load_rows(
 def store_rows(
     base, tile, first, limit, stride, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """The counterpart of `load_rows`, always masked."""
+    """Store a tile, the counterpart of `load_rows`. Rows and columns outside the tensor are
+    skipped."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
     pointers = base + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
@@ -129,19 +138,23 @@ def store_rows(
 
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
-    """Distances i - j within a tile, clamped to the entries of a table: 0 for future keys, and the
-    last row's for rows past the last. `i` is relative to n0. Free where the result is not used."""
+    """Return the distances i - j within a tile, clamped to the indices of a table.
+
+    The distance of a future key becomes 0. Rows past the last query get the distances of the last
+    query. `i` is relative to n0. The compiler removes the call if its result is not used.
+    """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
-    """Dropout: [M, N] booleans for the queries from `query` on and the keys from `key` on, true
-    with probability threshold / 2^24. `key` must be a multiple of 4.
+    """Return the dropout mask [M, N] of the queries from `query` on and the keys from `key` on.
 
-    Philox in counter mode: a score's bits depend only on the seed, its sequence and head (`item`),
-    its query and its key, not on the tiling, so every pass draws the same mask. One call of the
-    generator serves four keys.
+    An entry is true (kept) with probability threshold / 2^24. `key` must be a multiple of 4.
+
+    The random generator is Philox in counter mode. A score's random bits depend only on the seed,
+    on its sequence and head (`item`), on its query and on its key. They do not depend on the
+    tiling, so every Triton kernel draws the same mask. One call of the generator serves four keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
     counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))

@@ -1,18 +1,20 @@
-"""Forward pass of fused causal attention.
+"""Compute the forward pass of fused causal attention in one Triton kernel.
 
     y_ij = s_ij w(d) + b(d) / scale     s_ij = q_i . k_j     d = query_offset + i - j >= 0
     out_i = sum_j p_ij v_j              p_ij = softmax_j(scale y_ij)
 
-One program computes M query rows of one head, N keys at a time, with the running maximum and sum of
-the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2205.14135), to base 2:
-p = 2^(c y - c max y), c = scale log2 e. `codegen` describes the cost of the kernel of distance per
-score. A tile with only past keys takes no mask; a tile with only future keys is not visited. The
-programs with the most keys start first.
+w and b are the factor and the bias of the distance kernel, which depend only on the query-key
+distance d. `codegen` describes how much their computation costs per score.
 
-In addition to `out`, c max y + log2(sum) is kept for the backward pass: `lse`, [B, H, T] fp32.
+One program computes M query rows of one head, N keys at a time. It updates the running maximum and
+sum of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2205.14135) to base
+2, that is, p = 2^(c y - c max y) with c = scale log2 e. Tiles with only past keys need no mask, and
+tiles with only future keys are skipped. The programs with the most keys start first.
 
-Legend: B batch, H heads, T queries, S keys, E head size, P its padded size, M rows and N keys of a
-tile. `f_`: the device functions of the kernel of distance.
+In addition to `out`, the backward pass needs `lse` = c max y + log2(sum), [B, H, T] fp32.
+
+Legend: B batch, H heads, T queries, S keys, E head size, P padded head size, M rows and N keys of a
+tile. Arguments whose names start with `f_` are the device functions of the distance kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Update maximum, sum and weighted values with one tile of keys."""
+    """Update the running maximum, the sum and the weighted values with one tile of keys."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
@@ -66,7 +68,10 @@ def forward_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program: (sequence and head, tile of query rows), rows counted from the last."""
+    """Compute `out` and `lse`, one tile of query rows of one head per program.
+
+    Programs are ordered by sequence and head, then by tile, the last query rows first.
+    """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
     m0 = (tiles - 1 - tl.program_id(0) % tiles) * M

@@ -1,7 +1,8 @@
-"""Host side of the fused passes: shapes, strides, grids, and the sums that follow.
+"""Launch the Triton kernels of fused attention, and add up their partial sums.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, W numbers
-per head that describe the kernel of distance (theta, or a table; see `tabulated`).
+per head that describe the distance kernel, a bias or factor that depends only on the query-key
+distance. These numbers are the parameters theta, or a table over distances (see `tabulated`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ PASSES: dict[str, Any] = {
 }
 
 LAUNCHES: Counter[str] = Counter()
-"""How often each pass has been launched in this process."""
+"""How often each Triton kernel has been launched in this process."""
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Products and sums may be fused: Triton's default, written out because Triton may change it."""
+"""Products and sums may be fused. This is Triton's default, set here in case it changes."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Setting:
     """The parameters of an attention call that are not tensors.
 
     Attributes:
-        functions: the kernel of distance.
-        scale: factor of the products of query and key, > 0.
-        query_offset: position of the first query.
-        dropout_p: probability of dropping a weight.
-        tile_sizes: None for the committed choice.
+        functions: The device functions of the distance kernel.
+        scale: The factor of the query-key products, > 0.
+        query_offset: The position of the first query.
+        dropout_p: The probability of dropping a softmax weight.
+        tile_sizes: The tile sizes, or None for those in `tile_sizes.TABLE`.
     """
 
     functions: DeviceFunctions
@@ -64,7 +65,7 @@ class Setting:
         return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], self.heavy)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
-        """The arguments of every pass that are numbers."""
+        """Return the numeric arguments of every Triton kernel, by name."""
         heads, queries = q_BHTE.shape[1:3]
         keep = 1.0 - self.dropout_p
         return {
@@ -89,10 +90,11 @@ def constants(
     dropout: bool,
     theta: bool,
 ) -> dict[str, Any]:
-    """Compile-time values of a pass ("forward", "query", "key" or "table").
+    """Return the compile-time arguments of a Triton kernel.
 
     Args:
-        theta: whether theta's gradient is wanted (by `query`).
+        which: The Triton kernel: "forward", "query", "key" or "table".
+        theta: Whether theta's gradient is needed. This affects only "query".
     """
     values = {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
     values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
@@ -108,13 +110,17 @@ def constants(
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """x, or a copy of x that the passes can address: with strides for sequences, heads and
-    positions, but not for E, and with 32-bit offsets within a tile."""
+    """Return x if the Triton kernels can address it, otherwise a contiguous copy.
+
+    The last dimension (E) must be contiguous, and offsets within a tile must fit into 32 bits. The
+    other dimensions (sequences, heads, positions) may have any strides.
+    """
     return x if x.stride(-1) == 1 and x.stride(2) < 1 << 23 else x.contiguous()
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """[B, H, T, E] in the memory order of [B, T, H, E], which the model's next layer needs."""
+    """Return an empty [B, H, T, E] in the memory order of [B, T, H, E], which the next layer
+    needs."""
     batch, heads, length, size = x_BHTE.shape
     return x_BHTE.new_empty(batch, length, heads, size).transpose(1, 2)
 
@@ -129,15 +135,17 @@ def launch(
     need_theta: bool = False,
     tensors: dict[str, Tensor],
 ) -> None:
-    """Start a pass on the tensors' device, which need not be the current one.
+    """Launch a Triton kernel on the tensors' device, which need not be the current device.
 
     Args:
-        need_theta: see `constants`.
-        tensors: by the names of the pass's arguments (q for `q_ptr`, `q_b`, `q_h` and `q_t`).
+        which: The Triton kernel, a key of `PASSES`.
+        need_theta: Whether theta's gradient is needed; see `constants`.
+        tensors: The tensors by name. The tensor `q` provides the Triton kernel's arguments `q_ptr`,
+            `q_b`, `q_h` and `q_t`.
     """
     LAUNCHES[which] += 1
     q, rows_HW = tensors["q"], tensors["theta"]
-    any_or_seed = rows_HW if seed is None else seed  # without dropout no seed is read
+    any_or_seed = rows_HW if seed is None else seed  # the seed is not read without dropout
     arguments = pointers_and_strides(tensors | {"seed": any_or_seed})
     arguments |= setting.numbers(q, tensors["k"], rows_HW)
     dropout = setting.dropout_p > 0.0
@@ -150,7 +158,7 @@ def launch(
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many tiles of this size cover the count."""
+    """Return how many tiles of `size` elements cover `count` elements."""
     return -(-count // size)
 
 
@@ -159,7 +167,10 @@ def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
 
 
 def pointers_and_strides(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """`x_ptr` for each tensor x; also its strides `x_b`, `x_h`, `x_t` if it is [B, H, T, E]."""
+    """Return the argument `x_ptr` for each tensor x, and its strides if x is [B, H, T, E].
+
+    The strides of the first three dimensions are `x_b`, `x_h` and `x_t`.
+    """
     arguments: dict[str, Any] = {}
     for name, x in tensors.items():
         arguments[f"{name}_ptr"] = x
@@ -176,7 +187,8 @@ def forward(
     seed: Tensor | None,
     setting: Setting,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, H, T, E] in q's dtype, lse [B, H, T] fp32, to base 2)."""
+    """Return (out [B, H, T, E] in q's dtype, lse [B, H, T] fp32, the log2 of softmax
+    denominators)."""
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
     out = empty_like_heads(q)
@@ -202,7 +214,10 @@ def backward(
     setting: Setting,
     need_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv in the inputs' dtype; the gradient of `rows_HW` in fp32, or None."""
+    """Return the gradients of q, k and v in the inputs' dtype, and the gradient of `rows_HW`.
+
+    The gradient of `rows_HW` is fp32, or None if `need_rows` is false.
+    """
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions
     batch, heads, queries = q.shape[:3]
@@ -235,7 +250,11 @@ def backward(
 
 
 def table_gradient(setting: Setting, seed: Tensor | None, tensors: dict[str, Tensor]) -> Tensor:
-    """Gradient of a table [H, W], from the tensors that all backward passes share."""
+    """Return the gradient of a table [H, W] over distances.
+
+    Args:
+        tensors: The tensors that all Triton kernels of the backward pass share.
+    """
     q, rows_HW = tensors["q"], tensors["theta"]
     functions, tile = setting.functions, setting.tiles(q).table
     batch, heads, queries = q.shape[:3]

@@ -1,19 +1,21 @@
-"""Kernels of distance given by their values: a table per head instead of a formula.
+"""Support distance kernels that are given by a table of values per head instead of a formula.
 
-Any torch function of the distance can be tabulated: T5's buckets, or a formula that `codegen`
-cannot express. "Theta" is then a row of numbers per head: b(d) / scale for d = 0 ... S-1, or w(d),
-or b's row followed by w's. Theta's gradient is the gradient of the table, which autograd carries
-back to the numbers that the table was computed from:
+A distance kernel is a bias b or a factor w that depends only on the query-key distance d. Any torch
+function of d can be tabulated, for example T5's buckets, or a formula that `codegen` cannot
+express. "Theta" is then a row of numbers per head. The row holds b(d) / scale for d = 0 ... S-1, or
+w(d), or the former followed by the latter. Theta's gradient is the gradient of the table. Autograd
+propagates it to the parameters from which the table was computed. The gradient at distance d is
 
     sum of scale ds_ij over i - j = d  (of b / scale)     sum of scale ds_ij s_ij  (of w)
 
-`table_pass` computes it, without atomics and in fixed order. A program walks the square tiles
-[R, R] whose upper left corner is at one distance D, a multiple of R. Row r and column c are at
-distance D + r - c. Rotating row r moves column c to column e = (r - c) mod R. Column e then holds
-distance D + e (where e <= r) and distance D + e - R (where e > r), and summing a column in these
-two groups sums over each distance.
+`table_pass` computes this gradient, without atomics and in fixed order. A program walks over the
+square tiles [R, R] whose upper left corners are at one distance D, a multiple of R. Row r and
+column c of such a tile are at distance D + r - c. The program rotates each row r so that column c
+moves to column e = (r - c) mod R. The entries of column e are then at distance D + e (where
+e <= r) or at distance D + e - R (where e > r). Summing these two groups of each column separately
+gives the sum over each distance.
 
-Legend: see `forward`; G = tiles of distances.
+Legend: see `forward`; G number of tiles of distances.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def add(acc, ds, e):
 
 
 def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
-    """The device functions for a table of b, w or both."""
+    """Return the device functions for a table of b, of w or of both."""
     evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
     return DeviceFunctions(
         prepare=prepare,
@@ -76,7 +78,7 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """(sums [R] at distances D + e, sums [R] at distances D + e - R) of a tile."""
+    """Return (sums [R] at distances D + e, sums [R] at distances D + e - R) of the tile x."""
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
     turned = tl.gather(x, (r - e + R) % R, axis=1)
@@ -92,7 +94,7 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 @triton.jit
 def rows_inside(i, queries):
-    """(whether the rows i exist, i without rows past the last, i without rows before the first)."""
+    """Return (whether the rows i exist, i limited to the last row, i limited to the first row)."""
     there = (i >= 0) & (i < queries)
     row = tl.minimum(i, queries - 1)
     safe = tl.maximum(i, 0)
@@ -101,7 +103,8 @@ def rows_inside(i, queries):
 
 @triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
-    """Rows `row` [R] of a tensor as [R, P]; 0 where `inside` is false, and past column E."""
+    """Return the rows `row` [R] of a tensor as [R, P], with 0 where `inside` is false or past
+    column E."""
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
     return tl.load(pointers, mask=inside[:, None] & (column < E), other=0.0)
@@ -116,7 +119,10 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program: (sequence and head, tile of distances). `sums` is [B, H, tables, G, 2, R]."""
+    """Compute the sums over distances, one tile of distances of one head per program.
+
+    Programs are ordered by sequence and head, then by tile. `sums` is [B, H, tables, G, 2, R].
+    """
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D
@@ -131,7 +137,7 @@ def table_pass(
     column = tl.arange(0, R)
     zeros_R = tl.zeros([R], dtype=tl.float32)
     b_near, b_far, w_near, w_far = zeros_R, zeros_R, zeros_R, zeros_R
-    # Tiles begin at positions that are multiples of R, so those of keys do too.
+    # Query tiles begin at positions that are multiples of R, and therefore key tiles do, too.
     for position in tl.range(tl.maximum(offset // R * R, far), offset + queries, R):
         m0, n0 = position - offset, position - far
         i = m0 + tl.arange(0, R)

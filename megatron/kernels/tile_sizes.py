@@ -1,14 +1,16 @@
-"""Tile sizes, warps and pipeline stages of each pass: looked up, never searched for at start-up.
+"""List the tile sizes, warps and pipeline stages of each Triton kernel. Nothing is tuned at
+start-up.
 
-They were chosen without a GPU, from the compiler's report (`tools/compile_kernels.py`):
+The sizes were chosen without a GPU, from the compiler's report (`tools/compile_kernels.py`), by
+these rules:
 
-- the largest tiles whose scores, products and accumulators stay in registers;
-- 64 query rows or keys for each group of 4 warps, since a Hopper product is 64 rows high and larger
-  groups compute scores twice;
-- two programs on a multiprocessor where they fit, so that the special functions of one overlap with
-  the products of the other.
+- Tiles are the largest whose scores, products and accumulators stay in registers.
+- There are 64 query rows or keys for each group of 4 warps, because a Hopper matrix product is 64
+  rows high. With more warps per 64 rows, scores would be computed twice.
+- Two programs run on a multiprocessor where they fit, so that the special functions of one program
+  overlap with the matrix products of the other.
 
-When times are measured, only this table need change.
+If measured times suggest other sizes, only `TABLE` needs to change.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megatron.kernels.device import INTERPRETED
 
 @dataclass(frozen=True)
 class Tile:
-    """M query rows x N keys (`table`: M x M), warps of a program, stages of its loop."""
+    """M query rows x N keys (M x M for `table`), the warps of a program, the stages of its loop."""
 
     M: int
     N: int
@@ -32,7 +34,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileSizes:
-    """The tile of each pass."""
+    """The tile sizes of each Triton kernel."""
 
     forward: Tile
     query: Tile
@@ -44,17 +46,19 @@ _Four = tuple[int, int, int, int]
 
 
 def sizes(forward: _Four, query: _Four, key: _Four, table: _Four) -> TileSizes:
-    """Tile sizes, each tile as (M, N, warps, stages)."""
+    """Return tile sizes, given each tile as (M, N, warps, stages)."""
     return TileSizes(Tile(*forward), Tile(*query), Tile(*key), Tile(*table))
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
-"""Bytes that a program may use, by family: A100; other Ampere and Ada; Hopper and later."""
+"""Shared memory in bytes that a program may use, by GPU family.
+
+80 is the A100, 86 is other Ampere GPUs and Ada, 90 is Hopper and Blackwell (10.x)."""
 
 SMALL = Tile(16, 16, 4, 1)
-"""For the interpreter: small inputs then have many tiles."""
+"""The tile for Triton's interpreter. It is small, so that small test inputs have many tiles."""
 
-# family: {(bytes of an element, at most this P, heavy kernel of distance): tiles}
+# GPU family: {(bytes of an element, largest padded head size P, heavy (see `choose`)): tile sizes}
 TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     90: {
         (2, 64, False): sizes((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
@@ -72,7 +76,7 @@ TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     },
     86: {},
 }
-FP32 = {  # fp32 products run on the ordinary units, from registers
+FP32 = {  # fp32 matrix products do not run on tensor cores, and their operands are in registers
     (4, 64, False): sizes((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
     (4, 128, False): sizes((32, 32, 8, 1), (32, 16, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
     (4, 256, False): sizes((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
@@ -88,12 +92,16 @@ TABLE[86] |= {
 
 
 def padded(head_size: int) -> int:
-    """P: Triton's tile sizes are powers of two, and its products sum at least 16 terms."""
+    """Return the padded head size P.
+
+    P is a power of two, as Triton requires for tiles, and at least 16, as it requires for products.
+    """
     return max(16, 1 << (head_size - 1).bit_length())
 
 
 def family(capability: tuple[int, int]) -> int:
-    """The key of TABLE for a GPU: by generation, and by the shared memory of a program."""
+    """Return the key of `TABLE` for a GPU, which depends on its generation and its shared
+    memory."""
     if capability[0] in (9, 10):
         return 90
     return 80 if capability in ((8, 0), (8, 7)) else 86
@@ -102,11 +110,11 @@ def family(capability: tuple[int, int]) -> int:
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int, heavy: bool = False
 ) -> TileSizes:
-    """Tiles for a GPU, a dtype and a head size.
+    """Return the tile sizes for a GPU, a dtype and a head size.
 
     Args:
-        heavy: whether extra registers are needed: for dropout, or for a kernel of distance that
-            multiplies, looks up a table, or has more than two parameters.
+        heavy: Whether extra registers are needed, either for dropout or for a distance kernel that
+            has a factor w, looks up a table, or has more than two parameters.
     """
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
@@ -116,6 +124,9 @@ def choose(
 def look_up(
     rows: dict[tuple[int, int, bool], TileSizes], itemsize: int, size: int, heavy: bool
 ) -> TileSizes:
-    """The row of the smallest listed P that is at least `size`."""
+    """Return the tile sizes that are listed for the smallest P of at least `size`.
+
+    If none are listed for `heavy`, those without extra registers are returned.
+    """
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
     return rows.get((itemsize, listed, heavy)) or rows[itemsize, listed, False]
