@@ -137,7 +137,7 @@ class OptimizerConfig(Section):
     eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8
     momentum: Annotated[Amount, Key("optimizer.params.momentum")] = 0.0
     weight_decay: Amount = 0.01  # the published code's default; gpt-neox: 0.1
-    # Not in GPT-NeoX: apply weight decay to the parameters of positional embeddings too.
+    # Not in GPT-NeoX: apply weight decay to theta too, the parameters of KERPLE and T5 embeddings.
     weight_decay_positional: Flag = False
     gradient_clipping: Amount = 1.0  # 0 = off; gpt-neox's default; published code: off
 

@@ -1,1 +1,1 @@
-"""GPT-NeoX's dialect: tables of its keys, and their translation into the schema's fields."""
+"""Translate GPT-NeoX's config keys into fields of the schema, by tables of all known keys."""

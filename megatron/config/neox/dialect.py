@@ -1,7 +1,8 @@
-"""The keys of both GPT-NeoX dialects (KERPLE's and gpt-neox's) -> the fields of the schema.
+"""Translate config keys of GPT-NeoX, and of KERPLE's fork of GPT-NeoX, into fields of the schema.
 
-Each key either sets a field, or is read together with other keys (`spellings`), or has no effect,
-or is refused, or is unknown. The values of fields are checked later, field by field.
+Each key belongs to one of five groups: keys that set a field, keys that are read together with
+other keys (`spellings.py`), keys without effect (`no_effect.py`), refused keys (`refused.py`) and
+unknown keys. The values of fields are validated later, by `load_config`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.config.reader import Given, Settings, dotted
 
 
 def translate(settings: Settings) -> Translation:
-    """The merged settings of all sources -> what is given for each field."""
+    """Translate the merged settings of all files and overrides into values of fields."""
     out = Translation()
     others = _sort_keys(_by_key(settings), out)
     read_zero(others, out)
@@ -42,7 +43,11 @@ def translate(settings: Settings) -> Translation:
 
 
 def _by_key(settings: Settings) -> dict[str, Given]:
-    """Settings by dotted key; the entries of an opaque mapping are joined into one value again."""
+    """Return the settings by dotted key instead of key path.
+
+    The value of a key in `OPAQUE` may be a mapping. Settings inside such a mapping are joined into
+    that mapping again.
+    """
     by_key: dict[str, Given] = {}
     mappings: dict[str, dict[str, Any]] = {}
     marks: dict[str, Mark] = {}
@@ -60,14 +65,19 @@ def _by_key(settings: Settings) -> dict[str, Given]:
 
 
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
-    """Put fields into `out.given`; return the known keys that are read together."""
+    """Handle every key that can be read by itself, and return the other known keys.
+
+    A key that sets a field is written into `out.given`. Keys that are refused or unknown become
+    problems in `out`, and keys without effect become notes. The returned keys are those that
+    `translate` reads together.
+    """
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}
     reported: set[str] = set()
     for key, given in by_key.items():
         is_empty_group = key in GROUPS and given.value == {}
         if given.value is None and (key in KNOWN_KEYS or key in GROUPS):
-            continue  # null: as if not given
+            continue  # a key with the value null counts as not given
         if key in FIELD_OF and key not in GROUPS:
             out.given[FIELD_OF[key]] = given
         elif key in NO_EFFECT:
@@ -86,7 +96,10 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
 
 
 def _refuse_both_schedulers(by_key: dict[str, Given], out: Translation) -> None:
-    """`override_lr_scheduler` alone has no effect, but it contradicts the other key."""
+    """Report a problem if both `override_lr_scheduler` and `use_checkpoint_lr_scheduler` are true.
+
+    The first key alone has no effect, but it contradicts the second.
+    """
     name, other = "override_lr_scheduler", "use_checkpoint_lr_scheduler"
     if all(key in by_key and by_key[key].value is True for key in (name, other)):
         text = f"excludes {other}, but both are true; write only one of them"

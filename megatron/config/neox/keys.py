@@ -1,4 +1,4 @@
-"""Every known key, the field that it sets, and the message for an unknown key."""
+"""List every known config key with the field that it sets, and describe unknown keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from megatron.suggest import did_you_mean
 KEY_OF: dict[str, str | None] = {
     name: key_of(section, name) for section in SECTIONS.values() for name in section.model_fields
 }
-"""field -> dotted key; None: the field is only derived"""
+"""Maps each field to its dotted key, or to None if the field is always derived."""
 FIELD_OF: dict[str, str] = {key: name for name, key in KEY_OF.items() if key}
-"""dotted key -> field"""
+"""Maps each dotted key that sets a field to that field."""
 KNOWN_KEYS = frozenset(FIELD_OF) | OTHER_KEYS | frozenset(NO_EFFECT) | frozenset(REFUSED)
-# Keys that hold other keys, and keys whose value stays a mapping, whatever it contains.
+# GROUPS are keys that contain other known keys. The values of OPAQUE keys may be mappings, whose
+# inner keys are not looked up.
 GROUPS = frozenset(key.rpartition(".")[0] for key in KNOWN_KEYS if "." in key) | {"optimizer"}
 OPAQUE = OFFLOAD_KEYS | frozenset(NO_EFFECT) | frozenset(REFUSED) | {"pos_emb_options"}
 
@@ -24,23 +25,26 @@ _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)
 
 
 def _members(group: str) -> set[str]:
-    """Keys written directly inside `group`."""
+    """Return the keys that are written directly inside the mapping of the key `group`."""
     inside = (key.removeprefix(group + ".") for key in KNOWN_KEYS if key.startswith(group + "."))
     return {key.split(".")[0] for key in inside}
 
 
 def unknown_name(key: str) -> str:
-    """The key that is not known: the key itself, or the unknown mapping around it."""
+    """Return the name to report for an unknown dotted key.
+
+    If the key's first part is unknown too, only that part is reported.
+    """
     top = key.partition(".")[0]
     return key if top in _TOP_LEVEL else top
 
 
 def unknown(key: str, value: object) -> str:
-    """The message for a dotted key that is not known: what is wrong, what was probably meant."""
+    """Return the error text for an unknown dotted key, with a suggestion where one is possible."""
     top, _, _ = key.partition(".")
     group, _, leaf = key.rpartition(".")
     if key in GROUPS:
-        usual = ("enabled", "stage", "type")  # the key that a short form stands for
+        usual = ("enabled", "stage", "type")  # the keys that a plain value most likely means
         examples = sorted(_members(key), key=lambda name: (name not in usual, name))[:3]
         return (
             f"expected a mapping with keys such as {', '.join(examples)}; got {show(value)}; write "

@@ -1,8 +1,9 @@
-"""GPT-NeoX keys that are accepted without effect, each with the reason.
+"""List the GPT-NeoX keys that are accepted but have no effect, each with the reason.
 
-Without them a run computes the same numbers: they concern files on disk, console output, memory or
-speed, or a feature whose main switch is refused. Keys are dotted where NeoX nests; a name stands
-for everything nested in it. A key whose value is false or empty is accepted without a note.
+A run computes the same numbers with and without these keys. They concern files on disk, console
+output, memory or speed, or they belong to a feature whose main key is refused. Keys inside a
+mapping are dotted. A key also covers all keys inside its mapping. If the value of a key is false or
+empty, the key is accepted without a note to the user.
 """
 
 from __future__ import annotations
@@ -113,4 +114,4 @@ CHECKS: dict[str, Check] = {
     "override_lr_scheduler": flag,
     "num_workers": whole_number(0),
 }
-"""Keys without effect whose value must still be valid."""
+"""Maps keys without effect, whose value must nevertheless be valid, to the check of the value."""

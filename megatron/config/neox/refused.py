@@ -1,8 +1,8 @@
-"""GPT-NeoX keys that are refused, because they would change what a run computes or stores.
+"""List the GPT-NeoX keys that are refused, because they would change what a run computes or stores.
 
-Each has a reason, what to write instead, and the harmless values: they ask for what happens anyway
-and are accepted without a note. Keys are dotted where NeoX nests; a name stands for everything
-nested in it.
+Each key has a reason, a text that tells the user what to write instead, and a test for harmless
+values. A harmless value asks for what happens anyway, and is accepted without a note to the user.
+Keys inside a mapping are dotted. A key also covers all keys inside its mapping.
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ from megatron.config.fields import show
 from megatron.config.neox.no_effect import NO_EFFECT, REPORTS
 
 Flat = Mapping[str, Any]
-"""All settings, by dotted key."""
+"""The type of a mapping from dotted keys to the values of all settings."""
 _LEAVE = "leave it out"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a key is refused, what to write instead, and which values are harmless nevertheless."""
+    """The entry of a refused key.
+
+    Attributes:
+        reason: Why the key is refused.
+        instead: What the user should write instead.
+        harmless: A function (value of the key, all settings) that returns whether to accept the
+            value, because it asks for what happens anyway.
+    """
 
     reason: str
     instead: str
     harmless: Callable[[Any, Flat], bool]
 
     def text(self, value: Any) -> str:
-        """The problem's text."""
+        """Return the error text for `value`, which is not harmless."""
         instead = self.instead if self.instead == _LEAVE else f"write {self.instead} instead"
         return f"{show(value)} is refused: {self.reason}; {instead}"
 
@@ -62,7 +69,7 @@ def _same_as(key: str) -> Callable[[Any, Flat], bool]:
 
 
 def _disabled(value: Any, flat: Flat) -> bool:
-    """A DeepSpeed mapping that is empty or whose `enabled` is false."""
+    """Return whether a mapping of DeepSpeed settings is empty or has `enabled: false`."""
     return value == {} or (isinstance(value, Mapping) and value.get("enabled") is False)
 
 

@@ -1,7 +1,8 @@
-"""Keys that are read together, because GPT-NeoX has several spellings of one setting.
+"""Read the keys that must be read together, because GPT-NeoX has several ways to write one setting.
 
-Each `read_*` takes the known keys that are no field (`others`, by dotted key). It writes the value
-of a field, or a problem, into a `Translation`.
+For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` takes
+`others`, the known keys that do not set a field by themselves. The function writes values of
+fields, notes and problems into a `Translation`.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _ZERO_OPTIONS: dict[str, Check] = {
     "stage3_prefetch_bucket_size": _size,
     "stage3_param_persistence_threshold": _size,
 }
-"""Keys of zero_optimization that DeepSpeed's engine receives."""
+"""Maps the keys of zero_optimization that are passed to DeepSpeed to the checks of their values."""
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
 _ZERO_NO_EFFECT = {
     "load_from_fp32_weights": "resuming always loads the fp32 masters",
-    # With it DeepSpeed would keep the masters in an order that its universal format confuses, and
-    # that a run without it loads without an error.
+    # With round_robin_gradients, DeepSpeed would store the fp32 master weights in another order.
+    # DeepSpeed's universal checkpoint format mixes that order up. A run without this key would load
+    # the weights in the wrong order without an error.
     "round_robin_gradients": "it orders gradients for offloading to the CPU, which is not built",
 }
 OFFLOAD_KEYS = frozenset(f"zero_optimization.{key}" for key in _OFFLOAD)
@@ -48,14 +50,19 @@ OTHER_KEYS = OFFLOAD_KEYS | {
     "bf16.enabled",
     *(f"zero_optimization.{key}" for key in (*_ZERO_OPTIONS, *_ZERO_NO_EFFECT)),
 }
-"""Keys that are no field, and that are read here."""
+"""The known keys that do not set a field by themselves, and that this file reads."""
 
 
 @dataclass
 class Translation:
-    """What is given for each field, with the notes and problems found on the way.
+    """The result of translating GPT-NeoX's keys.
 
-    `inner` marks the entries of a field that is a mapping, as `field.entry`.
+    Attributes:
+        given: Maps fields to the values that are given for them.
+        inner: Maps `field.entry`, for the entries of fields that are mappings, to the place where
+            the entry is written.
+        notes: Remarks for the user about keys that are accepted.
+        problems: What is wrong with the keys and values.
     """
 
     given: dict[str, Given] = field(default_factory=dict)
@@ -67,12 +74,12 @@ class Translation:
         self.problems.append(Problem(mark, key, text))
 
     def note(self, key: str, value: Any, reason: str) -> None:
-        """Note a key without effect, unless its value is false or empty."""
+        """Add a note about a key that has no effect, unless the key's value is false or empty."""
         if value not in (False, None) and value != [] and value != {}:
             self.notes.append(f"{key}: accepted, without effect here ({reason})")
 
     def check(self, key: str, given: Given, check: Check) -> Any:
-        """The checked value; None, and a problem, if it is wrong."""
+        """Return the result of `check`. If the value is invalid, add a problem and return None."""
         try:
             return check(given.value)
         except ValueError as error:
@@ -80,7 +87,10 @@ class Translation:
 
 
 def read_zero(others: dict[str, Given], out: Translation) -> None:
-    """zero_optimization: DeepSpeed's stage is 0 if the mapping is given without `stage`."""
+    """Read the keys of zero_optimization that are not fields.
+
+    If zero_optimization is given without `stage`, the stage is 0, as in DeepSpeed.
+    """
     group = {k.partition(".")[2]: g for k, g in others.items() if k.startswith("zero_optimization")}
     passed: dict[str, Any] = {}
     for key, given in group.items():
@@ -106,8 +116,11 @@ def read_zero(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_precision(others: dict[str, Given], out: Translation) -> None:
-    """`precision`, `fp16: {enabled, type}` and `bf16: {enabled}` must not contradict."""
-    named: list[tuple[str, str, Mark]] = []  # (precision, key that names it, where)
+    """Read the precision from `precision`, `fp16: {enabled, type}` and `bf16: {enabled}`.
+
+    Keys that contradict each other become a problem.
+    """
+    named: list[tuple[str, str, Mark]] = []  # (precision, key that sets it, place of that key)
     fp16, kind, bf16 = (others.get(key) for key in ("fp16.enabled", "fp16.type", "bf16.enabled"))
     for key, given in (("fp16.enabled", fp16), ("bf16.enabled", bf16)):
         if given and out.check(key, given, flag) is None:
@@ -141,7 +154,11 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_intervals(others: dict[str, Given], out: Translation) -> None:
-    """checkpoint_factor is gpt-neox's save_interval; lr_decay_fraction a share of train_iters."""
+    """Read `checkpoint_factor` and `lr_decay_fraction`.
+
+    `checkpoint_factor` is gpt-neox's name of save_interval. `lr_decay_fraction` sets lr_decay_iters
+    as a fraction of train_iters.
+    """
     factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")
     if factor and interval and factor.value != interval.value:
         text = f"{show(factor.value)}, but save_interval at {interval.mark} is "
@@ -164,7 +181,10 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_attention(others: dict[str, Given], out: Translation) -> None:
-    """attention_config: only attention over the full sequence, which `auto` computes best."""
+    """Check `attention_config`: every layer must have attention over the full sequence.
+
+    The key sets no field, because the attention backend is chosen by `attention_backend`.
+    """
     given = others.get("attention_config")
     if not given:
         return
@@ -192,7 +212,15 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def _attention_types(value: Any, num_layers: int) -> tuple[list[Any], int]:
-    """(types, number of layers) of an attention_config; no types if its form is wrong."""
+    """Parse the value of attention_config, for example `[[[global], 12]]`.
+
+    Args:
+        value: The value of the key.
+        num_layers: The number that replaces `all` as a number of layers.
+
+    Returns:
+        (attention types, number of layers). The types are empty if the value has a wrong form.
+    """
     items = value if isinstance(value, list) else [value]
     if all(isinstance(item, str) for item in items):
         return items, len(items)
