@@ -1,1 +1,1 @@
-"""What a person runs now and then; each file is a command."""
+"""Commands for occasional use. Each Python file in this folder is a command."""

@@ -3,15 +3,20 @@
     python tools/check_parity.py DIR [DIR ...] [--backend NAME ...] [--device cuda] [--tp N]
                                  [--configs DIR]
 
-A DIR holds cases, at any depth: `models/NAME` (config.yml, manifest.json, expected.npz and a
-checkpoint), `training/NAME` (the same with curve.npz), `kernels` (probes.npz), `config`
-(lr_schedule.json, derived_args.json), `data` (shards, samples_*, iterators, tokenizer_cases.json).
-A case is recognised by its files, and its configuration is read from it alone.
+Each DIR contains cases, at any depth. A case is a folder that is recognised by its files:
 
-The tool prints one line for each case: the greatest error of each quantity, its tolerance, and ok
-or FAIL; what could not be checked follows. A line that begins with `-` says why the attention
-backend does not serve the case (its dtype, its embedding). The exit code is 1 if a case fails or if
-none has a verdict, 2 if the arguments are wrong.
+- `models/NAME` has config.yml, manifest.json, expected.npz and a checkpoint.
+- `training/NAME` has the same files, but curve.npz instead of expected.npz.
+- `kernels` has probes.npz.
+- `config` has lr_schedule.json and derived_args.json.
+- `data` has shards, tokenizer_cases.json, and the folders samples_* and iterators.
+
+The configuration of a case is read from the case's own folder only.
+
+For each case the tool prints one line: ok or FAIL, the greatest error of each quantity with its
+tolerance, and what could not be checked. A line that begins with `-` gives the reason why the
+attention backend does not support the case, for example its dtype. The exit code is 1 if a case
+fails or if no case could be checked, and 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small cases: more threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would slow the small cases down
 from megatron import entry
 from tools.parity.result import Result
 
@@ -39,7 +44,7 @@ Case = tuple[str, Run]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every case; see the module docstring for the exit code."""
+    """Run every case, print the results, and return the exit code (0, 1 or 2, see above)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.tp}"]
         command = [str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
         return subprocess.call([sys.executable, *launch, *command])
-    if int(os.environ.get("RANK", "0")) > 0:  # join the cases that need all ranks; print nothing
+    if int(os.environ.get("RANK", "0")) > 0:  # run only cases that need all ranks; print nothing
         for name, run in cases(args):
             if needs_ranks(run):
                 for _ in results_of(name, run):
@@ -102,18 +107,21 @@ def _has_cuda() -> bool:
 
 
 def results_of(name: str, run: Run) -> Iterator[Result]:
-    """The results of a case; if it raises, that is its result and the other cases go on."""
+    """Run a case and yield its results.
+
+    If the case raises an exception, yield a failed result that describes the exception.
+    """
     try:
         found = run()
         yield from [found] if isinstance(found, Result) else found
-    except Exception as error:  # whatever stops a case, the case has not passed
+    except Exception as error:  # any exception means that this case fails, and not the whole tool
         where = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(where.filename).name}:{where.lineno}"
         yield Result(name, faults=[f"{type(error).__name__} at {at}: {error}"])
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Each case below the folders, with the function that runs it."""
+    """Yield (name, function that runs the case) for each case below the folders of `args`."""
     for root in args.folders:
         for top, folders, files in os.walk(root.resolve()):
             folders.sort()
@@ -123,8 +131,9 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace) -> Iterator[Case]:
-    """The cases in one folder, recognised by the names of its files."""
-    # Imported where a case needs them: data cases need no torch, data and models no DeepSpeed.
+    """Yield the cases in `folder` itself, which are recognised by the names of its files."""
+    # Modules are imported only for the cases that need them. Data cases run without torch, and data
+    # and model cases run without DeepSpeed.
     if {"manifest.json", "config.yml"} <= files:
         if not files & {"expected.npz", "curve.npz"}:
             lacks = Result(name, faults=["neither expected.npz nor curve.npz exists"])
@@ -150,7 +159,7 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
 
 
 def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
-    """The cases of a data folder, or of one of its sub-folders."""
+    """Yield the cases in a `data` folder, or in one of its folders samples_* and iterators."""
     from tools.parity import data
 
     if any(file.endswith(".jsonl") for file in files):
@@ -167,7 +176,17 @@ def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
 def model_case(
     folder: Path, name: str, backend: str, *, device: str, again: bool, tp: int
 ) -> Iterator[Result]:
-    """A model with one backend; `again` leaves out what does not depend on the backend."""
+    """Check the model of a case with one attention backend.
+
+    Args:
+        folder: The folder of the case.
+        name: The name of the case for the output.
+        backend: The attention backend.
+        device: `cpu` or `cuda`.
+        again: Whether another backend has already been checked. If so, skip the numbers that do not
+            depend on the backend.
+        tp: The number of tensor-parallel ranks.
+    """
     from tools.parity.models import check_model
 
     group = {"tp": groups_of(tp).model} if tp > 1 else {}
@@ -177,7 +196,11 @@ def model_case(
 def training_case(
     folder: Path, name: str, backend: str, *, device: str, again: bool, tp: int
 ) -> Iterator[Result]:
-    """Training steps with one backend, in a job of `tp` processes."""
+    """Check the training steps of a case with one attention backend, in a job of `tp` processes.
+
+    `device` is not used. If `again` is true, another backend has already been checked, and steps
+    that do not depend on the backend are skipped.
+    """
     from tools.parity.training import check_training
 
     return check_training(folder, name, groups_of(tp), backend=backend, again=again)
@@ -185,14 +208,14 @@ def training_case(
 
 @lru_cache
 def groups_of(tp: int) -> Groups:
-    """The process groups of this job; all its processes share one tensor-parallel model."""
+    """Join the job and return its process groups, with `tp` tensor-parallel ranks for one model."""
     from megatron.engine.job.join import join_job
 
     return join_job().divided(model_size=tp)
 
 
 def needs_ranks(run: Run) -> bool:
-    """Whether every process of a tensor-parallel job must run the case."""
+    """Return whether every rank of a tensor-parallel job must run the case, not only rank 0."""
     return getattr(run, "func", None) in (model_case, training_case)
 
 

@@ -1,15 +1,21 @@
-"""Compile the fused attention passes ahead of time, without a GPU, and report their resources.
+"""Compile the Triton kernels of fused attention without a GPU, and report their resources.
 
     python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
-    python tools/compile_kernels.py --changed        # variants whose tile differs from the CSV's
+    python tools/compile_kernels.py --changed        # only variants with a new tile size
     python tools/compile_kernels.py --sample         # the dozen variants that the tests compile
-    python tools/compile_kernels.py --source kerple_log
+    python tools/compile_kernels.py --source kerple_log   # print generated code, compile nothing
 
-Columns: Triton's version, target, kernel of distance, pass, dtype, head size, tile (M, N, warps,
-stages), registers of a thread, bytes that a thread spills, bytes of shared memory of a program.
-More shared memory than the target has is an error. So are spills for 16-bit inputs with head sizes
-up to 128; other spills are only recorded. Needs torch and triton, whose wheel contains ptxas and
-cuobjdump.
+A variant is one pass (one Triton kernel) for one GPU architecture, dtype, head size and distance
+kernel. A distance kernel is a bias or a factor of the attention scores that depends only on the
+distance between query and key.
+
+The columns of the CSV are Triton's version, the GPU architecture (such as sm_90), the distance
+kernel, the pass, the dtype, the head size, the tile (M, N, warps, stages), the registers of a
+thread, the bytes that a thread spills, and the bytes of shared memory of a program.
+
+The tool fails if a variant needs more shared memory than the GPU has, or if a variant with 16-bit
+inputs and a head size up to 128 spills registers. Other spills are only recorded. The tool needs
+torch and triton. Triton's wheel contains the programs ptxas and cuobjdump.
 """
 
 from __future__ import annotations
@@ -52,8 +58,8 @@ CSV = Path(__file__).with_name("compiled_kernels.csv")
 TARGETS = (80, 86, 90)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
-# The others compile to the same code as one of these: kerple_power_original as alibi, embeddings
-# without a kernel of distance as none.
+# The distance kernels to compile. All other embeddings compile to the same code as one of these:
+# kerple_power_original as alibi, and embeddings without a distance kernel as none.
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
 SAMPLE = (
@@ -67,6 +73,16 @@ SAMPLE = (
 
 @dataclass(frozen=True)
 class Variant:
+    """What to compile.
+
+    Attributes:
+        target: The GPU's compute capability, such as 90.
+        kernel: The name of the distance kernel.
+        dtype: `bf16`, `fp16` or `fp32`.
+        head_size: The dimensions of each attention head.
+        which: The pass, a key of `PASSES`.
+    """
+
     target: int
     kernel: str
     dtype: str
@@ -76,7 +92,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV."""
+    """A line of the CSV: the resources of one compiled variant (see the file's docstring)."""
 
     triton: str
     target: str
@@ -94,7 +110,7 @@ class Row:
 
     @property
     def wrong(self) -> str | None:
-        """Why this must not be shipped, or None."""
+        """The reason why this variant cannot be used on its GPU, or None."""
         family = int(self.target.removeprefix("sm_"))
         where = f"{self.target} {self.kernel} {self.which} {self.dtype} {self.head_size}"
         if self.shared > SHARED_MEMORY[family]:
@@ -119,7 +135,7 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions]:
 
 
 def tile_of(variant: Variant) -> Tile:
-    """The committed choice."""
+    """Return the tile size of a variant from `TABLE`, the table used by training."""
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     _, functions = kernel_of(variant.kernel)
     return getattr(look_up(TABLE[variant.target], itemsize, size, functions.heavy), variant.which)
@@ -133,7 +149,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Rows that compiling would reproduce, provided that the passes have not changed."""
+    """Return the rows of the wanted variants that have the same Triton version and tile as now.
+
+    Compiling these variants again would give the same rows, provided that the source code of the
+    Triton kernels has not changed.
+    """
     written = {
         (row.target, row.kernel, row.dtype, row.head_size, row.which): row
         for row in rows
@@ -148,7 +168,7 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 
 
 def build(variant: Variant) -> Row:
-    """Compile one pass as a launch would, with aligned pointers and strides."""
+    """Compile one variant as at run time, with pointers and strides that are divisible by 16."""
     tile, (pos, functions) = tile_of(variant), kernel_of(variant.kernel)
     fixed = {"group": 1} | constants(
         variant.which, functions, tile, variant.head_size, dropout=False, theta=pos.learnable
@@ -181,7 +201,10 @@ def build(variant: Variant) -> Row:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread; the stack holds only spilled registers."""
+    """Return (registers, bytes of stack) of a thread in a compiled Triton kernel.
+
+    The stack holds only spilled registers, so its size is the number of spilled bytes.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

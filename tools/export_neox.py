@@ -1,13 +1,19 @@
-"""Write a checkpoint of this project in the published (GPT-NeoX pipeline) layout.
+"""Export a checkpoint of this project to the layout of the published code (GPT-NeoX's pipeline).
 
     python tools/export_neox.py SRC DST [--tp N]
 
-SRC is a run folder, whose newest checkpoint is exported. The tool writes `latest` and
-`global_stepN/` into DST, with `layer_XX-model_YY-model_states.pt` and `mp_rank_YY_model_states.pt`.
-An imported checkpoint is exported to the files that it was imported from, tensor for tensor. The
-files hold no optimizer state: set `no_load_optim: true` in the published program. If N differs from
-the number of ranks that trained it, set `make_vocab_size_divisible_by` there too, to the padded
-vocabulary divided by N: that program compares them.
+SRC is a run folder, whose newest checkpoint is exported for N tensor-parallel ranks. By default, N
+is the number of ranks that trained the checkpoint. The tool writes the file `latest` and the folder
+`global_step<step>/` into DST. The folder contains the files `layer_XX-model_YY-model_states.pt` and
+`mp_rank_YY_model_states.pt`. If a published checkpoint is imported and then exported, the exported
+tensors equal the original ones.
+
+To load the export, set two keys in the published code's config:
+
+- `no_load_optim: true`, because the export contains no optimizer state.
+- `make_vocab_size_divisible_by`, only if N differs from the number of tensor-parallel ranks in
+  training. Set it to the padded vocabulary size divided by N, because the published code compares
+  its own padded size with the checkpoint's.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from megatron.engine.errors import CheckpointError
 
 @entry.reports(CheckpointError, ConfigError)
 def main() -> int:
-    """Exit code 0, or 1 if it cannot be exported."""
+    """Export the checkpoint and return exit code 0, or 1 if the export is impossible."""
     parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")

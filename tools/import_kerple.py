@@ -2,11 +2,13 @@
 
     python tools/import_kerple.py SRC DST [--config FILE.yml ...]
 
-SRC holds `latest` and `global_stepN/` (or is a `global_stepN`), as unzipped from a release. DST
-becomes a run folder: name it as `load` in a config, or as `--load` of evaluate.py. Both can also
-read SRC. Importing merges the tensor-parallel shards once and checks that nothing is missing. It
-reads weights, step and learning-rate curve, but not the optimizer's state. Files that ask to run
-code are refused.
+SRC is a folder unzipped from a release. SRC contains the file `latest` and the folder
+`global_stepN/`, or is itself a `global_stepN` folder. DST becomes a run folder, to be named by
+`load` in a config or by `--load` of evaluate.py. Both options also accept SRC, without an import.
+The import merges the tensor-parallel shards once and checks that nothing is missing.
+
+The import reads the weights, the step and the learning-rate curve, but not the optimizer's state.
+Files whose pickled data would run code are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from megatron.engine.neox.read import is_published
 
 @entry.reports(CheckpointError)
 def main() -> int:
-    """Exit code 0, or 1 with everything that prevents the import."""
+    """Import the checkpoint and return exit code 0, or print all obstacles and return 1."""
     parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
@@ -51,7 +53,11 @@ def main() -> int:
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """`folder` if it is a `global_stepN`, otherwise the newest one in it."""
+    """Return the folder of the published checkpoint: `folder`, or the newest checkpoint in it.
+
+    Raises:
+        CheckpointError: There is no published checkpoint in `folder`.
+    """
     if is_published(folder):
         return folder
     saved = newest(folder)
@@ -64,7 +70,10 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _last_value(key: str, files: list[Path]) -> object:
-    """The last value that YAML files give to `key`, in any spelling of it; None without one."""
+    """Return the value of `key` in the last of the YAML files that contain `key`, or None.
+
+    The files may spell the key with `-` instead of `_`.
+    """
     value = None
     for file in files:
         settings, problems = read_file(file)

@@ -1,10 +1,11 @@
-"""Show counts, a histogram of lengths and the first documents of shards, and check their integrity.
+"""Show statistics and the first documents of token shards, and check the shards' integrity.
 
     python tools/inspect_shards.py data/mine_text_document -v vocab.json -m merges.txt
 
-The histogram is written to PREFIX.lengths.png. The manifest names the tokenizer, the options name
-its files, and shards of another tokenizer are refused. Every token is read once, to check that none
-lies outside the vocabulary. The exit status is 1 if anything is wrong.
+The tool prints counts, and writes a histogram of document lengths to PREFIX.lengths.png. To decode
+documents, give the files of the tokenizer that wrote the shards. The tokenizer's type is read from
+the shards' manifest, and files of another tokenizer are refused. Every token is read once, to check
+that all tokens lie inside the vocabulary. The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 
-_BLOCK = 1 << 24  # tokens checked at a time
-_BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # need no files
+_BLOCK = 1 << 24  # number of tokens that are checked at a time
+_BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # tokenizers without vocabulary files
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -98,10 +99,15 @@ def print_counts(shards: ShardReader, manifest: dict | None) -> None:
 
 
 def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | None) -> None:
-    """Check the shards against their manifest and vocabulary.
+    """Check the counts of documents and tokens, and that every token is inside the vocabulary.
+
+    Args:
+        shards: The shards to check.
+        manifest: Their manifest with the expected counts, or None to skip the counts.
+        vocab_size: The number of token ids, or None to skip the check of the tokens.
 
     Raises:
-        ShardError: the manifest has other counts, or a token lies outside the vocabulary.
+        ShardError: The manifest has other counts, or a token is outside the vocabulary.
     """
     for key, found in (("documents", len(shards)), ("tokens", len(shards.tokens))):
         if manifest and manifest.get(key, found) != found:
@@ -119,7 +125,7 @@ def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | N
 
 
 def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
-    """Histogram of document lengths, both axes logarithmic."""
+    """Draw a histogram of document lengths, with logarithmic axes, to the PNG file `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -135,7 +141,8 @@ def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
 
 def print_documents(shards: ShardReader, tokenizer: Tokenizer, count: int, characters: int) -> None:
     for i in range(min(count, len(shards))):
-        # Few tokens stand for less than a quarter of a character, so this is enough for any text.
+        # Four tokens for each character are enough, because hardly any token is shorter than a
+        # quarter of a character.
         text = tokenizer.decode(shards.get(i)[: characters * 4])
         shown = text if len(text) <= characters else f"{text[:characters]}..."
         print(f"--- document {i}, {int(shards.sizes[i]):,} tokens\n{shown}")

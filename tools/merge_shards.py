@@ -1,11 +1,12 @@
-"""Join shards into one data set: the partitions of `--partition I/N`, or any of one tokenizer.
+"""Merge token shards of one tokenizer into a single data set.
 
     python tools/merge_shards.py 'data/mine-*-of-00008_text_document' data/mine_text_document
 
-The documents keep the order of the inputs; a glob is in the order of its names. Joined partitions
-are therefore, byte for byte, what one machine would have written, and each partition must begin
-where the one before it ended. gpt-neox's `merge_datasets.py` writes the same .bin and .idx. No
-merge is needed to read the shards: `data_path` may be the list or the glob.
+The documents keep the order of the inputs. The shards that match a glob are sorted by name.
+Partitions written by `prepare_data.py --partition I/N` must follow each other without a gap. The
+merged files are then, byte for byte, those that an unpartitioned run would have written. gpt-neox's
+`merge_datasets.py` writes the same .bin and .idx files. Training does not need merged shards,
+because `data_path` may also be a list or a glob of shards.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""gpt-neox's `preprocess_data.py`, with its flags: text files to PREFIX_text_document.bin and .idx.
+"""Tokenise text files into shards, with the flags of gpt-neox's `preprocess_data.py`.
 
     python tools/preprocess_data.py --input a.jsonl.zst,b.jsonl --output-prefix data/mine \\
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer \\
         --dataset-impl mmap --append-eod --workers 8
 
-The files are byte for byte those of gpt-neox, except where gpt-neox loses or damages text:
+The tool writes PREFIX_KEY_document.bin and .idx for each key of --jsonl-keys (default: text). The
+files are byte for byte those that gpt-neox writes, except where gpt-neox loses or damages text:
 
 - A bad record is an error. (gpt-neox stops with a traceback, or reads a truncated archive as a
   shorter one.)
-- All frames of a .zst are read. (gpt-neox reads the first.)
-- The lines of a .jsonl.gz are records. (gpt-neox takes the JSON itself for text.)
-- Each key of --jsonl-keys is read under its name. (gpt-neox writes "text" under every name.)
-- Empty text under one key leaves out the document of that key only.
+- All frames of a .zst file are read. (gpt-neox reads only the first frame.)
+- Each line of a .jsonl.gz file is parsed as a JSON record. (gpt-neox tokenises the JSON source.)
+- Each key of --jsonl-keys is read from the records. (gpt-neox writes the key "text" to every file.)
+- A record whose text is empty under one key is left out of that key's shards only.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Write the shards of every key."""
+    """Tokenise the input files, write the shards of every key, and return exit code 0."""
     keys = tuple(arguments.jsonl_keys)
     options = PrepareOptions(
         EncodeOptions(keys, arguments.append_eod, arguments.ftfy),

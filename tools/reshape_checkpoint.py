@@ -1,10 +1,12 @@
-"""Convert a run's newest checkpoint, in any layout, into DeepSpeed's universal format.
+"""Convert a checkpoint of any parallel layout into DeepSpeed's universal checkpoint format.
 
     python tools/reshape_checkpoint.py RUN OUT [--tag global_stepN] [--workers 4]
 
-OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt then hold each parameter unsharded,
-whatever its layout was. Training does not need this step: train.py converts by itself. Use it to
-convert on a machine without the job, or to read optimizer state.
+The newest checkpoint of RUN is converted, or the one named by --tag. The tool writes each parameter
+and its optimizer state unsharded to OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt.
+
+Training does not need this tool, because train.py converts checkpoints by itself. Use the tool to
+convert a checkpoint on another machine, or to read the optimizer state.
 """
 
 from __future__ import annotations
@@ -25,10 +27,17 @@ from megatron.parallel.groups import build_groups
 
 
 def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
-    """Convert, and return the folder written.
+    """Convert a checkpoint, and return the folder written.
+
+    Args:
+        run: The folder that contains the run's checkpoints.
+        out: The folder in which to create the converted checkpoint.
+        tag: The checkpoint to convert, such as `global_step1000`; None means the newest.
+        workers: The number of processes.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or cannot be converted.
+        CheckpointError: The checkpoint does not exist, is damaged, or cannot be converted, or the
+            output folder exists already.
     """
     saved = Saved(run, tag) if tag else newest(run)
     if saved is None or not saved.path.is_dir():
@@ -50,7 +59,10 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
 
 @entry.reports(CheckpointError)
 def main() -> int:
-    """Exit code 0 on success, 1 for an error that the user can fix."""
+    """Convert the checkpoint that the command line names, and return exit code 0.
+
+    For an error that the user can fix, print the error and return exit code 1.
+    """
     parser = entry.parser(__doc__)
     parser.add_argument("run", type=Path, help="folder with `latest` and global_step folders")
     parser.add_argument("out", type=Path, help="folder to write into")
