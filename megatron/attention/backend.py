@@ -1,5 +1,4 @@
-"""Define what an attention backend is: a function of a `Call`, with the reasons for refusing
-requests.
+"""Define what an attention backend is: a function of a `Call` that may refuse some requests.
 
 Legend: see `choice`.
 """
@@ -36,8 +35,10 @@ class Call:
 
     @property
     def theta(self) -> Tensor:
-        """The parameters theta [H, N] of the distance kernel. Use this only if `has_kernel` is
-        true."""
+        """The parameters theta [H, N] of the distance kernel.
+
+        This property may be used only if `has_kernel` is true.
+        """
         assert self.theta_HN is not None
         return self.theta_HN
 
@@ -48,8 +49,7 @@ class Call:
 
     @property
     def layout(self) -> tuple:
-        """All properties of the call that its validation depends on: shapes, dtypes, devices,
-        numbers."""
+        """The shapes, dtypes, devices and numbers of the call, on which its checks depend."""
         tensors = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
         shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
         numbers = (self.scale, self.dropout_p, self.query_offset)
@@ -123,8 +123,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate a backward pass that is not differentiable, so that differentiating it raises an
-    error.
+    """Decorate a backward pass that is not differentiable, so that its derivative raises an error.
 
     torch's `once_differentiable` raises an error only if the gradient of the output requires a
     gradient. Otherwise it would silently treat the result as a constant.

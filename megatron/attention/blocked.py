@@ -177,8 +177,10 @@ class BlockedCall:
         return torch.bmm(a_mXY, b_mYE, out=out_mXE)
 
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
-        """Write P of a tile into `out_mRn`. With a factor w, also write X (see the module) into
-        `raw_mRn`."""
+        """Write P of a tile into `out_mRn`.
+
+        With a factor w, also write the scaled query-key products X into `raw_mRn`.
+        """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, : tile.keys].mT
         bias_HRn = self.bias.block(tile.heads, tile.num_rows, tile.keys)
@@ -195,14 +197,19 @@ class BlockedCall:
         torch.softmax(out_mRn, dim=-1, out=out_mRn)
 
     def dropout_mask(self, tile: QueryTile, out_mRn: Tensor) -> Tensor:
-        """Write this tile's dropout mask of ones and zeros into `out_mRn`, the same mask at
-        every call."""
+        """Write this tile's dropout mask of ones and zeros into `out_mRn`, and return it.
+
+        The mask depends only on the seed and the tile, so every call for a tile gives the same
+        mask.
+        """
         generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
         return out_mRn.bernoulli_(self.keep, generator=generator)
 
     def forward(self, kept: Tensor | None) -> Tensor:
-        """Return the output O [B, H, T, E] in the inputs' dtype, and store P in `kept` if it is
-        not None."""
+        """Return the output O [B, H, T, E] in the inputs' dtype.
+
+        If `kept` is not None, P is stored there for the backward pass.
+        """
         out_NTE = torch.empty_like(self.q_NTE)
         dropping, weighted = self.keep < 1.0, self.weight is not None
         buffers = self.allocate((kept is None) + (dropping or weighted))

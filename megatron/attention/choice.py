@@ -32,8 +32,7 @@ AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 
 
 class AttentionError(ValueError):
-    """A backend is unavailable, or inputs are invalid. The error message names what to use
-    instead."""
+    """A backend is unavailable, or inputs are invalid. The error message names a remedy."""
 
 
 class AttentionFn:
@@ -68,12 +67,11 @@ class AttentionFn:
         dropout_p: float = 0.0,
         query_offset: int = 0,
     ) -> Tensor:
-        """Return the attention output [B, H, T, E] in q's dtype, differentiable in q, k, v and
-        theta.
+        """Return the attention output [B, H, T, E] in q's dtype.
 
-        Scores, softmax and sums are computed in fp32 (fp64 for fp64 inputs), also under autocast.
-        Rotary and input embeddings have no effect here, because the model applies them before this
-        call.
+        The output is differentiable in q, k, v and theta. Scores, softmax and sums are computed in
+        fp32 (fp64 for fp64 inputs), also under autocast. Rotary and input embeddings have no effect
+        here, because the model applies them before this call.
 
         Args:
             theta_HN: The parameters of the distance kernel for these heads. They are needed only if
@@ -91,8 +89,7 @@ class AttentionFn:
         return self.run(Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset))
 
     def run(self, call: Call) -> Tensor:
-        """Check the call if its layout differs from the previous call's, and compute the
-        attention output."""
+        """Compute the attention output. Calls with a new layout are checked first."""
         self._check_layout(call)
         k_BKSE, v_BKSE = call.k_BKSE, call.v_BKSE
         group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
@@ -107,8 +104,10 @@ class AttentionFn:
             return self.backend.function(call)
 
     def _check_layout(self, call: Call) -> None:
-        """Check a call unless its layout equals that of the previous call, as it does within a
-        step."""
+        """Check a call, unless its layout is that of the previous call.
+
+        Within a training step, the calls of all layers have the same layout.
+        """
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
         elif (layout := call.layout) != self._checked_layout:
@@ -176,8 +175,10 @@ def first_that_serves(request: Request) -> AttentionFn:
 
 
 def named(name: str, request: Request) -> Backend:
-    """Return the backend of this name. With published numerics, `eager` means
-    `published_numerics`."""
+    """Return the backend of this name.
+
+    With published numerics, the name `eager` means the backend in `published_numerics`.
+    """
     if name == "eager" and request.pos.numerics.published:
         return published_numerics.BACKEND
     return BACKENDS[name]

@@ -1,5 +1,4 @@
-"""Compute attention by torch's FlexAttention, with a score_mod derived from the embedding's
-formula.
+"""Compute attention by torch's FlexAttention, with a score_mod made from the embedding's formula.
 
 A distance kernel is a bias b or a factor w that depends only on the query-key distance. Its torch
 formula is read as an expression (`trace`), which is evaluated at each score's distance with the
@@ -74,7 +73,7 @@ def score_mod_of(
         for expression in (formula.bias, formula.weight)
     )
     # FlexAttention allows only one lookup in a tensor that requires a gradient. Therefore each
-    # column is a tensor.
+    # column is copied to a separate tensor.
     columns = [column.clone() for column in theta_HN.unbind(1)]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -118,8 +117,7 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
 
 
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Return options with fewer pipeline stages, for a distance kernel that is looked up in a
-    table.
+    """Return options with fewer pipeline stages, for a distance kernel that is tabulated.
 
     The compiled loop prefetches the looked-up values like keys and values, one fp32 tile [128, 128]
     for each stage. With torch's default of three stages, the loop needs more shared memory than an

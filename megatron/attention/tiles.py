@@ -72,8 +72,10 @@ def block_rows(queries: int, keys: int) -> int:
 
 
 def walk(batch: int, heads: int, queries: int, keys: int) -> Iterator[QueryTile]:
-    """Yield all tiles, in an order that depends only on the shapes. The last query sees the last
-    key."""
+    """Yield all tiles, in an order that depends only on the shapes.
+
+    The last query must be at the position of the last key.
+    """
     rows = block_rows(queries, keys)
     items = max(1, BUFFER_ELEMENTS // (rows * keys))
     batch_step, head_step = max(1, items // heads), min(items, heads)

@@ -47,8 +47,7 @@ class DistanceVector:
         self.padded_HX = padded_HX.contiguous()
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
-        """Return the view [heads, rows, keys] of the block of `rows` rows that ends at query
-        keys - 1."""
+        """Return the view [heads, rows, keys] of a block that ends at query number keys - 1."""
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))
 

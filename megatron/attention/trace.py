@@ -66,7 +66,7 @@ def read(pos: PositionalEmbedding) -> Formula:
     )
     reader = Reader(distance, theta)
     formula = Formula(reader.expression(pos.bias), reader.expression(pos.weight), distance, theta)
-    with torch.inference_mode(False), torch.enable_grad():  # the first caller may have changed them
+    with torch.inference_mode(False), torch.enable_grad():  # not the caller's modes
         confirm(pos, formula)
     return formula
 
@@ -162,8 +162,7 @@ def torch_text(expression: Any) -> str:
 
 
 class Columns(tuple):
-    """Some neighbouring columns of theta, as a tensor [H, len]. A single column is used as its
-    symbol."""
+    """Some neighbouring columns of theta, which represent a tensor [H, len]."""
 
 
 class Reader:
@@ -264,8 +263,10 @@ SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "c
 
 
 def exact(value: float) -> Any:
-    """Return a sympy number. Integers and halves are exact, so that sympy recognises simple
-    powers."""
+    """Return `value` as a sympy number.
+
+    Integers and halves become exact, so that sympy recognises powers such as squares and roots.
+    """
     import sympy
 
     doubled = 2.0 * float(value)

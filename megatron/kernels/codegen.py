@@ -45,8 +45,10 @@ for _name in ("sin", "cos"):
 
 
 class NotExpressible(ValueError):
-    """The expression contains a function without a counterpart in the generated code, or a power
-    that is wrong for some theta. The error message names the function or the power."""
+    """The generated code cannot express a function, or a power would be wrong for some theta.
+
+    The error message names the function or the power.
+    """
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,10 @@ def load_rows(
 def store_rows(
     base, tile, first, limit, stride, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """Store a tile, the counterpart of `load_rows`. Rows and columns outside the tensor are
-    skipped."""
+    """Store a tile as the rows from `first` on of a tensor with `limit` rows and E columns.
+
+    Rows and columns outside the tensor are skipped.
+    """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
     pointers = base + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])

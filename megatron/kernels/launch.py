@@ -119,8 +119,10 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an empty [B, H, T, E] in the memory order of [B, T, H, E], which the next layer
-    needs."""
+    """Return an empty tensor [B, H, T, E] with the memory order of [B, T, H, E].
+
+    The model's next layer needs this memory order.
+    """
     batch, heads, length, size = x_BHTE.shape
     return x_BHTE.new_empty(batch, length, heads, size).transpose(1, 2)
 
@@ -187,8 +189,11 @@ def forward(
     seed: Tensor | None,
     setting: Setting,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out [B, H, T, E] in q's dtype, lse [B, H, T] fp32, the log2 of softmax
-    denominators)."""
+    """Return (out, lse): the attention output, and logarithms that the backward pass needs.
+
+    `out` is [B, H, T, E] in q's dtype. `lse` is [B, H, T] fp32 and holds the logarithms to base 2
+    of the softmax's denominators.
+    """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
     out = empty_like_heads(q)

@@ -94,7 +94,10 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 @triton.jit
 def rows_inside(i, queries):
-    """Return (whether the rows i exist, i limited to the last row, i limited to the first row)."""
+    """Return (whether each row index i is valid, i clamped from above, i clamped from below).
+
+    The second vector limits i to the last row. The third vector limits i to the first row.
+    """
     there = (i >= 0) & (i < queries)
     row = tl.minimum(i, queries - 1)
     safe = tl.maximum(i, 0)
@@ -103,8 +106,10 @@ def rows_inside(i, queries):
 
 @triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
-    """Return the rows `row` [R] of a tensor as [R, P], with 0 where `inside` is false or past
-    column E."""
+    """Return the rows with the indices `row` [R] of a tensor, as [R, P].
+
+    Rows where `inside` is false and columns from E on are 0.
+    """
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
     return tl.load(pointers, mask=inside[:, None] & (column < E), other=0.0)

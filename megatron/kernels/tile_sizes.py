@@ -1,5 +1,4 @@
-"""List the tile sizes, warps and pipeline stages of each Triton kernel. Nothing is tuned at
-start-up.
+"""List the tile sizes, warps and pipeline stages of each Triton kernel.
 
 The sizes were chosen without a GPU, from the compiler's report (`tools/compile_kernels.py`), by
 these rules:
@@ -10,7 +9,7 @@ these rules:
 - Two programs run on a multiprocessor where they fit, so that the special functions of one program
   overlap with the matrix products of the other.
 
-If measured times suggest other sizes, only `TABLE` needs to change.
+If measured times suggest other sizes, only `TABLE` needs to change. Nothing is tuned at start-up.
 """
 
 from __future__ import annotations
@@ -100,8 +99,10 @@ def padded(head_size: int) -> int:
 
 
 def family(capability: tuple[int, int]) -> int:
-    """Return the key of `TABLE` for a GPU, which depends on its generation and its shared
-    memory."""
+    """Return the key of `TABLE` for a GPU of this compute capability.
+
+    GPUs of one family have the same generation, or the same shared memory per program.
+    """
     if capability[0] in (9, 10):
         return 90
     return 80 if capability in ((8, 0), (8, 7)) else 86

@@ -33,7 +33,11 @@ from megatron.parallel.rng import rank_dropout
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention: maps x [B, T, D] and theta ([H, N] or None) to [B, T, D]."""
+    """Causal self-attention, which maps x [B, T, D] and theta ([H, N] or None) to [B, T, D].
+
+    Args:
+        attend: The attention backend, chosen at start-up.
+    """
 
     def __init__(self, plan: Plan):
         super().__init__()
@@ -72,7 +76,10 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward layers: map x [B, T, D] to [B, T, D] through the inner width `mlp_size`."""
+    """The feed-forward layers of a block, which map x [B, T, D] to [B, T, D].
+
+    The inner width is `mlp_size`.
+    """
 
     def __init__(self, plan: Plan):
         super().__init__()
@@ -124,7 +131,7 @@ _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
 
 
 class Block(nn.Module):
-    """Transformer block: maps x [B, T, D] and theta ([H, N] or None) to x [B, T, D]."""
+    """One transformer block, which maps x [B, T, D] and theta ([H, N] or None) to x [B, T, D]."""
 
     def __init__(self, plan: Plan):
         super().__init__()

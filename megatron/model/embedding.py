@@ -65,11 +65,13 @@ class FixedTheta(nn.Module):
 
 
 class EmbeddingLayer(nn.Module):
-    """The first layer: maps tokens [B, T] to (x [B, T, D], theta [H, N] fp32 or None).
+    """The first layer, which maps tokens [B, T] to (x [B, T, D], theta [H, N] fp32 or None).
 
     Args:
         words: Whether this layer embeds the tokens. If False, the input is already x [B, T, D], as
             in a pipeline.
+        tp, cp: The groups that split the sequence (see `SequenceSplit`). `tp` also splits the
+            heads.
     """
 
     def __init__(self, plan: Plan, words: bool = True):

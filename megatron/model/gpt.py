@@ -37,8 +37,7 @@ LOGITS_AT_ONCE = 1 << 26
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. `forward` returns logits, or token losses if targets are
-    given."""
+    """Decoder-only language model. `forward` returns logits, or losses if targets are given."""
 
     def __init__(self, plan: Plan):
         super().__init__()
@@ -57,10 +56,10 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the logits [B, T, V], or the loss of each target [B, T] in nats if targets are
-        given.
+        """Return the logits [B, T, V], or the loss of each target [B, T] in nats.
 
-        Every rank must pass the full sequence and gets the result for the full sequence.
+        Losses are returned if `targets_BT` is given. Every rank must pass the full sequence and
+        gets the result for the full sequence.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -82,8 +81,7 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def _losses_in_pieces(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Return the losses [B, T] without gradients, computed over one piece of the sequence at a
-        time.
+        """Return the losses [B, T] without gradients, for one piece of the sequence after another.
 
         Thus the logits of a long sequence never exist all at once. Under sequence parallelism, each
         piece holds the same range of every rank's positions. R is the number of ranks.
@@ -98,8 +96,10 @@ class GPT(nn.Module):
         return torch.cat(losses_BRT, dim=2).flatten(1)
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, T, V], or this rank's slice of V if the output layer is sharded
-        by tokens."""
+        """Return the logits [B, T, V].
+
+        If the output layer is sharded by tokens, V is this rank's slice of the vocabulary.
+        """
         if self.output is not None:
             return self.output(x_BTD)
         assert self.embedding.word_embeddings is not None

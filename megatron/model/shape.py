@@ -48,8 +48,10 @@ class BlockShape:
 
     @property
     def mlp_size(self) -> int:
-        """The inner width of the MLP: int(8/3 D) for `geglu`, which has two such halves,
-        otherwise 4 D."""
+        """The inner width of the MLP: 4 D, or int(8/3 D) for `geglu`.
+
+        With `geglu` the MLP has two halves of this width, value and gate.
+        """
         if self.activation == "geglu":
             return int(4 * 2 / 3 * self.hidden_size)
         return 4 * self.hidden_size

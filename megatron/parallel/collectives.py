@@ -60,8 +60,7 @@ def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, tp: TensorGroup, split: int, join: int) -> Tensor:
-    """Send chunk r of dimension `split` to rank r, and join the received chunks along dimension
-    `join`."""
+    """Send chunk r of dimension `split` to rank r, and join the received chunks along `join`."""
     chunks = torch.cat(x.chunk(tp.size, split))
     received = torch.empty_like(chunks)
     dist.all_to_all_single(received, chunks, group=tp.group)

@@ -1,5 +1,4 @@
-"""Describe a job's process groups as frozen values. Code that needs the groups gets them as
-arguments.
+"""Describe a job's process groups as frozen values that are passed to the code that needs them.
 
 Ranks are counted as in GPT-NeoX and in DeepSpeed's topology. Tensor-parallel ranks are innermost:
 
@@ -136,8 +135,7 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create the groups of ranks that differ only along `axes`, and return this rank's
-        group."""
+        """Create the groups of ranks that differ only along `axes`, and return this rank's."""
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
@@ -151,8 +149,7 @@ class Groups:
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks in `replicas`: the data-parallel size times the context-parallel
-        size."""
+        """The number of ranks in `replicas`: the data-parallel times the context-parallel size."""
         return self.data_size * self.context.size
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,18 +170,21 @@ class Groups:
             dist.barrier()
 
     def gather_from_job(self, value: Any) -> list[Any]:
-        """Return the list of all ranks' `value`, on every rank. Values are pickled, so keep them
-        small."""
+        """Return the list of all ranks' `value`, on every rank.
+
+        Values are pickled, so they should be small.
+        """
         return _gather_objects(value, self.world_size, None)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
-        """Return the list of all stages' `value`, on every stage. Values are pickled, so keep
-        them small."""
+        """Return the list of all stages' `value`, on every stage.
+
+        Values are pickled, so they should be small.
+        """
         return _gather_objects(value, self.pipe_size, self.pipe)
 
     def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Merge the dictionaries `value` of all pipeline stages into one dictionary, on every
-        stage."""
+        """Merge the dictionaries `value` of all pipeline stages into one, on every stage."""
         return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
 
 

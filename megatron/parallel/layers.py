@@ -117,10 +117,9 @@ class VocabEmbedding(nn.Embedding):
 
 
 class HiddenDropout(nn.Dropout):
-    """Dropout of hidden states, with the same mask on all ranks of `tp` that hold the same
-    positions.
+    """Dropout of hidden states that drops the same entries on all ranks of `tp`.
 
-    Under sequence parallelism the ranks hold different positions and draw different masks.
+    Under sequence parallelism the ranks hold different positions, and each rank draws its own mask.
     """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):

@@ -32,10 +32,9 @@ def named_generator(seed: int, name: str) -> torch.Generator:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of this rank's dropout generators, as uint8 tensors with keys `cpu` and
-    `cuda`.
+    """Return the state of this rank's dropout generators, as uint8 tensors.
 
-    The key `cuda` is present only if CUDA is available.
+    The keys are `cpu` and, if CUDA is available, `cuda`.
     """
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

@@ -16,8 +16,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The split of the sequence over `cp` and then `tp`, into equal slices in the order of
-    ranks."""
+    """The split of a sequence over `cp` and then `tp`, into equal slices in rank order."""
 
     tp: TensorGroup = ALONE
     cp: TensorGroup = ALONE
@@ -33,8 +32,7 @@ class SequenceSplit:
         return self.cp.size * self.tp_slices
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return this rank's context slice of `tokens_BT`, which is the input of the token
-        embedding.
+        """Return this rank's context slice of `tokens_BT`, the input of the token embedding.
 
         The sequence is first padded at the end to a multiple of `slices`. Causal attention never
         reads the padding.

@@ -58,8 +58,10 @@ class _Marked(nn.Parameter):
 
 
 def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
-    """Store on `param` how it is sharded over `tp`. In a group of one rank, `param` stays
-    complete."""
+    """Store on `param` how it is sharded over the ranks of `tp`.
+
+    The marks are also stored in a group of one rank, where `param` is complete.
+    """
     marked = cast(_Marked, param)
     marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size
     if tp.size > 1:  # DeepSpeed reads these two attributes when it computes the gradient norm
@@ -93,7 +95,6 @@ def local_slice(param: Tensor, full: Tensor) -> Tensor:
 
 
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
-    """All-gather the tensor `shard` over `tp`, and join the slices in the way `param` is
-    sharded."""
+    """All-gather `shard` over `tp`, and join the slices in the way `param` is sharded."""
     sharding = sharding_of(param)
     return shard if sharding is None or tp.size == 1 else sharding.join(tp.gather(shard))

@@ -101,13 +101,17 @@ class PositionalEmbedding:
         return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return b_h(d), [H, *d.shape] in theta's dtype (at least fp32), or None if b is 0
-        everywhere."""
+        """Return the bias b_h(d) as [H, *d.shape], or None if b is 0 everywhere.
+
+        The dtype is that of theta, but at least fp32.
+        """
         return None
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return w_h(d), [H, *d.shape] in theta's dtype (at least fp32), or None if w is 1
-        everywhere."""
+        """Return the factor w_h(d) as [H, *d.shape], or None if w is 1 everywhere.
+
+        The dtype is that of theta, but at least fp32.
+        """
         return None
 
     def rotate(
