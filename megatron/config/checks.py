@@ -7,10 +7,10 @@ skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megatron.config import layouts
-from megatron.config.layouts import Found, Values
+from megatron.config.layouts import RELATIONS, Found, Values, relation
 
 _SPLITS = ("train", "valid", "test")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -83,66 +83,51 @@ def _derive_batch(values: Values) -> Iterator[Found]:
     values[steps] = values[steps] or 1
 
 
-Relation = Callable[..., "Found | None"]
-_RELATIONS: list[tuple[tuple[str, ...], Relation]] = list(layouts.RELATIONS)
-
-
-def _relation(*names: str) -> Callable[[Relation], Relation]:
-    def register(function: Relation) -> Relation:
-        _RELATIONS.append((names, function))
-        return function
-
-    return register
-
-
 def relations(values: Values) -> Iterator[Found]:
     """Yield the problem of every violated rule whose fields are all present in `values`."""
-    for names, relation in _RELATIONS:
+    for names, check in RELATIONS:
         if all(name in values and values[name] is not None for name in names):
-            found = relation(*(values[name] for name in names))
+            found = check(*(values[name] for name in names))
             if found:
                 yield found
 
 
-@_relation("hidden_size", "num_attention_heads")
+@relation("hidden_size", "num_attention_heads")
 def _heads(hidden: int, heads: int) -> Found | None:
-    if hidden % heads == 0:
-        return None
-    near = max(1, round(hidden / heads)) * heads
-    return (
-        "hidden_size",
-        f"{hidden} is not a multiple of num_attention_heads {heads} "
-        f"({hidden} / {heads} = {hidden / heads:.4g}); write e.g. hidden_size: {near}",
-    )
+    if hidden % heads:
+        near = max(1, round(hidden / heads)) * heads
+        return (
+            "hidden_size",
+            f"{hidden} is not a multiple of num_attention_heads {heads} "
+            f"({hidden} / {heads} = {hidden / heads:.4g}); write e.g. hidden_size: {near}",
+        )
 
 
-@_relation("num_kv_heads", "num_attention_heads")
+@relation("num_kv_heads", "num_attention_heads")
 def _kv_heads(kv: int, heads: int) -> Found | None:
-    if kv == heads:
-        return None
-    return (
-        "num_kv_heads",
-        f"{kv} is not num_attention_heads {heads}: grouped queries are not built yet; leave "
-        "num_kv_heads out",
-    )
+    if kv != heads:
+        return (
+            "num_kv_heads",
+            f"{kv} is not num_attention_heads {heads}: grouped queries are not built yet; leave "
+            "num_kv_heads out",
+        )
 
 
-@_relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
+@relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
 def _rotary(pos_emb: str, hidden: int, heads: int, pct: float) -> Found | None:
     if pos_emb != "rotary" or hidden % heads:
         return None
     turned = int(hidden // heads * pct)
-    if turned and turned % 2 == 0:
-        return None
-    return (
-        "rotary_pct" if pct < 1 else "pos_emb",
-        f"rotary rotates pairs of dimensions, but int(head size {hidden // heads} x rotary_pct "
-        f"{pct}) = {turned}; choose hidden_size / num_attention_heads and rotary_pct so that this "
-        "number is even and above 0",
-    )
+    if turned == 0 or turned % 2:
+        return (
+            "rotary_pct" if pct < 1 else "pos_emb",
+            f"rotary rotates pairs of dimensions, but int(head size {hidden // heads} x rotary_pct "
+            f"{pct}) = {turned}; choose hidden_size / num_attention_heads and rotary_pct so that "
+            "this number is even and above 0",
+        )
 
 
-@_relation("pos_emb", "hidden_size")
+@relation("pos_emb", "hidden_size")
 def _sinusoidal(pos_emb: str, hidden: int) -> Found | None:
     if pos_emb == "sinusoidal" and hidden % 2:
         text = f"{hidden} is odd, but sinusoidal needs pairs of dimensions"
@@ -150,7 +135,7 @@ def _sinusoidal(pos_emb: str, hidden: int) -> Found | None:
     return None
 
 
-@_relation(
+@relation(
     "pos_emb",
     "max_position_embeddings",
     "opt_pos_emb_offset",
@@ -163,82 +148,76 @@ def _learned(
 ) -> Found | None:
     asked = {"seq_length": seq, "seq_length_val": seq_val, "eval_lengths": max(lengths, default=0)}
     name = next((name for name, length in asked.items() if length + offset > rows), None)
-    if pos_emb != "learned" or name is None:
-        return None
-    shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
-    return (
-        name,
-        f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned positions "
-        f"end; write max_position_embeddings: {max(asked.values()) + offset}, or another pos_emb",
-    )
+    if pos_emb == "learned" and name is not None:
+        shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
+        return (
+            name,
+            f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned "
+            f"positions end; write max_position_embeddings: {max(asked.values()) + offset}, or "
+            "another pos_emb",
+        )
 
 
-@_relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
+@relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
 def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
     if pos_emb != "rpe":
         return None
     if buckets < 2:
         return "rpe_num_buckets", f"{buckets} is too few: rpe needs at least 2; write e.g. 32"
-    if distance > buckets // 2:
-        return None
-    return (
-        "rpe_max_distance",
-        f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance each, "
-        f"so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 buckets",
-    )
+    if distance <= buckets // 2:
+        return (
+            "rpe_max_distance",
+            f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance "
+            f"each, so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 "
+            "buckets",
+        )
 
 
-@_relation("min_lr", "lr")
+@relation("min_lr", "lr")
 def _min_lr(low: float, lr: float) -> Found | None:
-    if low <= lr:
-        return None
-    return "min_lr", f"{low} is above optimizer.params.lr {lr}; write at most {lr}"
+    if low > lr:
+        return "min_lr", f"{low} is above optimizer.params.lr {lr}; write at most {lr}"
 
 
-@_relation("type", "momentum")
+@relation("type", "momentum")
 def _momentum(kind: str, momentum: float) -> Found | None:
-    if kind != "adam" or momentum == 0:
-        return None
-    text = f"{momentum}, but adam's momentum is betas[0]"
-    return "momentum", f"{text}; drop momentum, or write type: sgd"
+    if kind == "adam" and momentum != 0:
+        text = f"{momentum}, but adam's momentum is betas[0]"
+        return "momentum", f"{text}; drop momentum, or write type: sgd"
 
 
-@_relation("eval_lengths", "eval_tokens")
+@relation("eval_lengths", "eval_tokens")
 def _eval_tokens(lengths: tuple[int, ...], tokens: int) -> Found | None:
     longest = max(lengths, default=0)
-    if longest <= tokens:
-        return None
-    text = f"{tokens} target tokens are fewer than the longest of eval_lengths, {longest}"
-    return "eval_tokens", f"{text}; write at least {longest}"
+    if longest > tokens:
+        text = f"{tokens} target tokens are fewer than the longest of eval_lengths, {longest}"
+        return "eval_tokens", f"{text}; write at least {longest}"
 
 
-@_relation("eval_lengths", "eval_context_baseline")
+@relation("eval_lengths", "eval_context_baseline")
 def _context_baseline(lengths: tuple[int, ...], context: int) -> Found | None:
-    if not lengths or context < max(lengths):
-        return None
-    text = f"{context} is not below the longest of eval_lengths, {max(lengths)}"
-    return "eval_context_baseline", f"{text}; write a small context such as 16, or 0 for none"
+    if lengths and context >= max(lengths):
+        text = f"{context} is not below the longest of eval_lengths, {max(lengths)}"
+        return "eval_context_baseline", f"{text}; write a small context such as 16, or 0 for none"
 
 
-@_relation("seed")
+@relation("seed")
 def _seed(seed: int) -> Found | None:
-    if seed < 2**32:
-        return None
-    return "seed", f"{seed} is above 2^32 - 1, the largest seed; write a smaller one"
+    if seed >= 2**32:
+        return "seed", f"{seed} is above 2^32 - 1, the largest seed; write a smaller one"
 
 
-@_relation("warmup")
+@relation("warmup")
 def _warmup(warmup: float) -> Found | None:
-    if warmup <= 0.5:
-        return None
-    return (
-        "warmup",
-        f"{warmup} of lr_decay_iters: the schedule also freezes for that fraction at its end, so "
-        "above 0.5 it never reaches lr; write at most 0.5",
-    )
+    if warmup > 0.5:
+        return (
+            "warmup",
+            f"{warmup} of lr_decay_iters: the schedule also freezes for that fraction at its end, "
+            "so above 0.5 it never reaches lr; write at most 0.5",
+        )
 
 
-@_relation("attention_dropout", "hidden_dropout")
+@relation("attention_dropout", "hidden_dropout")
 def _dropout(attention: float, hidden: float) -> Found | None:
     for name, value in (("attention_dropout", attention), ("hidden_dropout", hidden)):
         if value >= 1:
@@ -246,16 +225,15 @@ def _dropout(attention: float, hidden: float) -> Found | None:
     return None
 
 
-@_relation("finetune", "save", "load")
+@relation("finetune", "save", "load")
 def _finetune(finetune: bool, save: str, load: str) -> Found | None:
-    if not finetune or save.rstrip("/") != load.rstrip("/"):
-        return None
-    text = f"true with save and load both {load}: the new run would overwrite the checkpoints "
-    text += "that it starts from"
-    return "finetune", f"{text}; write another save"
+    if finetune and save.rstrip("/") == load.rstrip("/"):
+        text = f"true with save and load both {load}: the new run would overwrite the checkpoints "
+        text += "that it starts from"
+        return "finetune", f"{text}; write another save"
 
 
-@_relation("data_path")
+@relation("data_path")
 def _builtin(given: str | tuple[str, ...]) -> Found | None:
     for path in (given,) if isinstance(given, str) else given:
         if path.startswith("builtin:") and given != "builtin:python-stdlib":
@@ -265,7 +243,7 @@ def _builtin(given: str | tuple[str, ...]) -> Found | None:
     return None
 
 
-@_relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
+@relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
 def _blended(*given: tuple) -> Found | None:
     """Check `*_data_paths` and `*_data_weights` by GPT-NeoX's rules.
 
@@ -282,8 +260,7 @@ def _blended(*given: tuple) -> Found | None:
     return None
 
 
-@_relation("data_path", "train_data_paths")
+@relation("data_path", "train_data_paths")
 def _one_way(path: str | tuple[str, ...], train: tuple[str, ...]) -> Found | None:
-    if not train:
-        return None
-    return "train_data_paths", "excludes data_path, but both are given; write one of the two"
+    if train:
+        return "train_data_paths", "excludes data_path, but both are given; write one of the two"

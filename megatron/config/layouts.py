@@ -7,13 +7,27 @@ pipeline stages with ZeRO-3, are refused because DeepSpeed cannot run them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Values = dict[str, Any]
 Found = tuple[str, str]
 """A problem: (the name of the field to report, the error message)."""
 _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size")
+
+Relation = Callable[..., "Found | None"]
+RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
+"""(the fields that a relation reads, the relation); `checks.relations` evaluates them."""
+
+
+def relation(*names: str) -> Callable[[Relation], Relation]:
+    """Decorate a function of the values of `names` that returns what is wrong with them."""
+
+    def register(function: Relation) -> Relation:
+        RELATIONS.append((names, function))
+        return function
+
+    return register
 
 
 def factors(values: Values) -> str:
@@ -45,36 +59,37 @@ def derive_data_parallel_size(values: Values) -> Iterator[Found]:
     )
 
 
+@relation("pipe_parallel_size", "num_layers")
 def _stages(stages: int, layers: int) -> Found | None:
-    if stages <= layers:
-        return None
-    text = f"{stages} stages are more than num_layers {layers}, and each needs a layer"
-    return "pipe_parallel_size", f"{text}; write at most {layers}"
+    if stages > layers:
+        text = f"{stages} stages are more than num_layers {layers}, and each needs a layer"
+        return "pipe_parallel_size", f"{text}; write at most {layers}"
 
 
+@relation("pipe_parallel_size", "zero_stage")
 def _zero_with_pipeline(stages: int, zero: int) -> Found | None:
-    if stages == 1 or zero == 1:
-        return None
-    why = {
-        0: "without ZeRO, DeepSpeed clips the gradients of each stage by themselves",
-        2: "ZeRO-2 shards gradients to which a pipeline still adds",
-        3: "ZeRO-3 shards parameters that a pipeline has already divided into stages",
-    }[zero]
-    return (
-        "zero_stage",
-        f"{zero} with pipe_parallel_size {stages}: {why}; write stage: 1, or "
-        "pipe_parallel_size: 1 (with model_parallel_size, if the model needs several devices)",
-    )
+    if stages > 1 and zero != 1:
+        why = {
+            0: "without ZeRO, DeepSpeed clips the gradients of each stage by themselves",
+            2: "ZeRO-2 shards gradients to which a pipeline still adds",
+            3: "ZeRO-3 shards parameters that a pipeline has already divided into stages",
+        }[zero]
+        return (
+            "zero_stage",
+            f"{zero} with pipe_parallel_size {stages}: {why}; write stage: 1, or "
+            "pipe_parallel_size: 1 (with model_parallel_size, if the model needs several devices)",
+        )
 
 
+@relation("model_parallel_size", "num_attention_heads")
 def _heads(ranks: int, heads: int) -> Found | None:
-    if heads % ranks == 0:
-        return None
-    text = f"{ranks} does not divide num_attention_heads {heads}"
-    return "model_parallel_size", f"{text}; write a divisor of {heads}"
+    if heads % ranks:
+        text = f"{ranks} does not divide num_attention_heads {heads}"
+        return "model_parallel_size", f"{text}; write a divisor of {heads}"
 
 
-def _context(context: int, stages: int, tensor: int, heads: int) -> Found | None:
+@relation(*_DEGREES, "num_attention_heads")
+def _context(stages: int, tensor: int, context: int, heads: int) -> Found | None:
     if context == 1:
         return None
     if stages > 1:
@@ -92,60 +107,42 @@ def _context(context: int, stages: int, tensor: int, heads: int) -> Found | None
     return None
 
 
+@relation("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length")
 def _sequence(sequence_parallel: bool, context: int, tensor: int, length: int) -> Found | None:
     shards = context * (tensor if sequence_parallel else 1)
-    if length % shards == 0:
-        return None
-    how = f"context_parallel_size {context}"
-    if sequence_parallel:
-        how += f" x model_parallel_size {tensor} (sequence_parallel)"
-    text = f"{length} cannot be split into {how} = {shards} equal shards"
-    return "seq_length", f"{text}; write e.g. {-(-length // shards) * shards}"
+    if length % shards:
+        how = f"context_parallel_size {context}"
+        if sequence_parallel:
+            how += f" x model_parallel_size {tensor} (sequence_parallel)"
+        text = f"{length} cannot be split into {how} = {shards} equal shards"
+        return "seq_length", f"{text}; write e.g. {-(-length // shards) * shards}"
 
 
+@relation("model_parallel_size", "make_vocab_size_divisible_by")
 def _vocabulary(ranks: int, multiple: int) -> Found | None:
-    if multiple % ranks == 0:
-        return None
-    return (
-        "make_vocab_size_divisible_by",
-        f"{multiple} is not a multiple of model_parallel_size {ranks}, and the padded vocabulary "
-        f"does not depend on the layout; write e.g. {math.lcm(multiple, ranks)}",
-    )
+    if multiple % ranks:
+        return (
+            "make_vocab_size_divisible_by",
+            f"{multiple} is not a multiple of model_parallel_size {ranks}, and the padded "
+            f"vocabulary does not depend on the layout; write e.g. {math.lcm(multiple, ranks)}",
+        )
 
 
+@relation("model_parallel_size", "activation", "hidden_size")
 def _gated_mlp(ranks: int, activation: str, hidden: int) -> Found | None:
     inner = int(8 * hidden / 3)
-    if activation != "geglu" or inner % ranks == 0:
-        return None
-    return (
-        "model_parallel_size",
-        f"{ranks} does not divide geglu's inner width int(8/3 x hidden_size {hidden}) = {inner}; "
-        "write another hidden_size, or activation: gelu",
-    )
+    if activation == "geglu" and inner % ranks:
+        return (
+            "model_parallel_size",
+            f"{ranks} does not divide geglu's inner width int(8/3 x hidden_size {hidden}) = "
+            f"{inner}; write another hidden_size, or activation: gelu",
+        )
 
 
+@relation("zero_stage", "precision", "grad_accum_dtype")
 def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
-    if stage > 0 or dtype == precision:
-        return None
-    text = f"{dtype} with {precision} needs ZeRO: DeepSpeed's stage 0 accumulates in {precision}"
-    return "grad_accum_dtype", f"{text}; write zero_optimization: {{stage: 1}}, or leave it out"
-
-
-RELATIONS = (
-    (("pipe_parallel_size", "num_layers"), _stages),
-    (("pipe_parallel_size", "zero_stage"), _zero_with_pipeline),
-    (("model_parallel_size", "num_attention_heads"), _heads),
-    (
-        ("context_parallel_size", "pipe_parallel_size", "model_parallel_size")
-        + ("num_attention_heads",),
-        _context,
-    ),
-    (
-        ("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length"),
-        _sequence,
-    ),
-    (("model_parallel_size", "make_vocab_size_divisible_by"), _vocabulary),
-    (("model_parallel_size", "activation", "hidden_size"), _gated_mlp),
-    (("zero_stage", "precision", "grad_accum_dtype"), _accumulation),
-)
-"""Pairs (names of fields, function that checks their values), which `checks.relations` calls."""
+    if stage == 0 and dtype != precision:
+        text = (
+            f"{dtype} with {precision} needs ZeRO: DeepSpeed's stage 0 accumulates in {precision}"
+        )
+        return "grad_accum_dtype", f"{text}; write zero_optimization: {{stage: 1}}, or leave it out"
