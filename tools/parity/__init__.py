@@ -1,1 +1,1 @@
-"""The parity cases: published numbers, recomputed by this project's own model, engine and data."""
+"""Check parity cases: recompute published numbers with this project's code, and compare them."""

@@ -1,13 +1,16 @@
-"""data/: shards, sample orders, batches and tokens, compared exactly.
+"""Check the parity cases `data`: shards, sample orders, batches and tokens must be identical.
 
-    X.jsonl                  -> X_text_document.{bin,idx}, byte for byte (GPT2BPETokenizer, eod)
-    samples_*/               the three index arrays, the first samples, the hash of all
-    iterators/               the batches that a (resumed) run reads, the hash of all
-    tokenizer_cases.json     text -> ids
+A `data` folder contains published shards (`.bin` and `.idx`) and these files and folders:
 
-The shards (`.idx`, `.bin`) are in the folder itself; samples_* and iterators may also be given
-alone, as folders beside the shards. Without the folder `tokenizer` nothing is tokenised: the number
-of documents and the range of the ids are compared instead, and the result says so.
+    X.jsonl                the corpus of the shards X_text_document, which are compared byte by byte
+    samples_*/             the three index arrays, the first samples, and a hash of all samples
+    iterators/             batches that a new or resumed run reads, and a hash of all batches
+    tokenizer_cases.json   texts with their token ids
+    tokenizer/             the files of GPT-2's tokenizer (optional)
+
+The tool can also be started with a folder samples_* or iterators, because the shards are then found
+in the parent folder. Without the folder `tokenizer` no text is tokenised. Only the number of
+documents and the range of the ids are then checked, and the result reports what is unchecked.
 """
 
 from __future__ import annotations
@@ -32,11 +35,11 @@ from megatron.engine.build import padded_vocab_size
 from tools.parity.result import Result
 
 TOKENIZER = "tokenizer"
-"""The folder of GPT-2's files in a data case."""
+"""The name of the folder with GPT-2's tokenizer files in a `data` case."""
 
 
 def check_corpora(folder: Path, name: str) -> Iterator[Result]:
-    """Tokenise each corpus of the folder again and compare the shards."""
+    """Tokenise each .jsonl file of the folder again, and compare the shards with the published."""
     tokenizer = _tokenizer(folder)
     for corpus in sorted(folder.glob("*.jsonl")):
         result, shards = Result(f"{name} {corpus.name}"), f"{corpus.stem}_text_document"
@@ -59,7 +62,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
 
 
 def check_tokens(path: Path, name: str) -> Result:
-    """tokenizer_cases.json."""
+    """Compare the token ids of the texts in the file tokenizer_cases.json at `path`."""
     recorded, result = json.loads(path.read_text()), Result(name)
     cases, size = recorded["cases"], recorded["vocab_size"]
     result.expect("padded", padded_vocab_size(size, 128), recorded["padded"])
@@ -78,7 +81,10 @@ def check_tokens(path: Path, name: str) -> Result:
 
 
 def check_samples(folder: Path, name: str) -> Result:
-    """samples_*: the index, the first samples and the hash of all samples of each split."""
+    """Check a folder samples_*: the index arrays, the first samples, and the hash of all samples.
+
+    Each split (train, valid, test) is checked.
+    """
     manifest = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "index_and_samples.npz", allow_pickle=False) as stored:
         published = dict(stored)
@@ -110,7 +116,7 @@ def check_samples(folder: Path, name: str) -> Result:
 
 
 def check_iterators(folder: Path, name: str) -> Iterator[Result]:
-    """iterators: one result for each run and split."""
+    """Check the folder `iterators`, and yield one result for each run and split."""
     runs = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "batches.npz", allow_pickle=False) as stored:
         batches = dict(stored)
@@ -142,7 +148,7 @@ def _check_iterator(
         eval_iters=run["eval_iters"],
     )
     loader = TrainLoader(dataset, run["bs"], run["bs"], consumed_samples=start)
-    # The published dataset may end one sample before the samples asked for; ours does not.
+    # The published data set may be one sample shorter than requested. Ours has all samples.
     left = (dataset.published_length - start) // run["bs"]
     result.expect("batches left", left, run[split]["batches_left"])
     ours = np.stack([next(loader) for _ in range(left)])
@@ -151,7 +157,10 @@ def _check_iterator(
 
 
 def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -> None:
-    """Count the numbers that differ."""
+    """Add to `result` how many elements of two integer arrays differ; none may differ.
+
+    Arrays of different shapes add a fault.
+    """
     if ours.shape != published.shape:
         result.faults.append(f"{what}: {ours.shape}, published {published.shape}")
         return
@@ -160,7 +169,7 @@ def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -
 
 
 def _differing(ours: bytes, published: bytes) -> int:
-    """The number of bytes that differ; bytes beyond the end of the shorter one all count."""
+    """Return the number of differing bytes, counting all bytes beyond the end of the shorter."""
     size = min(len(ours), len(published))
     a, b = np.frombuffer(ours, np.uint8, size), np.frombuffer(published, np.uint8, size)
     return int(np.count_nonzero(a != b)) + abs(len(ours) - len(published))
@@ -171,7 +180,7 @@ def _hash(samples: np.ndarray) -> str:
 
 
 def _shards(folder: Path) -> ShardReader:
-    """The shards of the data folder that `folder` belongs to."""
+    """Open the shards in `folder`, or else those in its parent folder."""
     for place in (folder, folder.parent):
         for index in sorted(place.glob("*.idx")):
             return ShardReader(index.with_suffix(""))
@@ -179,7 +188,7 @@ def _shards(folder: Path) -> ShardReader:
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    """GPT-2's tokenizer from the folder `tokenizer`; None without that folder."""
+    """Return GPT-2's tokenizer, built from the files in `folder`/tokenizer; None without files."""
     files = folder / TOKENIZER
     if not files.is_dir():
         return None

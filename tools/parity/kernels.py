@@ -1,13 +1,19 @@
-"""kernels/probes.npz: the positional modules alone, in fp32 and, rounded as published, in bf16.
+"""Check the parity case `kernels`: the outputs of single positional embeddings.
 
-    KIND/DTYPE/LL         [heads, L]    last row of the scores: distances L-1 ... 0; from zeros, or
-                                        from ones where the kind has a multiplicative kernel
-    KIND/DTYPE/param/NAME               the parameters used
-    alibi/DTYPE/slopes    [heads]
-    sinusoidal/DTYPE/LL...  [L, dim]    the table
-    rotary/DTYPE/cosL, sinL [L, dim]    both halves are equal
+They are compared in fp32, and in bf16 with the rounding of the published code. The file probes.npz
+contains these arrays for each embedding KIND, DTYPE and sequence length n. An example of a name is
+`kerple_log/float32/L512`.
 
-Errors are relative to the greatest value of the head; errors of the tables are absolute.
+    KIND/DTYPE/L<n>               [heads, n]  attention scores of the last query, for the distances
+                                              n-1 to 0, computed from scores of zero; or from scores
+                                              of one, if the embedding multiplies scores
+    KIND/DTYPE/param/NAME                     the parameters that were used
+    alibi/DTYPE/slopes            [heads]     the slopes
+    sinusoidal/DTYPE/L<n>...      [n, dim]    the table of position vectors
+    rotary/DTYPE/cos<n>, sin<n>   [n, dim]    cosines and sines, whose two halves are equal
+
+The errors of scores are relative to the greatest score of the head. The errors of tables are
+absolute.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 def check_kernels(path: Path, name: str) -> Iterator[Result]:
-    """One result for each kind and dtype in the file."""
+    """Check the file `path`, and yield one result for each embedding and dtype in the file."""
     with np.load(path, allow_pickle=False) as stored:
         probes = dict(stored)
     for start in dict.fromkeys("/".join(key.split("/")[:2]) for key in probes):
@@ -44,7 +50,14 @@ def check_kernels(path: Path, name: str) -> Iterator[Result]:
 def check_kind(
     kind: str, dtype: torch.dtype, probes: dict[str, np.ndarray], result: Result
 ) -> Result:
-    """Compare all probes of one kind in one dtype."""
+    """Compare all arrays of one embedding in one dtype.
+
+    Args:
+        kind: The name of the embedding in the published code.
+        dtype: The dtype in which the published code computed.
+        probes: Maps the rest of the names, such as `L512`, to the published arrays.
+        result: The result to complete and return.
+    """
     numerics = WIDE if dtype == torch.float32 else PublishedNumerics(dtype)
     pos = load(positional_name(kind), numerics=numerics)
     tolerance = TOLERANCES[dtype]
@@ -73,7 +86,10 @@ def check_kind(
 def last_row(
     pos: PositionalEmbedding, probes: dict[str, np.ndarray], length: int, dtype: torch.dtype
 ) -> Tensor:
-    """The scores [heads, L] of the last query, computed from zeros or ones."""
+    """Return the scores [heads, L] of the last query, computed from scores of zero or one.
+
+    The scores are one if the embedding multiplies scores by a weight, otherwise zero.
+    """
     params = {
         layout.RPE + key.removeprefix("param/"): torch.from_numpy(value)
         for key, value in probes.items()
@@ -81,8 +97,8 @@ def last_row(
     }
     d = torch.arange(length - 1, -1, -1)
     if layout.RPE + layout.TABLE in params:
-        # The case does not hold the table's factor, sqrt(head size) in a model. It follows from the
-        # score at distance 0, which is bucket 0.
+        # T5's table is multiplied by a factor, which is sqrt(head size) in a model. The case lacks
+        # that factor, so the factor is computed from the score at distance 0, which is bucket 0.
         theta_HN, _ = layout.theta_from_columns(params)
         shown = torch.from_numpy(probes[f"L{length}"])[:, -1]
         ratio = float((shown / theta_HN[:, 0]).median())
@@ -98,13 +114,16 @@ def last_row(
     theta_HN = pos.within_bounds(theta_HN).to(dtype)
     bias, weight = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
     if bias is None:
-        assert weight is not None, "a kernel of the distance has a bias, a weight or both"
+        assert weight is not None, "a distance kernel has a bias, a weight or both"
         return weight
     return bias if weight is None else weight + bias
 
 
 def angles(pos: Rotary, length: int, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cosines and sines [L, dim], found by rotating (1, 0) in every plane."""
+    """Return the cosines and sines [L, dim] of rotary embedding, under the keys `cos` and `sin`.
+
+    Rotating the vector (1, 0) in each plane of two dimensions gives (cosine, sine) of the angle.
+    """
     half = dim // 2
     plane = torch.cat((torch.ones(1, 1, length, half), torch.zeros(1, 1, length, half)), dim=-1)
     turned, _ = pos.rotate(plane.to(dtype), plane.to(dtype), offset=0, rotary_ndims=dim, base=10000)

@@ -1,18 +1,19 @@
-"""models/NAME: logits, losses and gradients of a published checkpoint, in each precision stored.
+"""Check the parity cases `models/NAME`: logits, losses and gradients of a published checkpoint.
 
-The model is the one that train.py builds from the case's config, with the weights that `load:`
-would give it. float64 and float32 use the attention backend that was asked for. Numbers that the
-published code computed in bf16 are compared under `published_numerics`, always with `eager`.
+The model is built by the code of train.py from the case's config, and its weights are loaded as by
+`load:` in a config. In float64 and float32 the requested attention backend is used. Numbers that
+the published code computed in bf16 are compared with `published_numerics: true` and `eager`.
 
-A gradient is compared by its norm and, relative to the norm, by its sum (divided by the square root
-of the number of elements) and its first four values. Gradients of the kernel's parameters and of
-T5's table are compared in full. A case of several tensor-parallel ranks may have recorded the first
-rank's shard of each gradient instead of the full one. The norm of the embedding's gradient shows
-which; the same is then assumed for all gradients.
+The norm, the sum and the first four values of each gradient are compared. Their errors are relative
+to the norm; that of the sum is also divided by the square root of the number of elements. Gradients
+of theta (the parameters of KERPLE or T5 embeddings) are compared in full. If the published run had
+several tensor-parallel ranks, the case may contain only the first rank's shard of each gradient.
+The norm of the word embedding's gradient shows whether it is a shard. The other gradients are then
+assumed to be shards too.
 
-The published pipeline names a parameter by its position, `0.word_embeddings.weight`. If the
-embedding is tied to the output, its name is `tied_modules.embed.word_embeddings.weight`. Both names
-are read.
+The published pipeline names a parameter by the position of its layer, for example
+`0.word_embeddings.weight`. A word embedding tied to the output layer is named
+`tied_modules.embed.word_embeddings.weight` instead. Both names are accepted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from tools.parity.result import Result
 EMBEDDING = "0.word_embeddings.weight"
 TIED = "tied_modules.embed."
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-# Absolute for logits and losses of single tokens; float32 losses relative, as are gradients.
+# Tolerances are relative for gradients and for the fp32 mean loss, and absolute for all others.
 TOLERANCES = {
     "fp64": {"logits": 1e-9, "loss": 1e-9, "token losses": 1e-9, "norms": 1e-8, "values": 1e-8},
     "fp32": {"logits": 5e-5, "loss": 1e-5, "token losses": 5e-5, "norms": 5e-5, "values": 2e-4},
@@ -51,9 +52,10 @@ TOLERANCES = {
 
 
 def case_config(folder: Path, overrides: list[str], vocab_size: int) -> Config:
-    """The case's config for one process, with the vocabulary padded to the manifest's size.
+    """Load a case's config for one process, with the vocabulary padded to `vocab_size`.
 
-    `seq_length_val` is dropped: the case lists its lengths, and learned positions may end below it.
+    `seq_length_val` is ignored, because it may exceed the number of learned positions. The lengths
+    to compare are read from the case instead.
     """
     fixed = [f"make_vocab_size_divisible_by={vocab_size}", "seq_length_val=null"]
     fixed += ["model_parallel_size=1", "pipe_parallel_size=1"]
@@ -61,10 +63,11 @@ def case_config(folder: Path, overrides: list[str], vocab_size: int) -> Config:
 
 
 def require_divisible(config: Config, vocab_size: int, ranks: int) -> None:
-    """Check that a case can be sharded over `ranks`; every rank comes to the same verdict.
+    """Check that the model of a case can be sharded over `ranks` tensor-parallel ranks.
 
     Raises:
-        ValueError: the heads or the vocabulary do not divide.
+        ValueError: The number of heads or the vocabulary size is not a multiple of `ranks`. All
+            ranks raise this error together.
     """
     heads = config.model.num_attention_heads
     if heads % ranks or vocab_size % ranks:
@@ -74,7 +77,11 @@ def require_divisible(config: Config, vocab_size: int, ranks: int) -> None:
 
 
 def position_name(name: str) -> str:
-    """A published parameter name by its pipeline position, also if the published one is tied."""
+    """Return a published parameter name with its pipeline position.
+
+    The name of a tied word embedding (`tied_modules.embed.*`) becomes `0.*`. Other names already
+    begin with their position and are returned unchanged.
+    """
     return f"0.{name.removeprefix(TIED)}" if name.startswith(TIED) else name
 
 
@@ -87,9 +94,11 @@ def check_model(
     again: bool = False,
     tp: TensorGroup = ALONE,
 ) -> Iterator[Result]:
-    """One result for each precision of the case; `again` leaves out bf16, which is always eager.
+    """Check a model, and yield one result for each precision in the case.
 
-    The model is sharded over `tp`; every rank of it must call this.
+    The model is sharded over the ranks of `tp`, which must all call this function. bf16 is always
+    checked with `eager`, whatever `backend` is. If `again` is true, bf16 is skipped, because it was
+    checked when this function was called for another backend.
     """
     manifest = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "expected.npz", allow_pickle=False) as stored:
@@ -111,7 +120,7 @@ def check_model(
 
 
 class ModelCase:
-    """One model in one precision against its published numbers."""
+    """A model in one precision, and the published numbers with which its outputs are compared."""
 
     def __init__(
         self,
@@ -141,12 +150,12 @@ class ModelCase:
         stored = neox.read(saved.path)
         self.shape = stored.shape
         coarse = any(tensor.dtype == torch.bfloat16 for tensor in stored.weights.values())
-        # The buffers of a bf16 checkpoint are rounded too, whatever precision computes with them.
+        # A bf16 checkpoint contains rounded buffers, so our buffers are rounded in all precisions.
         pos = positional_of(config, PublishedNumerics(torch.bfloat16) if coarse else None)
         attend = attention_of(config, pos, device)
         model = GPT(Plan(shape_of(config, vocab_size), pos, attend, config.training.seed, tp))
         self.model = model.to(DTYPES[precision])
-        if coarse and layout.FIXED in stored.buffers:  # rounded before they were clamped
+        if coarse and layout.FIXED in stored.buffers:  # published slopes: rounded, then clamped
             slopes = stored.buffers[layout.FIXED].float().view(-1, 1)
             slopes = BY_HEADS.slice(slopes, tp.rank, tp.size)
             fixed = self.model.embedding.fixed_theta
@@ -157,7 +166,7 @@ class ModelCase:
         self._check_clamped(1e-4 if coarse else 1e-8)
 
     def check(self, length: int) -> None:
-        """Logits, loss and gradients at one length."""
+        """Compare the logits, losses and gradients at one sequence length."""
         end = f"{self.precision}_L{length}"
         tokens = torch.from_numpy(self.expected[f"tokens_L{length}"]).to(self.device)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -192,7 +201,7 @@ class ModelCase:
         shards = self._first_shards(full)
         apart = [abs(grads[EMBEDDING].norm().item() - recorded) for grads in (full, shards)]
         ours = {k: _numpy(g) for k, g in (shards if apart[1] < apart[0] else full).items()}
-        floor = 1e-6 * float(np.linalg.norm(norms))  # a gradient of zero holds only rounding
+        floor = 1e-6 * float(np.linalg.norm(norms))  # smaller gradients are only rounding errors
         norm_tolerance, tolerance = self.tolerances["norms"], self.tolerances["values"]
         for i, name in enumerate(names):
             if name not in ours:
@@ -211,7 +220,7 @@ class ModelCase:
             self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
 
     def _check_clamped(self, tolerance: float) -> None:
-        """The kernel's parameters after the published forward pass has clamped them."""
+        """Compare theta with the published values after the forward pass, which clamps theta."""
         full = positional_tensors(self.model, self.model.theta)
         shards = self._first_shards(full)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
@@ -223,7 +232,7 @@ class ModelCase:
             self.result.compare("clamped kernel", _numpy(ours), stored, tolerance)
 
     def _first_shards(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The first tensor-parallel rank's shard of each full tensor, as the case was sharded."""
+        """Return the first rank's shard of each full tensor, with the published number of ranks."""
         cut, shape = layout.split, self.shape
         return {
             name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]
@@ -232,16 +241,22 @@ class ModelCase:
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
-    """Published parameter name, with its pipeline position -> gradient, in the published shape.
+    """Return the gradients of a model by published name (such as `0.word_embeddings.weight`).
 
-    Parameters without a gradient are left out.
+    The gradients have the published shapes. Parameters without a gradient are left out.
     """
     grads = {name: param.grad for name, param in model.named_parameters()}
     return published_tensors(model, {k: grad for k, grad in grads.items() if grad is not None})
 
 
 def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather a tensor for each of the model's parameters; the keys are published names."""
+    """Gather sharded tensors, and return the full tensors by published parameter name.
+
+    Args:
+        model: The model whose parameters the tensors belong to.
+        tensors: Maps names of the model's parameters to tensors of the same shapes, such as
+            gradients or the parameters themselves.
+    """
     out, params = {}, dict(model.named_parameters())
     for name, tensor in tensors.items():
         if name == "embedding.theta":
@@ -253,9 +268,10 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
-    """Theta, or a tensor of its shape, as the published tensors of the first block (all heads).
+    """Convert theta, or a tensor of the same shape, to the published tensors of the first block.
 
-    `kerple_power_original` has no theta; the result then holds its fixed slopes.
+    The returned tensors contain all heads. If `theta_HN` is None, the result is the fixed slopes of
+    the embedding `kerple_power_original`, and {} for other embeddings.
     """
     if theta_HN is None:
         if model.pos.name != "kerple_power_original":

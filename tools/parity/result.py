@@ -1,4 +1,4 @@
-"""The verdict on one case: the error of each quantity, and the error that is allowed."""
+"""Collect the result of one parity case: the error of each quantity, and its tolerance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ Numbers = np.ndarray | np.floating[Any] | float
 
 @dataclass
 class Result:
-    """The line of one case.
+    """The result of one parity case, which is printed as one line.
 
     Attributes:
-        name: the case.
-        errors: quantity -> (greatest error so far, tolerance).
-        faults: what is wrong apart from numbers; one is enough to fail the case.
-        unchecked: what could not be checked, and why; it does not fail the case.
-        refusal: why the attention backend does not serve this case; then there is no verdict.
+        name: The name of the case.
+        errors: Maps each quantity to (greatest error so far, tolerance).
+        faults: Descriptions of other failures. A single fault fails the case.
+        unchecked: What could not be checked, and why. An unchecked part does not fail the case.
+        refusal: Why the attention backend does not support this case, or None. A case with a
+            refusal and without faults neither passes nor fails.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Result:
     refusal: str | None = None
 
     def add(self, quantity: str, error: float, tolerance: float) -> None:
-        """Keep the greatest error of a quantity; a NaN counts as infinite."""
+        """Record an error of `quantity`, of which the greatest is kept. NaN counts as infinite."""
         error = math.inf if math.isnan(error) else float(error)
         self.errors[quantity] = max(self.errors.get(quantity, (0.0, 0.0))[0], error), tolerance
 
@@ -43,7 +44,10 @@ class Result:
         *,
         scale: Numbers = 1.0,
     ) -> None:
-        """Add max |ours - published| / scale."""
+        """Record the greatest element of |ours - published| / scale as an error of `quantity`.
+
+        Arrays of different shapes add a fault.
+        """
         ours, published = np.asarray(ours, np.float64), np.asarray(published, np.float64)
         if ours.shape != published.shape:
             self.faults.append(f"{quantity}: {ours.shape}, published {published.shape}")
@@ -52,19 +56,19 @@ class Result:
             self.add(quantity, float(np.max(np.abs(ours - published) / scale)), tolerance)
 
     def expect(self, what: str, ours: object, published: object) -> None:
-        """Add a fault unless the two are equal."""
+        """Add a fault named `what` unless `ours` equals `published`."""
         if ours != published:
             self.faults.append(f"{what}: {_short(ours)}, published {_short(published)}")
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared and all of it is within its tolerance."""
+        """Whether there is no fault, and at least one error, and all errors are tolerated."""
         if self.faults or not self.errors:
             return False
         return all(error <= tolerance for error, tolerance in self.errors.values())
 
     def line(self) -> str:
-        """`ok    NAME: quantity error (tolerance), ...`"""
+        """Return the line to print, for example `ok    NAME: loss 1e-07 (1e-05), ...`."""
         if self.refusal and not self.faults:
             return f"-     {self.name}: not served: {self.refusal}"
         found = [

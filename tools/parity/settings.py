@@ -1,9 +1,11 @@
-"""config/: learning rates at given steps, and the values that the published code derives.
+"""Check the parity case `config`: learning rates, and settings that the published code derives.
 
-The cases name published YAML files but do not hold them. `--configs DIR` (a checkout's
-`kerple_configs` with its overlays generated) reads those files. Without it, the configuration is
-made of the derived values that are config keys, except the batch sizes that follow from others.
-Every key must be known, and every derived value must be the same.
+The case contains the names of published YAML files, but not the files. `--configs DIR` names the
+folder of the files: `kerple_configs` of a checkout of the published code, with the overlay files
+generated. Without the files, a configuration is assembled from those derived settings that are
+config keys. Settings that follow from others, such as `train_batch_size`, are left out.
+
+The check fails if a key is unknown, or if this project derives another value for a setting.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from megatron.engine.training.schedule import schedule_of
 from tools.parity.result import Result
 
 RATES = 1e-12
-# Attribute of the published program that is no config key -> our field.
+# Maps settings of the published code that are not config keys to the fields of our config.
 RENAMED = {
     "optimizer_type": "type",
     "lr": "lr",
@@ -36,7 +38,7 @@ RENAMED = {
 }
 PRECISIONS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 FOLLOWS = {"train_batch_size", "gradient_accumulation_steps", "precision", "attention_config"}
-# The smallest config; a schedule adds its keys.
+# The smallest valid config, to which the keys of a learning-rate schedule are added.
 BARE = {
     "num_layers": 1,
     "hidden_size": 8,
@@ -47,7 +49,7 @@ BARE = {
 
 
 def check_rates(path: Path, name: str) -> Iterator[Result]:
-    """config/lr_schedule.json: one result for each schedule."""
+    """Compare learning rates with lr_schedule.json, and yield one result for each schedule."""
     for key, case in json.loads(path.read_text()).items():
         result = Result(f"{name} {key}")
         state = case["state_dict"]
@@ -59,7 +61,7 @@ def check_rates(path: Path, name: str) -> Iterator[Result]:
             "min_lr": state["min_lr"],
             "train_iters": state["end_iter"],
         }
-        # The overrides of the case must give the same rates through our config.
+        # Some schedules have overrides, which must have the same effect in our config.
         changes = [
             f"{changed}={json.dumps(value)}"
             for changed, value in case.get("overrides", {}).items()
@@ -74,7 +76,15 @@ def check_rates(path: Path, name: str) -> Iterator[Result]:
 
 
 def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Result]:
-    """config/derived_args.json: one result for each set of files and number of processes."""
+    """Compare derived settings with derived_args.json, and yield one result for each entry.
+
+    An entry is a set of config files with a number of processes.
+
+    Args:
+        path: The path of derived_args.json.
+        name: The name of the case for the results.
+        configs: The folder with the published config files; None means the folder of `path`.
+    """
     cases = json.loads(path.read_text())
     for key, case in cases.get("derived", cases).items():
         result = Result(f"{name} {key}")
@@ -99,14 +109,18 @@ def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Resul
 
 
 def _config_of(key: str, case: dict[str, Any], folder: Path) -> Config:
-    """The case's configuration, for its number of processes."""
+    """Load the configuration of an entry of derived_args.json, for its number of processes.
+
+    The entry's config files are read from `folder`. If they are missing, the configuration is
+    assembled from the entry's derived settings.
+    """
     derived = case["derived"]
     named = re.search(r"gpus(\d+)", key)
     per_process = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"]
     processes = int(named[1]) if named else derived["train_batch_size"] // per_process
     files = [folder / file for file in case.get("files", [])]
     if files and all(file.is_file() for file in files):
-        # The published default of this key; ours differs.
+        # This key must be given, because the published default differs from ours.
         silent = [f"output_layer_parallelism={derived['output_layer_parallelism']}"]
         return load_config(files, silent, world_size=processes)
     keys = {
@@ -133,7 +147,7 @@ def _load(keys: dict[str, Any], overrides: Sequence[str] = (), *, processes: int
 
 
 def _translated(attribute: str, value: Any) -> Any:
-    """The value as our config spells it."""
+    """Convert a published value to the name that our config uses, such as bfloat16 to bf16."""
     if attribute == "pos_emb":
         return positional_name(value)
     if attribute == "precision":

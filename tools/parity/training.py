@@ -1,14 +1,18 @@
-"""training/NAME: published training steps, repeated by this project's engine.
+"""Check the parity cases `training/NAME`: repeat published training steps and compare the values.
 
-The model, groups, optimizer, DeepSpeed engine, schedule, training step and projection of theta are
-built from the case's config by the functions that train.py uses. Weight decay reaches the kernel's
-parameters, as in the published code. The case holds the tokens.
+The model, process groups, optimizer, DeepSpeed engine and schedule are built from the case's config
+by the functions that train.py uses. The same holds for the training step and for the clamping of
+theta (the parameters of KERPLE or T5 embeddings) to its bounds. The tokens are read from the case.
+As in the published code, weight decay also applies to theta.
 
-bf16 cases run under `published_numerics`, and the clamp changes the model's copy of theta only. The
-published bf16 curve was made with another optimizer wrapper: it shows the semantics, not digits.
+bf16 cases run with the setting `published_numerics`, so clamping changes only the model's bf16 copy
+of theta, not the fp32 master weights. The published bf16 curve was recorded with another optimizer
+wrapper. It therefore agrees with our steps only within a wide tolerance.
 
-Without rotation or weights that depend on it, the bias of the keys has no gradient: softmax absorbs
-it. Adam turns the rounding errors of that gradient into steps, hence the wider tolerance for it.
+The bias of the keys in `query_key_value` has no gradient in most models, because the softmax
+cancels it. Only rotary or multiplicative embeddings give that bias a gradient. In the other models,
+Adam turns the rounding errors of the gradient into steps. The tolerance of that bias is therefore
+wider (`KEY_BIAS`).
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from tools.parity.result import Result
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 RATES = 1e-12
 KEY_BIAS = 5e-2
-KINDS = {  # name in the curve -> name in `TrainingCase.seen`
+KINDS = {  # maps the name of a quantity in curve.npz to its name in `TrainingCase.seen`
     "kernel": "kernel",
     "kernel_before_stats_clamp": "before clamp",
     "kernel_bf16_after_stats": "kernel",
@@ -56,7 +60,11 @@ KINDS = {  # name in the curve -> name in `TrainingCase.seen`
 def check_training(
     folder: Path, name: str, groups: Groups, *, backend: str = "eager", again: bool = False
 ) -> Iterator[Result]:
-    """Repeat the steps of one case; `again` leaves out bf16, which is always eager."""
+    """Repeat the training steps of one case, and yield its result.
+
+    If `again` is true, the case was already checked with another backend. A bf16 case is then
+    skipped, because bf16 is always checked with the backend `eager`.
+    """
     manifest = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "curve.npz", allow_pickle=False) as stored:
         curve = dict(stored)
@@ -83,10 +91,10 @@ def check_training(
 
 
 class TrainingCase:
-    """A model and its engine at step 0 of a case, and the values recorded at each step.
+    """A model and its DeepSpeed engine, and the values recorded while a case is trained.
 
     Attributes:
-        seen: quantity -> its value at each step.
+        seen: Maps each recorded quantity to the list of its values, one for each step.
     """
 
     def __init__(self, folder: Path, config: Config, vocab_size: int, groups: Groups):
@@ -100,7 +108,7 @@ class TrainingCase:
         self.seen: dict[str, list] = {}
 
     def run(self, tokens: np.ndarray) -> None:
-        """Train on tokens [steps, micro-batches, batch, seq + 1]."""
+        """Train on `tokens` of shape [steps, micro-batches, batch, seq + 1], and record values."""
         self.engine.train()
         theta = self.model.theta
         trained = TrainedTheta(self.engine, theta, self.model.pos, self.groups)
@@ -121,7 +129,7 @@ class TrainingCase:
             self._note_kernel("kernel", theta)
 
     def check_groups(self, manifest: dict, result: Result) -> None:
-        """Compare the weight decay of each parameter."""
+        """Compare the weight decay of each parameter with `optimizer_groups` of the manifest."""
         if "optimizer_groups" not in manifest:
             return
         placed = {id(p): names for names, p in self._published_parameters()}
@@ -136,7 +144,7 @@ class TrainingCase:
         result.expect("weight decay of each parameter", ours, theirs)
 
     def compare(self, curve: dict[str, np.ndarray], manifest: dict, result: Result) -> None:
-        """Compare every quantity that the curve holds."""
+        """Compare every quantity in `curve`, the arrays of curve.npz, with the recorded values."""
         tolerance = TOLERANCES[self.config.training.precision]
         seen = {key: np.array(values) for key, values in self.seen.items()}
         result.compare("loss", seen["loss"], curve["loss"], tolerance)
@@ -155,9 +163,9 @@ class TrainingCase:
             if ours is None:
                 result.faults.append(f"{key}: not in this model")
                 continue
-            if len(ours) == len(published) + 1:  # the curve leaves out the start
+            if len(ours) == len(published) + 1:  # the curve does not contain the initial value
                 ours = ours[1:]
-            elif KINDS[kind] == "kernel":  # the published first forward pass clamps the start
+            elif KINDS[kind] == "kernel":  # the published initial value is not clamped yet
                 low, high = self._bounds(name)
                 published = np.concatenate([published[:1].clip(low, high), published[1:]])
             result.compare(KINDS[kind], ours.reshape(published.shape), published, tolerance)
@@ -183,12 +191,15 @@ class TrainingCase:
                 result.compare(label, flat.sum(), total, allowed, scale=size)
 
     def _published_parameters(self) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
-        """Each parameter with its names in the published code."""
+        """Yield (names in the published code, parameter) for each parameter of the model."""
         for name, param in self.model.named_parameters():
             yield list(published_tensors(self.model, {name: param})), param
 
     def _bounds(self, name: str) -> tuple[float, float]:
-        """(low, high) of the theta column with this published name; infinite for T5's table."""
+        """Return the bounds (low, high) of the column of theta with the published name `name`.
+
+        For T5's table, which has no bounds, return (-inf, inf).
+        """
         columns = self.model.pos.parameters
         bounds = ((p.low, p.high) for p in columns if name.endswith(f".{p.name}"))
         return next(bounds, (-np.inf, np.inf))
@@ -197,6 +208,10 @@ class TrainingCase:
         self.seen.setdefault(key, []).append(value)
 
     def _note_kernel(self, kind: str, theta_HN: torch.Tensor | None) -> None:
-        """Record theta; if it is None, fixed slopes that published files store as parameters."""
+        """Record theta under the name `kind`.
+
+        If theta is None, record the fixed slopes of `kerple_power_original` instead, because
+        published files store these slopes as parameters. Other embeddings have nothing to record.
+        """
         for name, tensor in positional_tensors(self.model, theta_HN).items():
             self._note(f"{kind}/{name}", tensor.detach().float().cpu().numpy().copy())
