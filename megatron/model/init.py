@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,17 +26,6 @@ from megatron.model.embedding import THETA
 from megatron.model.shape import GPTShape
 from megatron.parallel.rng import named_generator
 from megatron.parallel.sharding import full_shape, local_slice
-
-METHODS = (
-    "normal",
-    "scaled_normal",
-    "small_init",
-    "wang_init",
-    "xavier_uniform",
-    "xavier_normal",
-    "orthogonal",
-    "scaled_orthogonal",
-)
 
 
 def draw(
@@ -53,23 +43,19 @@ def draw(
         ValueError: The method is unknown. The error message lists the known ones.
     """
     tensor = torch.empty(shape, dtype=torch.float32)
-    deviations = {
-        "normal": std,
-        "scaled_normal": std / math.sqrt(2.0 * num_layers),
-        "small_init": math.sqrt(2 / (5 * hidden_size)),
-        "wang_init": 2 / num_layers / math.sqrt(hidden_size),
+    fills = {
+        "normal": partial(init.normal_, std=std),
+        "scaled_normal": partial(init.normal_, std=std / math.sqrt(2.0 * num_layers)),
+        "small_init": partial(init.normal_, std=math.sqrt(2 / (5 * hidden_size))),
+        "wang_init": partial(init.normal_, std=2 / num_layers / math.sqrt(hidden_size)),
+        "xavier_uniform": init.xavier_uniform_,
+        "xavier_normal": init.xavier_normal_,
+        "orthogonal": partial(init.orthogonal_, gain=math.sqrt(2)),
+        "scaled_orthogonal": partial(init.orthogonal_, gain=math.sqrt(2 / num_layers)),
     }
-    if method in deviations:
-        return tensor.normal_(0.0, deviations[method], generator=generator)
-    if method == "xavier_uniform":
-        return init.xavier_uniform_(tensor, generator=generator)
-    if method == "xavier_normal":
-        return init.xavier_normal_(tensor, generator=generator)
-    if method == "orthogonal":
-        return init.orthogonal_(tensor, gain=math.sqrt(2), generator=generator)
-    if method == "scaled_orthogonal":
-        return init.orthogonal_(tensor, gain=math.sqrt(2 / num_layers), generator=generator)
-    raise ValueError(f"init method {method!r} is unknown; use one of {', '.join(METHODS)}")
+    if method not in fills:
+        raise ValueError(f"init method {method!r} is unknown; use one of {', '.join(fills)}")
+    return fills[method](tensor, generator=generator)
 
 
 @torch.no_grad()

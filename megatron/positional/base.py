@@ -52,6 +52,16 @@ class ThetaParameter:
     scale: float = 1.0
 
 
+def factor(name: str) -> ThetaParameter:
+    """Describe a factor of a KERPLE kernel: drawn from U(0, 1), kept >= 0.01."""
+    return ThetaParameter(name, low=0.01)
+
+
+def power(name: str) -> ThetaParameter:
+    """Describe an exponent of a KERPLE kernel: drawn from 2 U(0, 1), kept in [0.01, 2]."""
+    return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
+
+
 class PositionalEmbedding:
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
 

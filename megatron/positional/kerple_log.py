@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, ThetaParameter, factor
 
 
 class KerpleLog(PositionalEmbedding):
@@ -17,10 +17,7 @@ class KerpleLog(PositionalEmbedding):
 
     kind = "distance"
     learnable = True
-    parameters = (
-        ThetaParameter("bias_p", low=0.01, scale=2.0),
-        ThetaParameter("bias_a", low=0.01, scale=1.0),
-    )
+    parameters = (ThetaParameter("bias_p", low=0.01, scale=2.0), factor("bias_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a = self.columns(theta_HN, d)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, ThetaParameter, factor, power
 
 
 class KerpleLog3(PositionalEmbedding):
@@ -22,11 +22,7 @@ class KerpleLog3(PositionalEmbedding):
 
     kind = "distance"
     learnable = True
-    parameters = (
-        ThetaParameter("bias_p", low=0.01, scale=2.0),
-        ThetaParameter("bias_a", low=0.01, scale=1.0),
-        ThetaParameter("bias_r", low=0.01, high=2.0, scale=2.0),
-    )
+    parameters = (ThetaParameter("bias_p", low=0.01, scale=2.0), factor("bias_a"), power("bias_r"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a, r = self.columns(theta_HN, d)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, factor, power
 
 
 class KerplePower(PositionalEmbedding):
@@ -21,10 +21,7 @@ class KerplePower(PositionalEmbedding):
 
     kind = "distance"
     learnable = True
-    parameters = (
-        ThetaParameter("bias_p", low=0.01, high=2.0, scale=2.0),
-        ThetaParameter("bias_a", low=0.01, scale=1.0),
-    )
+    parameters = (power("bias_p"), factor("bias_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a = self.columns(theta_HN, d)

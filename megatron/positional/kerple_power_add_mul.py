@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, factor, power
 
 
 class KerplePowerAddMul(PositionalEmbedding):
@@ -23,12 +23,7 @@ class KerplePowerAddMul(PositionalEmbedding):
 
     kind = "distance"
     learnable = True
-    parameters = (
-        ThetaParameter("bias_p", low=0.01, high=2.0, scale=2.0),
-        ThetaParameter("bias_a", low=0.01, scale=1.0),
-        ThetaParameter("wei_p", low=0.01, high=2.0, scale=2.0),
-        ThetaParameter("wei_a", low=0.01, scale=1.0),
-    )
+    parameters = (power("bias_p"), factor("bias_a"), power("wei_p"), factor("wei_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a, _, _ = self.columns(theta_HN, d)

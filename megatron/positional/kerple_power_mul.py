@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, factor, power
 
 
 class KerplePowerMul(PositionalEmbedding):
@@ -21,10 +21,7 @@ class KerplePowerMul(PositionalEmbedding):
 
     kind = "distance"
     learnable = True
-    parameters = (
-        ThetaParameter("wei_p", low=0.01, high=2.0, scale=2.0),
-        ThetaParameter("wei_a", low=0.01, scale=1.0),
-    )
+    parameters = (power("wei_p"), factor("wei_a"))
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a = self.columns(theta_HN, d)
