@@ -98,7 +98,7 @@ class Backend:
 
 
 def weighted(pos: PositionalEmbedding) -> bool:
-    """Return whether the embedding multiplies the query-key products by a factor w."""
+    """Return whether the embedding multiplies the query-key products by a factor."""
     if pos.kind != "distance":
         return False
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None

@@ -64,7 +64,10 @@ def blocked(call: Call) -> Tensor:
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Autograd function of a `BlockedCall`. It saves the inputs, and P if P is small."""
+    """Autograd function of blocked attention.
+
+    It saves its inputs, and the attention probabilities P if they are small.
+    """
 
     @staticmethod
     def forward(
@@ -134,10 +137,10 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Return a buffer for P of all tiles, or None if P is not to be kept.
+        """Return a buffer for the probabilities P of all tiles, or None if P is not kept.
 
-        P is kept only if it is small and there is no w. With w, the backward pass would need X,
-        too.
+        P is kept only if it is small and there is no factor w. With w, the backward pass would also
+        need the scaled query-key products.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if self.weight is not None or size > KEPT_SHARE * 4 * self.q_NTE.numel():
@@ -155,10 +158,11 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return contiguous [m, R, n] views for this tile.
+        """Return contiguous views [m, R, n] of buffers for this tile.
 
-        The first view is for P and lies in `kept`, or in the first buffer if `kept` is None. The
-        other views are those of the other buffers, in order.
+        m counts sequences times heads, R query rows and n keys. The first view is for the
+        probabilities P. It lies in `kept`, or in the first buffer if `kept` is None. The other
+        views are those of the other buffers, in order.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
@@ -167,19 +171,19 @@ class BlockedCall:
         return found
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
-        """Return the matrix product a b as a contiguous [m, X, E] that the next call overwrites.
+        """Return the matrix product of `a_mXY` and `b_mYE`, which the next call overwrites.
 
-        A batched product into contiguous memory is several times faster than a product into a
-        slice.
+        The result is a contiguous [m, X, E], because a batched product into contiguous memory is
+        several times faster than a product into a slice.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         return torch.bmm(a_mXY, b_mYE, out=out_mXE)
 
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
-        """Write P of a tile into `out_mRn`.
+        """Write the attention probabilities of a tile into `out_mRn`.
 
-        With a factor w, also write the scaled query-key products X into `raw_mRn`.
+        If there is a factor w, also write the scaled query-key products into `raw_mRn`.
         """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, : tile.keys].mT
@@ -206,9 +210,9 @@ class BlockedCall:
         return out_mRn.bernoulli_(self.keep, generator=generator)
 
     def forward(self, kept: Tensor | None) -> Tensor:
-        """Return the output O [B, H, T, E] in the inputs' dtype.
+        """Return the attention output [B, H, T, E] in the inputs' dtype.
 
-        If `kept` is not None, P is stored there for the backward pass.
+        If `kept` is not None, the probabilities are stored there for the backward pass.
         """
         out_NTE = torch.empty_like(self.q_NTE)
         dropping, weighted = self.keep < 1.0, self.weight is not None
@@ -225,10 +229,10 @@ class BlockedCall:
     def backward(
         self, grad_BHTE: Tensor, kept: Tensor | None, *, need_bias: bool, need_weight: bool
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients (dQ, dK, dV, db, dw).
+        """Return the gradients of q, k, v, the bias and the factor.
 
-        dQ, dK and dV have the inputs' dtype. db and dw are [H, S] in compute precision, or None if
-        `need_bias` or `need_weight` is false.
+        The gradients of q, k and v have the inputs' dtype. Those of the bias and the factor are [H,
+        S] in compute precision, or None if `need_bias` or `need_weight` is false.
         """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:

@@ -104,9 +104,10 @@ class AttentionFn:
             return self.backend.function(call)
 
     def _check_layout(self, call: Call) -> None:
-        """Check a call, unless its layout is that of the previous call.
+        """Check a call, unless it has the same layout as the previous call.
 
-        Within a training step, the calls of all layers have the same layout.
+        The layout is all shapes, dtypes, devices and numbers. Within a training step, all layers
+        have the same layout.
         """
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
@@ -161,7 +162,7 @@ def choose(
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """Return the backend that `auto` stands for: the first in `AUTO` that serves the request."""
+    """Choose the first backend in `AUTO` that serves the request."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request)
@@ -175,7 +176,7 @@ def first_that_serves(request: Request) -> AttentionFn:
 
 
 def named(name: str, request: Request) -> Backend:
-    """Return the backend of this name.
+    """Return the backend called `name`.
 
     With published numerics, the name `eager` means the backend in `published_numerics`.
     """

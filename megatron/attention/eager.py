@@ -32,7 +32,9 @@ def eager(call: Call) -> Tensor:
 
 
 def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Tensor:
-    """Apply the distance kernel, the causal mask, the softmax, dropout and the values to scores.
+    """Return the attention output, given the scaled query-key products.
+
+    This applies the distance kernel, the causal mask, the softmax, dropout and the values.
 
     Args:
         scores_BHTS: The scaled query-key products. All later steps are computed in their dtype.

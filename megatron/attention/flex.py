@@ -57,9 +57,10 @@ def flex(call: Call) -> Tensor:
 def score_mod_of(
     pos: PositionalEmbedding, theta_HN: Tensor | None, offset: int, length: int
 ) -> ScoreMod | None:
-    """Return the score_mod of an embedding, or None if the embedding is no distance kernel.
+    """Return FlexAttention's score_mod for an embedding, or None without a distance kernel.
 
-    The score_mod evaluates the embedding's expression. Without an expression, it looks up a table.
+    The score_mod evaluates the embedding's formula. If the formula cannot be expressed, the
+    score_mod looks its values up in tables.
     """
     if pos.kind != "distance" or theta_HN is None:
         return None
@@ -87,7 +88,10 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: int) -> ScoreMod:
-    """Return a score_mod that looks b and w up in tables over the distances 0 ... length - 1."""
+    """Return a score_mod that looks bias and factor up in tables.
+
+    The tables are over the distances 0 ... length - 1.
+    """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
 
@@ -102,7 +106,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: i
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """Return the expressions of b and w, or None if the embedding's formula has no expression."""
+    """Return the embedding's formula as expressions, or None if it has no expression."""
     try:
         return read(pos)
     except Unreadable:
@@ -110,7 +114,10 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 
 
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
-    """Return FlexAttention's options for heads of `size`, or None where torch's defaults fit."""
+    """Return FlexAttention's `kernel_options` for head size `size`.
+
+    Return None where torch's defaults fit.
+    """
     if pos.kind != "distance" or formula_of(pos) is not None:
         return None
     return table_options(pos, size)
@@ -130,7 +137,7 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def causal_mask(queries: int, keys: int, offset: int, device: torch.device) -> Any:
-    """Return the block mask that selects the blocks of the score matrix with past keys."""
+    """Return the block mask of causal attention, which excludes blocks with only future keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

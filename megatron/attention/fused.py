@@ -88,7 +88,7 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
 
     Each row holds b(d) / scale if there is a bias b, followed by w(d) if there is a factor w. Where
     b(d) = -inf, that is, where a key is never attended to, the table holds the finite number
-    `LOWEST`, because a tile may consist only of such distances.
+    `LOWEST`. Otherwise the softmax would be NaN in a tile with only such distances.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)

@@ -25,7 +25,7 @@ class QueryTile:
 
     Attributes:
         index: The number of the tile, which determines its dropout mask.
-        start: The number of scores of all earlier tiles.
+        start: The offset of the tile in a buffer of all tiles' scores.
         batch: The number of sequences.
         heads: The heads, as a slice of the H heads. They are the same in each sequence.
         items: The sequences and heads together, as a slice of the flattened B H.

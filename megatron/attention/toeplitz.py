@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 class DistanceVector:
-    """The values of a bias or a factor at distances 0 ... S-1, with views as blocks of rows.
+    """The values of a bias or a factor at distances 0 ... S-1, which `block` views as a matrix.
 
     Args:
         values_HS: The values at distances 0 ... S-1.
@@ -47,7 +47,10 @@ class DistanceVector:
         self.padded_HX = padded_HX.contiguous()
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
-        """Return the view [heads, rows, keys] of a block that ends at query number keys - 1."""
+        """Return the matrix [heads, rows, keys] of `rows` query rows and `keys` keys, as a view.
+
+        The last query of the block is number keys - 1. The rows are in reversed order.
+        """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))
 
@@ -55,9 +58,9 @@ class DistanceVector:
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
     """Sum a block over its batch and along its diagonals, and add the sums to `reversed_HS`.
 
-    The sum at distance d is added to entry S - 1 - d. `matrix_BHRn` must be contiguous with
-    reversed rows, R <= n, and exactly 0 in the future. The order of summation depends only on the
-    shapes, so the result is repeatable bit for bit.
+    The sum at distance d is added to entry S - 1 - d. `matrix_BHRn` must be contiguous, with query
+    rows in reversed order and at most as many rows as keys. It must be exactly 0 for future keys.
+    The order of summation depends only on the shapes, so the result is repeatable bit for bit.
     """
     matrix_HRn = matrix_BHRn[0] if len(matrix_BHRn) == 1 else matrix_BHRn.sum(0)
     heads, rows, keys = matrix_HRn.shape

@@ -32,15 +32,18 @@ PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 
 class Unreadable(ValueError):
-    """The formula is not an expression in d and theta. The error message names the operation."""
+    """The formula is not a symbolic expression of the distance and the parameters theta.
+
+    The error message names the unsupported operation.
+    """
 
 
 @dataclass(frozen=True)
 class Formula:
     """A distance kernel as sympy expressions of `distance` and `theta`.
 
-    `bias` None means b = 0. `weight` None means w = 1. (A distance kernel is a bias or a factor
-    that depends only on the query-key distance.)
+    A distance kernel is a bias or a factor that depends only on the query-key distance. If `bias`
+    is None, the bias is 0. If `weight` is None, the factor is 1.
     """
 
     bias: sympy.Expr | None
@@ -51,7 +54,9 @@ class Formula:
 
 @lru_cache(maxsize=64)
 def read(pos: PositionalEmbedding) -> Formula:
-    """Return the embedding's formula. If it is no distance kernel, the formula is b = 0 and w = 1.
+    """Return the embedding's formula as symbolic expressions.
+
+    The formula of an embedding that is no distance kernel has bias 0 and factor 1.
 
     Raises:
         Unreadable: The formula has no expression. Its values can still be tabulated.
@@ -79,7 +84,7 @@ def assumed(low: float) -> dict[str, bool]:
 
 
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
-    """Compare a formula with the embedding at other inputs.
+    """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
     Values, theta's gradient and the accuracy in fp32 are compared.
 

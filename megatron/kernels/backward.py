@@ -36,7 +36,7 @@ def query_tile(
     DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one tile of keys to dq and to the sums for theta's gradients."""
+    """Add the contributions of one tile of keys to q's gradient and to the sums for theta."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
     s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
@@ -73,10 +73,11 @@ def query_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, delta and the sums for theta, one tile of query rows of one head per program.
+    """Compute q's gradient, delta and the sums for theta, one tile of query rows per program.
 
-    Programs are ordered by sequence and head, then by tile, the last query rows first. `sums` is
-    [programs, THETA]. THETA is the number of columns of theta that need a gradient, or 0.
+    delta is the sum over each row of grad_out * out. Programs are ordered by sequence and head,
+    then by tile, the last query rows first. `sums` is [programs, THETA]. THETA is the number of
+    columns of theta that need a gradient, or 0.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
@@ -134,7 +135,7 @@ def key_tile(
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one tile of query rows to dk and dv.
+    """Add the contributions of one tile of query rows to the gradients of k and v.
 
     Scores are computed transposed, as [N, M], so that p and ds need no transpose.
     """
@@ -185,7 +186,7 @@ def key_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, one tile of keys of one key head per program.
+    """Compute the gradients of k and v, one tile of keys of one key head per program.
 
     Programs are ordered by sequence and key head, then by tile. The first tiles start first,
     because the most query rows see their keys.

@@ -53,7 +53,7 @@ class NotExpressible(ValueError):
 
 @dataclass(frozen=True)
 class DeviceFunctions:
-    """The device functions of a distance kernel, and their properties.
+    """The device functions of a distance kernel. The module docstring explains the symbols.
 
     Attributes:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
@@ -79,7 +79,7 @@ class DeviceFunctions:
 
     @property
     def heavy(self) -> bool:
-        """Whether more registers are needed than for a logarithm with two parameters."""
+        """Whether the Triton kernels need more registers than for a two-parameter logarithm."""
         return self.weighted or self.tabulated or self.num_theta > 2
 
 
@@ -90,10 +90,10 @@ def device_functions(
     distance: sympy.Symbol,
     theta: tuple[sympy.Symbol, ...],
 ) -> DeviceFunctions:
-    """Generate the device functions for b (None means 0) and w (None means 1).
+    """Generate the device functions for a bias (None means 0) and a factor (None means 1).
 
     Raises:
-        NotExpressible: b or w has no counterpart in the generated code.
+        NotExpressible: The bias or the factor cannot be expressed in the generated code.
     """
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     b = sympy.S.Zero if bias is None else bias
@@ -161,7 +161,7 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
 
 
 def direct(exponent: sympy.Expr) -> bool:
-    """Return whether a power is written as a product, a root, or the reciprocal of one of these."""
+    """Return whether a power with this exponent is generated as products, roots or reciprocals."""
     return exponent in HALVES or (exponent.is_Integer and abs(exponent) <= 4)
 
 
@@ -192,7 +192,8 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Return the code of a scalar expression, with exact functions because it runs once."""
+        """Return code that computes a scalar expression. It calls exact functions, as it runs
+        once."""
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
@@ -207,7 +208,7 @@ class Writer:
         return f"{self.call(expr, SCALAR_CALLS)}({', '.join(args)})"
 
     def tile(self, expr: sympy.Expr) -> str:
-        """Emit the statements that compute an expression for a tile, and return its name."""
+        """Emit statements that compute an expression for a tile, and return the result's name."""
         if not expr.has(self.s, self.d):
             return self.constant(expr)
         if expr not in self.names:
@@ -277,7 +278,7 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code of a power that is `direct`."""
+    """Return the code of a power whose exponent is `direct`."""
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
     text = "(" + " * ".join([base] * abs(int(exponent))) + ")"
@@ -291,7 +292,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile source text to jitted functions. Equal texts get equal names, for caches."""
+    """Compile source text to jitted functions. Equal texts get equal names, so caches hit."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<kernel of distance {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

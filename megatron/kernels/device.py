@@ -63,9 +63,9 @@ else:
     def rcp(x):
         """Return 1 / x for 1e-19 < |x| < 1e19.
 
-        Two reciprocals are computed with one special function and three products, by 1/a = b /
-        (ab). This saves time because the Triton kernels spend most time on the special-function
-        unit.
+        Two reciprocals 1/a and 1/b are computed with one special function and three products,
+        because 1/a = b / (ab). This saves time, since the special-function unit is the bottleneck
+        of the Triton kernels.
         """
         return tl.inline_asm_elementwise(
             "{ .reg .f32 r; mul.f32 r, $2, $3; rcp.approx.ftz.f32 r, r; "
@@ -103,7 +103,7 @@ def load_rows(
     base, first, limit, stride, MASKED: tl.constexpr, ROWS: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return ROWS rows of a tensor from row `first` on, as [ROWS, P].
+    """Return ROWS rows of a tensor from row `first` on, padded to [ROWS, P].
 
     The tensor has `limit` rows and E columns. With MASKED, rows from `limit` on are zeros. Without
     MASKED, all loaded rows must exist. Columns from E on are always zeros. The offset of row

@@ -110,10 +110,10 @@ def constants(
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """Return x if the Triton kernels can address it, otherwise a contiguous copy.
+    """Return `x` if the Triton kernels can address it, otherwise a contiguous copy.
 
     The last dimension (E) must be contiguous, and offsets within a tile must fit into 32 bits. The
-    other dimensions (sequences, heads, positions) may have any strides.
+    strides of sequences and heads are arbitrary.
     """
     return x if x.stride(-1) == 1 and x.stride(2) < 1 << 23 else x.contiguous()
 

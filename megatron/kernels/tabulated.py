@@ -78,7 +78,11 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """Return (sums [R] at distances D + e, sums [R] at distances D + e - R) of the tile x."""
+    """Sum the tile x [R, R] over each query-key distance, and return two vectors [R].
+
+    Row r and column c of the tile are at distance D + r - c. Entry e of the first vector is the sum
+    at distance D + e. Entry e of the second vector is the sum at distance D + e - R.
+    """
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
     turned = tl.gather(x, (r - e + R) % R, axis=1)
@@ -124,9 +128,10 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums over distances, one tile of distances of one head per program.
+    """Compute partial sums of a table's gradient, one tile of distances per program.
 
-    Programs are ordered by sequence and head, then by tile. `sums` is [B, H, tables, G, 2, R].
+    Programs are ordered by sequence and head, then by tile. `sums` is [B, H, tables, G, 2, R]. For
+    each of the G tiles of R distances, it holds the two vectors of `by_distance`.
     """
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles

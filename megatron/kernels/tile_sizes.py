@@ -23,7 +23,10 @@ from megatron.kernels.device import INTERPRETED
 
 @dataclass(frozen=True)
 class Tile:
-    """M query rows x N keys (M x M for `table`), the warps of a program, the stages of its loop."""
+    """The tile of a Triton kernel, M query rows by N keys, with its warps and pipeline stages.
+
+    The Triton kernel `table` has tiles M by M.
+    """
 
     M: int
     N: int
@@ -91,9 +94,9 @@ TABLE[86] |= {
 
 
 def padded(head_size: int) -> int:
-    """Return the padded head size P.
+    """Return the head size padded to a power of two of at least 16.
 
-    P is a power of two, as Triton requires for tiles, and at least 16, as it requires for products.
+    Triton requires tile sizes that are powers of two, and matrix products over at least 16 terms.
     """
     return max(16, 1 << (head_size - 1).bit_length())
 
@@ -125,7 +128,7 @@ def choose(
 def look_up(
     rows: dict[tuple[int, int, bool], TileSizes], itemsize: int, size: int, heavy: bool
 ) -> TileSizes:
-    """Return the tile sizes that are listed for the smallest P of at least `size`.
+    """Return the tile sizes for the smallest listed head size of at least `size`.
 
     If none are listed for `heavy`, those without extra registers are returned.
     """

@@ -1,4 +1,4 @@
-"""Hold the plain values that determine the parameters and the formula of a model, and its plan."""
+"""Hold the values from which a model is built: its shape and its plan."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class GPTShape:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the layers of one model are built from.
+    """Everything from which the layers of one model are built.
 
     Attributes:
         attend: The attention backend, chosen at start-up.
@@ -106,5 +106,5 @@ class Plan:
 
     @property
     def split(self) -> SequenceSplit:
-        """How the ranks split each sequence."""
+        """The split of each sequence over the ranks."""
         return SequenceSplit(self.tp, self.cp)

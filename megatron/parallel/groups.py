@@ -197,7 +197,7 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
 
 
 def build_groups(device: torch.device) -> Groups:
-    """Return the data-parallel groups of the running job.
+    """Return the groups of the running job, in which all ranks are data-parallel.
 
     If torch.distributed is not initialised, the process counts as a job of one rank.
     """

@@ -90,12 +90,12 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Token embedding whose rows are sharded; with `project=True`, the tied output projection.
+    """Token embedding with sharded rows, which is also the output layer if weights are tied.
 
-    The forward pass returns the vectors of token ids. With `project=True` it multiplies hidden
-    states by the same matrix and returns this rank's slice of the logits. A tied output layer must
-    call this module instead of reading its weight, because an engine that shards parameters
-    (ZeRO-3) gathers the weight only during a call.
+    `forward` returns the vectors of token ids. With `project=True` it multiplies hidden states by
+    the same matrix and returns this rank's slice of the logits. A tied output layer must call this
+    module instead of reading its weight, because an engine that shards parameters (ZeRO-3) gathers
+    the weight only during a call.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):

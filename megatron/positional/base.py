@@ -70,7 +70,7 @@ class PositionalEmbedding:
     `bounds()`. Therefore the gradient at a bound is the gradient of the formula.
 
     Attributes:
-        numerics: Prescribes where kernel values, distances, angles and constants (slopes,
+        numerics: Prescribes where biases, factors, distances, angles and constants (slopes,
             frequencies) are rounded. It must not change after construction, because embeddings are
             used as cache keys.
     """

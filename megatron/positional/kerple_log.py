@@ -13,7 +13,10 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter, factor
 
 
 class KerpleLog(PositionalEmbedding):
-    """Distance kernel with initial p ~ 2 U(0, 1) and a ~ U(0, 1), both bounded below by 0.01."""
+    """Distance kernel -p log(1 + a d) with initial p ~ 2 U(0, 1) and a ~ U(0, 1).
+
+    The bounds are p, a >= 0.01.
+    """
 
     kind = "distance"
     learnable = True

@@ -14,7 +14,7 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter, factor
 
 
 class KerpleLog3(PositionalEmbedding):
-    """Distance kernel with three parameters per head: p, a and the exponent r.
+    """Distance kernel -p log(1 + a d^r) with three parameters per head: p, a and r.
 
     Initially p ~ 2 U(0, 1), a ~ U(0, 1) and r ~ 2 U(0, 1). The bounds are p, a >= 0.01 and
     0.01 <= r <= 2.

@@ -11,9 +11,10 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """Marks that the model adds a trained position table. The class itself computes nothing.
+    """Embedding by a trained position table, which the model adds.
 
-    The model creates the table for every embedding of kind `input` with `learnable` set.
+    This class computes nothing. The model creates the table for every embedding of kind `input`
+    with `learnable` set.
     """
 
     kind = "input"
