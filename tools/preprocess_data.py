@@ -29,9 +29,7 @@ from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = entry.parser(__doc__)
     add = parser.add_argument
     add("--input", required=True, help="files, globs or folders, separated by commas")
     add("--jsonl-keys", nargs="+", default=["text"], help="keys to write, each to its own shards")
@@ -40,11 +38,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--vocab-file")
     add("--merge-file")
     add("--append-eod", action="store_true", help="end each document with the eod token")
-    add(
-        "--ftfy",
-        action="store_true",
-        help="repair the text's encoding first, with the library ftfy",
-    )
+    ftfy = "repair the text's encoding first, with the library ftfy"
+    add("--ftfy", action="store_true", help=ftfy)
     add("--output-prefix", required=True, help="path of the shards, without _KEY_document")
     add("--dataset-impl", default="mmap", choices=["mmap"])
     add("--workers", type=int, default=1)

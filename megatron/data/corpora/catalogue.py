@@ -54,9 +54,9 @@ _MIXED = "the Pile's: text under its authors' terms, collected for research"
 _UNCOPYRIGHTED = "monology/pile-uncopyrighted"
 
 
-def _pile_set(name: str, *urls: str, hub: str = _UNCOPYRIGHTED) -> Corpus:
+def _pile_set(name: str, *urls: str, licence: str = _MIXED, hub: str = _UNCOPYRIGHTED) -> Corpus:
     """One of the Pile's data sets, in one archive; `name` is its meta.pile_set_name."""
-    return Corpus((RemoteFile(urls),), _MIXED, name, (hub,))
+    return Corpus((RemoteFile(urls),), licence, name, (hub,))
 
 
 CORPORA: dict[str, Corpus] = {
@@ -67,15 +67,10 @@ CORPORA: dict[str, Corpus] = {
         hub="segyges/OpenWebText2",
     ),
     "github": _pile_set("Github", "http://eaidata.bmk.sh/data/github_small.jsonl.zst"),
-    "arxiv": Corpus(
-        (
-            RemoteFile(
-                (f"{_PILE_SETS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz",)
-            ),
-        ),
-        "arXiv's: the papers' own licences",
+    "arxiv": _pile_set(
         "ArXiv",
-        (_UNCOPYRIGHTED,),
+        f"{_PILE_SETS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz",
+        licence="arXiv's: the papers' own licences",
     ),
     "enwik8": Corpus(
         (RemoteFile(("http://mattmahoney.net/dc/enwik8.zip",), size=36_445_475),),

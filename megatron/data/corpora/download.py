@@ -7,13 +7,14 @@ changed. The file gets its name only when its length and, where known, its SHA-2
 
 from __future__ import annotations
 
-import http.client
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from megatron.data.corpora.catalogue import RemoteFile
 from megatron.data.errors import CorpusError
@@ -24,20 +25,14 @@ from megatron.data.prepare.progress import ProgressBar
 _BLOCK = 1 << 20
 _TIMEOUT = 60.0  # seconds without a byte
 _ATTEMPTS = 5  # in a row at one address without a new byte
-_NOTHING_LEFT = 416  # HTTP status for a range that begins at or after the end of the file
+_NOTHING_LEFT = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE  # the file ends before the range
 
 
 class _WrongFile(Exception):
     """An address serves something other than the expected file."""
 
 
-_SERVER_ERRORS = (
-    urllib.error.URLError,
-    http.client.HTTPException,
-    ConnectionError,
-    TimeoutError,
-    _WrongFile,
-)
+_SERVER_ERRORS = (URLError, HTTPException, ConnectionError, TimeoutError, _WrongFile)
 
 
 def download(
@@ -130,7 +125,7 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
                 return
             failure = _WrongFile(f"stops after {_size(part)} of {total} bytes")
         except _SERVER_ERRORS as error:
-            if isinstance(error, urllib.error.HTTPError):  # the server answered: do not repeat
+            if isinstance(error, HTTPError):  # the server answered: do not repeat
                 raise
             failure = error
         idle = idle + 1 if _size(part) <= before else 0
@@ -146,7 +141,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
     headers = {"Range": f"bytes={have}-", "If-Range": known} if have and known else {}
     try:
         answer = _open(url, headers)
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         if error.code != _NOTHING_LEFT or not headers:
             raise
         if (error.headers.get("Content-Range") or "").endswith(f"/{have}"):
@@ -154,7 +149,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
         part.unlink()  # it belongs to another file
         return _append(url, file, part, version)
     with answer:
-        resumed = answer.status == http.HTTPStatus.PARTIAL_CONTENT
+        resumed = answer.status == HTTPStatus.PARTIAL_CONTENT
         length = answer.headers.get("Content-Length")
         version.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
         total = (have if resumed else 0) + int(length) if length else None
@@ -175,11 +170,10 @@ def _size(path: Path) -> int:
 
 
 def _open(url: str, headers: dict | None = None, method: str = "GET"):
-    request = urllib.request.Request(url, headers=headers or {}, method=method)
-    return urllib.request.urlopen(request, timeout=_TIMEOUT)
+    return urlopen(Request(url, headers=headers or {}, method=method), timeout=_TIMEOUT)
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
+    if isinstance(error, HTTPError):
         return f"HTTP {error.code} {error.reason}"
     return str(getattr(error, "reason", error)) or type(error).__name__

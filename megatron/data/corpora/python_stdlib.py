@@ -9,6 +9,7 @@ Python version and the tokenizer's fingerprint.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import platform
@@ -27,18 +28,11 @@ from megatron.suggest import nearest
 PREFIX = "builtin:"  # a data_path that names a corpus starts with it
 NAMES = ("python-stdlib",)
 
-_SKIPPED_FOLDERS = frozenset(
-    {
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idle_test",
-        "lib-dynload",
-        "site-packages",
-        "test",
-        "tests",
-    }
-)
+_TESTS = {"idle_test", "test", "tests"}
+_PACKAGES = {"dist-packages", "site-packages"}
+_SKIPPED_FOLDERS = {"__pycache__", "encodings", "lib-dynload"} | _TESTS | _PACKAGES
+# The first describes the machine, the second is the distribution's, the third a table of data.
+_SKIPPED_FILES = ("_sysconfigdata*.py", "sitecustomize.py", "pydoc_data/topics.py")
 
 
 def resolve_data_path(
@@ -81,16 +75,8 @@ def stdlib_files() -> list[Path]:
     chosen = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
-        for file in files:
-            relative = (Path(folder) / file).relative_to(root)
-            # _sysconfigdata describes the machine; sitecustomize belongs to the distribution.
-            machine = file.startswith("_sysconfigdata") or file == "sitecustomize.py"
-            if (
-                file.endswith(".py")
-                and not machine
-                and relative.as_posix() != "pydoc_data/topics.py"
-            ):
-                chosen.append(relative)
+        sources = [Path(folder, name).relative_to(root) for name in fnmatch.filter(files, "*.py")]
+        chosen += [path for path in sources if not any(map(path.match, _SKIPPED_FILES))]
     return sorted(chosen, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
 
 
@@ -108,8 +94,9 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
             "another corpus with prepare_data.py --input"
         )
     paths = [str(root / file) for file in files]
+    source = Source(str(root), "text", sum(map(os.path.getsize, paths)), paths)
     write_shards(
-        [Source(str(root), "text", sum(map(os.path.getsize, paths)), paths)],
+        [source],
         [prefix],
         tokenizer,
         PrepareOptions(on_error="skip"),  # a few Python files declare another encoding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from megatron import entry
 from megatron.data.errors import DataError
 
 INTERRUPTED = 130
@@ -18,12 +19,7 @@ def exit_code(command: Callable[[], int]) -> int:
         What `command` returns; 1 after an error, 130 after Ctrl-C.
     """
     try:
-        return command()
-    except (DataError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads the output: `entry.run` handles it
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return entry.reports(DataError)(command)()
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED

@@ -17,7 +17,7 @@ import tarfile
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -27,19 +27,22 @@ DAMAGE: tuple[type[Exception], ...] = (
     EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError,
     zipfile.BadZipFile,
 )  # fmt: skip
+_STANDARD = {".gz": gzip.open, ".tgz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _READ = 1 << 16  # compressed bytes at a time
 _BUFFER = 1 << 20
 
 
-class CountedFile(io.RawIOBase):
+class _Readable(io.RawIOBase):
+    def readable(self) -> bool:
+        return True
+
+
+class CountedFile(_Readable):
     """A file read from its start; `position` is the number of bytes read so far."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
         self.position, self._sha256 = 0, hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: memoryview) -> int:
         count = self._file.readinto(buffer)
@@ -57,15 +60,12 @@ class CountedFile(io.RawIOBase):
         super().close()
 
 
-class ZstdStream(io.RawIOBase):
+class ZstdStream(_Readable):
     """All frames of a zstandard stream; raises EOFError if the stream ends inside a frame."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source, self._frame, self._left = source, None, b""
         self._out = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: memoryview) -> int:
         while not self._out:
@@ -88,7 +88,7 @@ class ZstdStream(io.RawIOBase):
         return count
 
 
-class _SmallReads(io.RawIOBase):
+class _SmallReads(_Readable):
     """Read a decompressor of the standard library in small steps.
 
     At a truncation these decompressors drop what they have decompressed for the failing read; with
@@ -98,9 +98,6 @@ class _SmallReads(io.RawIOBase):
     def __init__(self, stream: io.BufferedIOBase) -> None:
         self._stream = stream
 
-    def readable(self) -> bool:
-        return True
-
     def readinto(self, buffer: memoryview) -> int:
         piece = self._stream.read1(len(buffer))
         buffer[: len(piece)] = piece
@@ -109,17 +106,12 @@ class _SmallReads(io.RawIOBase):
 
 def decompressed(name: str, source: io.RawIOBase | IO[bytes]) -> io.BufferedReader:
     """Decompress `source` by the suffix of `name`; `read(n)` is shorter than n only at the end."""
-    suffix = Path(name.lower()).suffix
-    file = cast(IO[bytes], source)
-    if suffix in (".gz", ".tgz"):
-        return io.BufferedReader(_SmallReads(gzip.GzipFile(fileobj=file, mode="rb")), _BUFFER)
+    stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix == ".zst":
-        return io.BufferedReader(ZstdStream(file), _BUFFER)
-    if suffix == ".xz":
-        return io.BufferedReader(_SmallReads(lzma.LZMAFile(file)), _BUFFER)
-    if suffix == ".bz2":
-        return io.BufferedReader(_SmallReads(bz2.BZ2File(file)), _BUFFER)
-    return io.BufferedReader(cast(io.RawIOBase, source), _BUFFER)
+        stream = ZstdStream(stream)
+    elif suffix in _STANDARD:
+        stream = _SmallReads(_STANDARD[suffix](stream))
+    return io.BufferedReader(stream, _BUFFER)
 
 
 def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception | None]:

@@ -7,7 +7,7 @@ A fault in a record is collected with its place, and the other records of the ch
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,7 +49,7 @@ class Encoded:
     position: int
     sizes: list[np.ndarray] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     faults: list[str] = field(default_factory=list)
 
 
@@ -65,7 +65,6 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         out = Encoded(chunk.source, chunk.number, chunk.position)
-        out.counts = dict.fromkeys(COUNTS, 0)
         if chunk.fault is not None:
             out.faults.append(chunk.fault)
         texts: list[list[str]] = [[] for _ in self.options.keys]
@@ -82,14 +81,9 @@ class Encoder:
 
     def _records(self, chunk: Chunk, out: Encoded) -> Iterator[list[str]]:
         """The texts of each record, one for each key; faulty records go to `out.faults`."""
-        records: Iterable[tuple[str, bytes]]
-        if chunk.texts is not None:
-            records = chunk.texts
-        else:
-            lines = (chunk.lines or b"").split(b"\n")
-            numbered = enumerate(lines, chunk.first)
-            records = ((f"{chunk.where}:{n}", line) for n, line in numbered if line.strip())
-        for place, content in records:
+        lines = enumerate((chunk.lines or b"").split(b"\n"), chunk.first)
+        records = ((f"{chunk.where}:{n}", line) for n, line in lines if line.strip())
+        for place, content in records if chunk.texts is None else chunk.texts:
             try:
                 text = content.decode("utf-8-sig")
                 if chunk.texts is not None:

@@ -23,27 +23,15 @@ class ProgressBar:
     def __init__(self, total: int, label: str, quiet: bool) -> None:
         self._total, self._label, self._quiet = total, label, quiet
         self._bar: tqdm | None = None
-        self._begun: tuple[float, int, int] | None = None
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:
-        if self._bar is None:
-            return
-        if exc_type is None and self._total:
-            self._bar.update(self._total - self._bar.n)
-        self._bar.close()
-
-    def _begin(self) -> tqdm:
-        from tqdm import tqdm  # imported late: by then the workers are running
-
-        # A log file gets a line every 15 seconds instead of five per second.
-        seconds = 0.2 if sys.stderr.isatty() else 15.0
-        return tqdm(
-            total=self._total or None, desc=self._label, unit="B", unit_scale=True,
-            mininterval=seconds, smoothing=0.1,
-        )  # fmt: skip
+        if self._bar is not None:
+            if exc_type is None and self._total:
+                self._bar.update(self._total - self._bar.n)
+            self._bar.close()
 
     def show(self, read: int, counts: dict[str, int]) -> None:
         """Update the bar.
@@ -54,21 +42,24 @@ class ProgressBar:
         """
         if self._quiet:
             return
-        if self._bar is None:  # a bar without total has no truth value
-            self._bar = self._begin()
         read = max(0, min(read, self._total or read))
         now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
-        if self._begun is None:  # a resumed run's rates count its own work only
-            self._begun = (now, documents, text)
-            self._bar.initial = read
+        if self._bar is None:  # a bar without total has no truth value
+            from tqdm import tqdm  # imported late: by then the workers are running
+
+            # A log file gets a line every 15 seconds instead of five per second.
+            interval = 0.2 if sys.stderr.isatty() else 15.0
+            self._bar = tqdm(
+                total=self._total or None, desc=self._label, unit="B", unit_scale=True,
+                mininterval=interval, smoothing=0.1, initial=read,
+            )  # fmt: skip
+            self._begun = now, documents, text  # a resumed run's rates count its own work only
         begun, documents_then, text_then = self._begun
-        seconds = max(now - begun, 1e-9)
         if documents > documents_then:
-            self._bar.set_postfix_str(
-                f"{(documents - documents_then) / seconds:,.0f} documents/s, "
-                f"{(text - text_then) / seconds / 1e6:.1f} MB/s of text",
-                refresh=False,
-            )
+            seconds = max(now - begun, 1e-9)
+            rate = f"{(documents - documents_then) / seconds:,.0f} documents/s"
+            text_rate = f"{(text - text_then) / seconds / 1e6:.1f} MB/s of text"
+            self._bar.set_postfix_str(f"{rate}, {text_rate}", refresh=False)
         self._bar.update(max(0, read - self._bar.n))
 
 

@@ -12,22 +12,17 @@ import os
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
-from typing import IO, cast
+from typing import Any, cast
 
-from megatron.data.prepare.chunks import (
-    Chunk,
-    Place,
-    damage_as_fault,
-    line_chunks,
-    positioned,
-    text_chunks,
-)
+from megatron.data.prepare import chunks
+from megatron.data.prepare.chunks import Chunk, Place, damage_as_fault
 from megatron.data.prepare.compression import DAMAGE, CountedFile, decompressed, hash_file, read_out
 from megatron.data.prepare.read_tables import read_hub, read_parquet
 from megatron.data.prepare.sources import Source, kind_of
 
-Member = tuple[str, Callable[[], IO[bytes]]]
+Member = tuple[str, Callable[[], Any]]
 """Place of an archive's member, and the function that opens it."""
 
 
@@ -71,14 +66,14 @@ def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> 
         place = Place(source.path)
         with CountedFile(source.path) as raw, damage_as_fault(place):
             stream = decompressed(source.path, raw)
-            yield from positioned(read(stream, place), lambda: raw.position)
+            yield from chunks.positioned(read(stream, place), lambda: raw.position)
             facts["sha256"] = raw.digest()
 
     return reader
 
 
 def _read_jsonl(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
-    return line_chunks(stream, place.name)
+    return chunks.line_chunks(stream, place.name)
 
 
 def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
@@ -91,10 +86,7 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
                 archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  not in the stub
                 if entry.isfile():
                     place.name = f"{path}!{entry.name}"
-                    yield (
-                        place.name,
-                        lambda entry=entry: cast(IO[bytes], archive.extractfile(entry)),
-                    )
+                    yield place.name, partial(archive.extractfile, entry)
 
         yield from _member_chunks(members(), path)
         if not cast(_TarFile, archive).ended:
@@ -109,10 +101,10 @@ def _member_chunks(members: Iterator[Member], path: str) -> Iterator[Chunk]:
             for name, open_member in group:
                 with open_member() as member:
                     stream = decompressed(name, member)
-                    yield from line_chunks(stream, name)
+                    yield from chunks.line_chunks(stream, name)
                     read_out(stream)
         else:
-            yield from text_chunks(map(_read_member, group), path)
+            yield from chunks.text_chunks(map(_read_member, group), path)
 
 
 def _read_member(member: Member) -> tuple[str, bytes]:
@@ -137,7 +129,7 @@ def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
                 raise EOFError(f"the document has {len(content)} of {int(head)} bytes")
             yield place.name, content
 
-    return text_chunks(documents(), path)
+    return chunks.text_chunks(documents(), path)
 
 
 def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
@@ -152,7 +144,7 @@ def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[C
                 digests.append(raw.digest())
             done += os.path.getsize(path)
 
-    yield from positioned(text_chunks(documents(), source.path), lambda: done)
+    yield from chunks.positioned(chunks.text_chunks(documents(), source.path), lambda: done)
     if len(source.paths) == 1:
         facts["sha256"] = digests[0]
     else:
@@ -174,9 +166,9 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Ch
             for entry in archive.infolist():
                 if not entry.is_dir():
                     place.name = f"{source.path}!{entry.filename}"
-                    yield place.name, lambda entry=entry: archive.open(entry)
+                    yield place.name, partial(archive.open, entry)
 
-        yield from positioned(_member_chunks(members(), source.path), file.tell)
+        yield from chunks.positioned(_member_chunks(members(), source.path), file.tell)
     facts["sha256"] = hash_file(source.path)
 
 

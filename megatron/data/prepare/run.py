@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from megatron.data.errors import CorpusError, DataError
@@ -77,41 +77,39 @@ def write_shards(
     Raises:
         CorpusError: at a fault, or if no document has text; no .idx is then left.
     """
-    return _Run(sources, prefixes, tokenizer, options, about or {}, label).run()
+    paths = [os.fspath(prefix) for prefix in prefixes]
+    return _Run(sources, paths, tokenizer, options, about or {}, label).run()
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        sources: list[Source],
-        prefixes: Sequence[str | os.PathLike],
-        tokenizer: Tokenizer,
-        options: PrepareOptions,
-        about: dict,
-        label: str,
-    ) -> None:
-        self.sources, self.tokenizer, self.options = sources, tokenizer, options
-        self.prefixes, self.about, self.label = [os.fspath(p) for p in prefixes], about, label
-        self.partition, self.partitions = options.partition
-        if self.partitions > 1 and any(source.kind == "hub" for source in sources):
+    sources: list[Source]
+    prefixes: list[str]
+    tokenizer: Tokenizer
+    options: PrepareOptions
+    about: dict
+    label: str
+
+    def __post_init__(self) -> None:
+        self.partition, self.partitions = self.options.partition
+        if self.partitions > 1 and any(source.kind == "hub" for source in self.sources):
             raise CorpusError("a hub's data set has no bytes to share: --partition needs files")
-        encode = options.encode
         job = {
-            "sources": [source.identity() for source in sources],
-            "tokenizer": tokenizer.fingerprint(),
-            "options": [encode.keys, encode.append_eod, encode.ftfy, encode.pile_sets],
-            "partition": options.partition,
+            "sources": [source.identity() for source in self.sources],
+            "tokenizer": self.tokenizer.fingerprint(),
+            "options": astuple(self.options.encode),
+            "partition": self.options.partition,
             "chunks": [CHUNK_BYTES, MAX_TEXTS],  # chunk numbers depend on these
         }
-        self.journal = Journal(self.prefixes[0], job, options.checkpoint_seconds)
+        self.journal = Journal(self.prefixes[0], job, self.options.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
         self.skipped_part = Path(f"{self.skipped_path}.part")
-        self.facts: list[dict] = [{} for _ in sources]
+        self.facts: list[dict] = [{} for _ in self.sources]
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.first: list[int] | None = None  # (source, number) of the first chunk written
         self.last: list[int] | None = None  # (source, number) of the last chunk written
-        self.ends = list(itertools.accumulate(source.size for source in sources))
-        self.total = sum(source.size for source in sources)  # bytes of all inputs
+        self.ends = list(itertools.accumulate(source.size for source in self.sources))
+        self.total = sum(source.size for source in self.sources)  # bytes of all inputs
 
     def run(self) -> list[dict]:
         encoder = Encoder(self.tokenizer, self.options.encode)
@@ -165,40 +163,32 @@ class _Run:
         """The chunks of this partition that are not yet written, numbered."""
         wanted, partitions = self.partition - 1, self.partitions
         first_source = self.last[0] if self.last else 0
-        for number, source in enumerate(self.sources):
-            end = self.ends[number]
-            if number < first_source or end * partitions < self.total * wanted:
+        for index, (source, end) in enumerate(zip(self.sources, self.ends, strict=True)):
+            if index < first_source or end * partitions < self.total * wanted:
                 continue
-            for chunk in self._numbered(number, source):
+            for number, chunk in enumerate(self._read(source, self.facts[index]), 1):
+                chunk.source, chunk.number = index, number
                 # The chunk belongs to the partition in which it ends; the very end to the last.
                 ends_at = end - source.size + chunk.position
                 found = min(partitions - 1, ends_at * partitions // max(1, self.total))
                 if found > wanted:
                     return
-                written = self.last and [number, chunk.number] <= self.last
+                written = self.last and [index, number] <= self.last
                 if found == wanted and not written:
                     yield chunk
 
-    def _numbered(self, source_number: int, source: Source) -> Iterator[Chunk]:
+    def _read(self, source: Source, facts: dict) -> Iterator[Chunk]:
         """The chunks of one source; a fault that ends its reading becomes the last chunk."""
-        chunk, keys = Chunk(source.path), self.options.encode.keys
-        count = 0
+        chunk = None
         try:
-            for count, chunk in enumerate(read_source(source, keys, self.facts[source_number]), 1):
-                chunk.source, chunk.number = source_number, count
+            for chunk in read_source(source, self.options.encode.keys, facts):
                 yield chunk
             # A text file may be empty, as __init__.py is; an archive without records is a mistake.
-            fault = None if count or source.kind == "text" else f"{source.path}: has no records"
+            if chunk is None and source.kind != "text":
+                raise Fault(source.path, "has no records")
         except Fault as error:
-            fault = str(error)
-        if fault is not None:
-            yield Chunk(
-                source.path,
-                fault=fault,
-                position=chunk.position,
-                source=source_number,
-                number=count + 1,
-            )
+            position = chunk.position if chunk else 0
+            yield Chunk(source.path, fault=str(error), position=position)
 
     def _write(self, result: Encoded, progress: ProgressBar) -> None:
         """Append the tokens of one chunk, and write the journal if it is due."""
@@ -266,12 +256,8 @@ class _Run:
         ]
         described = {**self.about, "files": inputs, "skipped": faults}
         if self.partitions > 1:
-            described["partition"] = {
-                "part": self.partition,
-                "of": self.partitions,
-                "begin": self.first,
-                "end": self.last,
-            }
+            place = {"part": self.partition, "of": self.partitions}
+            described["partition"] = {**place, "begin": self.first, "end": self.last}
         encode = self.options.encode
         return [
             build_manifest(

@@ -85,8 +85,8 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
             continue
         matches = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
         if not matches:
-            pattern = any(character in given for character in "*?[")
-            faults.append(f"{given}: {'matches no file' if pattern else 'no such file'}")
+            why = "matches no file" if set(given) & set("*?[") else "no such file"
+            faults.append(f"{given}: {why}")
         for path in matches:
             if os.path.isdir(path):
                 _add_folder(path, sources, faults)
@@ -119,17 +119,13 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
         sources.append(Source(folder, "hub"))
         return
     found: list[str] = []
-    unreadable: list[str] = []
-
-    def note(error: OSError) -> None:  # by default `os.walk` leaves such folders out silently
-        unreadable.append(f"{error.filename}: {error.strerror}")
-
-    for parent, folders, files in os.walk(folder, onerror=note):
+    unreadable: list[OSError] = []  # by default `os.walk` leaves such folders out silently
+    for parent, folders, files in os.walk(folder, onerror=unreadable.append):
         folders[:] = [n for n in folders if not n.startswith(".") and n not in _IGNORED]
         names = [n for n in files if not n.startswith(".") and n not in _IGNORED]
         found += [os.path.join(parent, name) for name in names]
     found = [path for path in sorted(found) if os.path.isfile(path)]
-    faults += unreadable
+    faults += [f"{error.filename}: {error.strerror}" for error in unreadable]
     if not found and not unreadable:
         faults.append(f"{folder}: a folder without files")
     for path in found:

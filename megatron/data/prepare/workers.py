@@ -116,11 +116,8 @@ class _Worker:
             with suppress(OSError):  # the user's limit is reached; a small pipe is only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.numbers: deque[int] = deque()
-        self.process = context.Process(
-            target=_work,
-            args=(function, items_far_end, answers_far_end, [self, *others], os.getpid()),
-            daemon=True,
-        )
+        args = (function, items_far_end, answers_far_end, [self, *others], os.getpid())
+        self.process = context.Process(target=_work, args=args, daemon=True)
         self.process.start()
         items_far_end.close()
         answers_far_end.close()

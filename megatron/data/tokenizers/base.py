@@ -57,10 +57,10 @@ class Tokenizer(ABC):
         """Return the text of `ids`. Invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
 
     @abstractmethod
-    def _byte_table(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of each token in the vocabulary, as int64 [vocab_size].
+    def _count_bytes(self, table: np.ndarray) -> None:
+        """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
 
-        The number is 0 for the end-of-document token.
+        The caller sets the number of the end-of-document token to 0.
         """
 
     @abstractmethod
@@ -118,7 +118,10 @@ class Tokenizer(ABC):
 
     @cached_property
     def _bytes_of_token(self) -> np.ndarray:
-        return self._byte_table()
+        table = np.zeros(self.vocab_size, np.int64)
+        self._count_bytes(table)
+        table[self.eod] = 0
+        return table
 
 
 def utf8(text: str) -> bytes:

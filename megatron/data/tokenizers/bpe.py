@@ -54,12 +54,11 @@ class HFTokenizer(Tokenizer):
             ids, lambda run: self.reference.decode(run, skip_special_tokens=False)
         )
 
-    def _byte_table(self) -> np.ndarray:
+    def _count_bytes(self, table: np.ndarray) -> None:
         # In byte-level vocabularies, each character of a token stands for a byte, but added tokens
         # are ordinary text.
         added = self.reference.get_added_tokens_decoder()
         byte_level = "ByteLevel" in repr(self.reference.decoder)
-        table = np.zeros(self.vocab_size, np.int64)
         for token, i in self.reference.get_vocab(with_added_tokens=True).items():
             if i in added:
                 table[i] = 0 if added[i].special else len(token.encode())
@@ -67,8 +66,6 @@ class HFTokenizer(Tokenizer):
                 table[i] = len(token)
             else:
                 table[i] = len(self.reference.decode([i]).encode())
-        table[self.eod] = 0
-        return table
 
     def _content(self) -> bytes:
         return self._canonical.encode()
@@ -154,12 +151,9 @@ class GPT2BPETokenizer(HFTokenizer):
                 )
         return [ids.astype(self.dtype) for ids in encoded]
 
-    def _byte_table(self) -> np.ndarray:
-        table = np.zeros(self.vocab_size, np.int64)
+    def _count_bytes(self, table: np.ndarray) -> None:
         for token, i in self._vocabulary.items():
             table[i] = len(token)  # a token has one character per byte
-        table[self.eod] = 0
-        return table
 
 
 def _read_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:

@@ -37,20 +37,15 @@ def build_tokenizer(
     Raises:
         TokenizerError: the type is unknown, or a file is missing or damaged.
     """
-    by_lower = {name.lower(): name for name in (*TYPES, *_LATER)}
-    name = by_lower.get((type or "").lower())
+    by_lower, lower = {name.lower(): name for name in (*TYPES, *_LATER)}, (type or "").lower()
+    name, known = by_lower.get(lower), ", ".join(TYPES)
     if name in _LATER:
-        raise TokenizerError(
-            f"tokenizer_type: {name} is not built yet; use one of {', '.join(TYPES)}"
-        )
+        raise TokenizerError(f"tokenizer_type: {name} is not built yet; use one of {known}")
     if name is None:
-        short = (type or "").lower()
-        prefixed = (known for known in by_lower if short and known.startswith(short))
-        near = nearest(short, by_lower) or next(prefixed, None)
+        prefixed = (each for each in by_lower if lower and each.startswith(lower))
+        near = nearest(lower, by_lower) or next(prefixed, None)
         hint = f"did you mean {by_lower[near]}? " if near else ""
-        raise TokenizerError(
-            f"tokenizer_type: unknown type {type!r}; {hint}known: {', '.join(TYPES)}"
-        )
+        raise TokenizerError(f"tokenizer_type: unknown type {type!r}; {hint}known: {known}")
     if name == "ByteLevelTokenizer":
         return ByteLevelTokenizer()
     if name == "CharLevelTokenizer":

@@ -29,11 +29,8 @@ class ByteLevelTokenizer(Tokenizer):
             start = at + 1
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def _byte_table(self) -> np.ndarray:
-        table = np.zeros(self.vocab_size, np.int64)
+    def _count_bytes(self, table: np.ndarray) -> None:
         table[:256] = 1
-        table[self.eod] = 0
-        return table
 
     def _content(self) -> bytes:
         return b"1"

@@ -119,14 +119,13 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
     long_run = re.compile(rf"\s{{{_LONG_RUN}}}")
 
     def encode(texts: list[str]) -> list[np.ndarray]:
-        out = []
-        for text in texts:
-            if len(text) >= _LONG_RUN and long_run.search(text):
-                out += reference([text])
-            else:
-                # The same ids as from `encode_ordinary`, but no Python integer for each id.
-                out.append(encoding.encode_to_numpy(text, disallowed_special=()))
-        return out
+        # `encode_to_numpy` gives the same ids as `encode_ordinary`, but no Python integer for each.
+        return [
+            reference([text])[0]
+            if len(text) >= _LONG_RUN and long_run.search(text)
+            else encoding.encode_to_numpy(text, disallowed_special=())
+            for text in texts
+        ]
 
     return encode
 
@@ -186,6 +185,5 @@ def _byte_of_symbol() -> dict[str, int]:
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
+    symbols = [*printable, *range(256, 256 + len(others))]
+    return dict(zip(map(chr, symbols), [*printable, *others], strict=True))

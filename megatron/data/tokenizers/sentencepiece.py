@@ -34,15 +34,6 @@ class SPMTokenizer(Tokenizer):
                 f"with user_defined_symbols={END_OF_DOCUMENT}"
             )
 
-    def __getstate__(self) -> dict:
-        return {"_model": self._model, "vocab_size": self.vocab_size, "eod": self.eod}
-
-    def __setstate__(self, state: dict) -> None:
-        import sentencepiece
-
-        vars(self).update(state)
-        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
-
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
         return np.array(self._pieces.encode(text), dtype=self.dtype)
@@ -50,15 +41,12 @@ class SPMTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.decode_runs(ids, self._pieces.decode)
 
-    def _byte_table(self) -> np.ndarray:
-        table = np.zeros(self.vocab_size, np.int64)
+    def _count_bytes(self, table: np.ndarray) -> None:
         for i in range(self.vocab_size):
             if self._pieces.is_byte(i):
                 table[i] = 1
             elif not (self._pieces.is_control(i) or self._pieces.is_unused(i)):
                 table[i] = len(self._pieces.id_to_piece(i).replace("\u2581", " ").encode())
-        table[self.eod] = 0
-        return table
 
     def _content(self) -> bytes:
         return self._model

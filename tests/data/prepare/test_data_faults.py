@@ -114,13 +114,15 @@ def test_a_killed_writer_leaves_no_index(start, tmp_path):
 
 def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
     """Repeatedly, at different moments: an existing .idx always belongs to the .bin beside it."""
-    prefix, whole = tmp_path / "x", 0
+    prefix, index, whole = tmp_path / "x", tmp_path / "x.idx", 0
     rng = np.random.RandomState(0)
     for _ in range(8):
         process = start(WRITER, prefix)
+        while not index.exists():
+            time.sleep(0.01)
         time.sleep(0.02 + 0.2 * rng.rand())
         kill(process)
-        if not Path(f"{prefix}.idx").exists():
+        if not index.exists():
             continue
         shards = ShardReader(prefix)  # raises if the two do not match
         n = int(shards.tokens[0])
