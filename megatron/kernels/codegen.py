@@ -192,8 +192,7 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Return code that computes a scalar expression. It calls exact functions, as it runs
-        once."""
+        """Return code that computes a scalar expression once, with exact functions."""
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
