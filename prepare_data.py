@@ -7,11 +7,14 @@
     python prepare_data.py --check openwebtext2
 
 The first command downloads a known corpus into data/openwebtext2/ and writes the shards
-openwebtext2_text_document.bin and .idx there. With --input it reads your copy of the corpus instead
-of downloading one. The second command writes data/NAME_text_document.bin and .idx. The third
-tokenises a corpus that needs no download, and the fourth only tests download addresses. Give the
-path of the shards without its suffix as `data_path` in a config. A .json manifest beside the shards
-describes the tokens. If a run is stopped or killed, give the same command again to continue it.
+openwebtext2_text_document.bin and .idx there. If --input is added to the first command, your copy
+of the corpus is read instead of a download. The second command writes data/NAME_text_document.bin
+and .idx. The third tokenises a corpus that needs no download, and the fourth only tests download
+addresses.
+
+Give the path of the shards without its suffix as `data_path` in a config. A .json manifest beside
+the shards describes the tokens. If a run is stopped or killed, give the same command again to
+continue it.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def run(main: "Callable[[], int]") -> "NoReturn":
     """Call `main` and exit with the code that it returns.
 
     If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command exits
-    with `NOBODY_READS` and prints no traceback. SIGPIPE keeps Python's setting (ignored), because
-    its default action would also kill a training job at every broken socket.
+    with `NOBODY_READS` and prints no traceback. SIGPIPE stays ignored, as Python sets it, because
+    the signal's default action would also kill a training job at every broken socket.
     """
     try:
         try:

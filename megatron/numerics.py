@@ -41,9 +41,9 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return a constant such as slopes or frequencies, rounded as its stored copy would be.
+        """Round a constant, such as slopes or frequencies, to the dtype in which it is stored.
 
-        The returned tensor keeps the dtype of `value`.
+        The returned tensor has the dtype of `value`. By default, constants are not rounded.
         """
         return value
 

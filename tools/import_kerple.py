@@ -70,9 +70,10 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _last_value(key: str, files: list[Path]) -> object:
-    """Return the value of `key` in the last of the YAML files that contain `key`, or None.
+    """Return the value that the YAML files give to `key`, or None if no file contains `key`.
 
-    The files may spell the key with `-` instead of `_`.
+    If several files contain `key`, the last one determines the value. The files may write `-`
+    instead of `_` in keys.
     """
     value = None
     for file in files:

@@ -97,11 +97,11 @@ def _within(value: float, low: float | None, high: float | None, above: bool) ->
 def whole_number(
     low: int | None = None, high: int | None = None, *, write: str = "e.g. 100"
 ) -> Check:
-    """Return a check for whole numbers from `low` to `high`, both included; None means unbounded.
+    """Return a check for whole numbers from `low` to `high`.
 
     Args:
-        low: The smallest allowed number.
-        high: The greatest allowed number.
+        low: The smallest allowed number, or None for no lower bound.
+        high: The greatest allowed number, or None for no upper bound.
         write: An example of a valid value for the error message.
     """
     expected = "a whole number" + _bounds(low, high, False)
@@ -123,12 +123,12 @@ def number(
     above: bool = False,
     write: str = "e.g. 0.1",
 ) -> Check:
-    """Return a check for finite numbers from `low` to `high`; None means unbounded.
+    """Return a check for finite numbers from `low` to `high`.
 
     Args:
-        low: The smallest allowed number.
-        high: The greatest allowed number.
-        above: Whether `low` itself is not allowed.
+        low: The lower bound, or None for no lower bound.
+        high: The greatest allowed number, or None for no upper bound.
+        above: If true, numbers must be above `low`. If false, `low` itself is allowed too.
         write: An example of a valid value for the error message.
     """
     expected = "a number" + _bounds(low, high, above)

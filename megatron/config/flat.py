@@ -17,9 +17,10 @@ _FOLLOWS = {"gradient_accumulation_steps"}
 
 
 def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
-    """Return the sections' fields as one dict of GPT-NeoX keys, without a level for the sections.
+    """Return the fields of all sections in one dict, with keys as in GPT-NeoX's configs.
 
     A dotted key such as `optimizer.type` becomes nested dicts. Fields that are None are left out.
+    The names of the sections do not appear.
     """
     flat: dict[str, Any] = {}
     for section in sections:
@@ -45,8 +46,8 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 class _Dumper(yaml.SafeDumper):
     """A YAML dumper that puts text such as `6e-4` in quotes.
 
-    This project's reader (`reader.scalar`) would read such text as a number, a flag or null if it
-    had no quotes. PyYAML's own dumper does not quote all of it.
+    Without quotes, this project's reader (`reader.scalar`) would read such text as a number, a flag
+    or null. PyYAML's own dumper leaves some of such text unquoted.
     """
 
 

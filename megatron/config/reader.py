@@ -6,9 +6,10 @@ For example, `optimizer: {params: {lr: 1e-3}}` becomes one entry with the key pa
 replaced by `_`.
 
 The accepted text is YAML as in GPT-NeoX's configs, which may also be JSON with comments, trailing
-commas, tabs, and Python's True, False and None. PyYAML finds the structure of the text, but not the
-values of unquoted scalars. By YAML 1.1 it would read `6e-4` as text, `1:30` as 90, `010` as 8 and
-`2020-01-01` as a date. `scalar` reads them as a float, text, 10 and text.
+commas, tabs, and Python's True, False and None. PyYAML parses the structure of the text, but the
+function `scalar` converts the unquoted values. PyYAML follows YAML 1.1 and would read `6e-4` as
+text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads these four as a float,
+text, 10 and text.
 """
 
 from __future__ import annotations

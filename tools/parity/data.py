@@ -62,7 +62,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
 
 
 def check_tokens(path: Path, name: str) -> Result:
-    """Compare the token ids of the texts in the file tokenizer_cases.json at `path`."""
+    """Tokenise the texts in tokenizer_cases.json (`path`), and compare the ids with those stored."""
     recorded, result = json.loads(path.read_text()), Result(name)
     cases, size = recorded["cases"], recorded["vocab_size"]
     result.expect("padded", padded_vocab_size(size, 128), recorded["padded"])
@@ -169,7 +169,7 @@ def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -
 
 
 def _differing(ours: bytes, published: bytes) -> int:
-    """Return the number of differing bytes, counting all bytes beyond the end of the shorter."""
+    """Return the number of bytes that differ. If one text is longer, all its extra bytes count."""
     size = min(len(ours), len(published))
     a, b = np.frombuffer(ours, np.uint8, size), np.frombuffer(published, np.uint8, size)
     return int(np.count_nonzero(a != b)) + abs(len(ours) - len(published))

@@ -1,8 +1,8 @@
 """Check the parity case `kernels`: the outputs of single positional embeddings.
 
-They are compared in fp32, and in bf16 with the rounding of the published code. The file probes.npz
-contains these arrays for each embedding KIND, DTYPE and sequence length n. An example of a name is
-`kerple_log/float32/L512`.
+The outputs are compared in fp32, and in bf16 with the rounding of the published code. The file
+probes.npz contains these arrays for each embedding KIND, DTYPE and sequence length n. An example of
+a name is `kerple_log/float32/L512`.
 
     KIND/DTYPE/L<n>               [heads, n]  attention scores of the last query, for the distances
                                               n-1 to 0, computed from scores of zero; or from scores

@@ -31,9 +31,10 @@ def _members(group: str) -> set[str]:
 
 
 def unknown_name(key: str) -> str:
-    """Return the name to report for an unknown dotted key.
+    """Return the name under which to report an unknown dotted key.
 
-    If the key's first part is unknown too, only that part is reported.
+    If no known key begins with the part before the first dot, only that part is returned. Otherwise
+    the complete key is returned.
     """
     top = key.partition(".")[0]
     return key if top in _TOP_LEVEL else top

@@ -2,8 +2,9 @@
 
 A run computes the same numbers with and without these keys. They concern files on disk, console
 output, memory or speed, or they belong to a feature whose main key is refused. Keys inside a
-mapping are dotted. A key also covers all keys inside its mapping. If the value of a key is false or
-empty, the key is accepted without a note to the user.
+mapping are dotted. If the value of a listed key is a mapping, no key inside that mapping has an
+effect either. If the value of a key is false or empty, the key is accepted without a note to the
+user.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Each key has a reason, a text that tells the user what to write instead, and a test for harmless
 values. A harmless value asks for what happens anyway, and is accepted without a note to the user.
-Keys inside a mapping are dotted. A key also covers all keys inside its mapping.
+Keys inside a mapping are dotted. If the value of a listed key is a mapping, the mapping is refused
+as a whole.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Translation:
 
 
 def read_zero(others: dict[str, Given], out: Translation) -> None:
-    """Read the keys of zero_optimization that are not fields.
+    """Read all keys of zero_optimization except `stage`, which sets a field by itself.
 
     If zero_optimization is given without `stage`, the stage is 0, as in DeepSpeed.
     """
@@ -118,7 +118,7 @@ def read_zero(others: dict[str, Given], out: Translation) -> None:
 def read_precision(others: dict[str, Given], out: Translation) -> None:
     """Read the precision from `precision`, `fp16: {enabled, type}` and `bf16: {enabled}`.
 
-    Keys that contradict each other become a problem.
+    If these keys contradict each other, a problem is added to `out`.
     """
     named: list[tuple[str, str, Mark]] = []  # (precision, key that sets it, place of that key)
     fp16, kind, bf16 = (others.get(key) for key in ("fp16.enabled", "fp16.type", "bf16.enabled"))
