@@ -62,7 +62,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
 
 
 def check_tokens(path: Path, name: str) -> Result:
-    """Tokenise the texts in tokenizer_cases.json (`path`), and compare the ids with those stored."""
+    """Tokenise the texts in tokenizer_cases.json (`path`), and compare the ids with the file's."""
     recorded, result = json.loads(path.read_text()), Result(name)
     cases, size = recorded["cases"], recorded["vocab_size"]
     result.expect("padded", padded_vocab_size(size, 128), recorded["padded"])

@@ -86,9 +86,9 @@ def check_kind(
 def last_row(
     pos: PositionalEmbedding, probes: dict[str, np.ndarray], length: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the scores [heads, L] of the last query, computed from scores of zero or one.
+    """Apply an embedding to constant scores, and return the last query's scores [heads, length].
 
-    The scores are one if the embedding multiplies scores by a weight, otherwise zero.
+    The constant is one if the embedding multiplies scores by a weight, otherwise zero.
     """
     params = {
         layout.RPE + key.removeprefix("param/"): torch.from_numpy(value)

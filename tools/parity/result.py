@@ -31,7 +31,7 @@ class Result:
     refusal: str | None = None
 
     def add(self, quantity: str, error: float, tolerance: float) -> None:
-        """Record an error of `quantity`, of which the greatest is kept. NaN counts as infinite."""
+        """Record `error` for `quantity`, unless a greater error is recorded. NaN is infinite."""
         error = math.inf if math.isnan(error) else float(error)
         self.errors[quantity] = max(self.errors.get(quantity, (0.0, 0.0))[0], error), tolerance
 
