@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would slow the small cases down
 from megatron import entry
@@ -45,20 +45,16 @@ Case = tuple[str, Run]
 
 def main(argv: list[str] | None = None) -> int:
     """Run every case, print the results, and return the exit code (0, 1 or 2, see above)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
-    backend_help = "attention backends for models and training (default: eager)"
-    parser.add_argument(
-        "--backend", nargs="+", default=["eager"], choices=BACKENDS, help=backend_help
-    )
-    device_help = "where models run (default: cpu)"
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=device_help)
-    tp_help = "shard models and training over that many processes (default: 1)"
-    parser.add_argument("--tp", type=int, default=1, help=tp_help)
-    configs_help = "the published YAML files that derived_args.json names"
-    parser.add_argument("--configs", type=Path, metavar="DIR", help=configs_help)
+    parser = entry.parser(__doc__)
+    add = parser.add_argument
+    add("folders", nargs="+", type=Path, metavar="DIR")
+    backends = "attention backends for models and training (default: eager)"
+    add("--backend", nargs="+", default=["eager"], choices=BACKENDS, help=backends)
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="where models run (default: cpu)")
+    processes = "shard models and training over that many processes (default: 1)"
+    add("--tp", type=int, default=1, help=processes)
+    configs = "the published YAML files that derived_args.json names"
+    add("--configs", type=Path, metavar="DIR", help=configs)
     args = parser.parse_args(argv)
     folders = [*args.folders, *([args.configs] if args.configs else [])]
     missing = [str(folder) for folder in folders if not folder.is_dir()]
@@ -139,9 +135,8 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
             lacks = Result(name, faults=["neither expected.npz nor curve.npz exists"])
             yield name, lambda: lacks
         for number, backend in enumerate(args.backend):
-            kind = model_case if "expected.npz" in files else training_case
-            options = {"device": args.device, "again": number > 0, "tp": args.tp}
-            yield name, partial(kind, folder, name, backend, **options)
+            options = {"backend": backend, "device": args.device, "again": number > 0}
+            yield name, partial(sharded_case, folder, name, files, args.tp, **options)
     if "probes.npz" in files:
         from tools.parity.kernels import check_kernels
 
@@ -173,37 +168,28 @@ def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
         yield name, lambda: data.check_iterators(folder, name)
 
 
-def model_case(
-    folder: Path, name: str, backend: str, *, device: str, again: bool, tp: int
+def sharded_case(
+    folder: Path, name: str, files: set[str], tp: int, *, device: str, **options: Any
 ) -> Iterator[Result]:
-    """Check the model of a case with one attention backend.
+    """Check the model or the training steps of a case with one attention backend.
 
     Args:
         folder: The folder of the case.
         name: The name of the case for the output.
-        backend: The attention backend.
-        device: `cpu` or `cuda`.
-        again: Whether another backend has already been checked. If so, skip the numbers that do not
-            depend on the backend.
+        files: The names of the files in `folder`.
         tp: The number of tensor-parallel ranks.
+        device: `cpu` or `cuda`, for a model.
+        options: `backend`, the attention backend, and `again`, whether another backend has already
+            been checked. If so, skip the numbers that do not depend on the backend.
     """
-    from tools.parity.models import check_model
+    if "expected.npz" in files:
+        from tools.parity.models import check_model
 
-    group = {"tp": groups_of(tp).model} if tp > 1 else {}
-    return check_model(folder, name, backend=backend, device=device, again=again, **group)
-
-
-def training_case(
-    folder: Path, name: str, backend: str, *, device: str, again: bool, tp: int
-) -> Iterator[Result]:
-    """Check the training steps of a case with one attention backend, in a job of `tp` processes.
-
-    `device` is not used. If `again` is true, another backend has already been checked, and steps
-    that do not depend on the backend are skipped.
-    """
+        group = {"tp": groups_of(tp).model} if tp > 1 else {}
+        return check_model(folder, name, device=device, **group, **options)
     from tools.parity.training import check_training
 
-    return check_training(folder, name, groups_of(tp), backend=backend, again=again)
+    return check_training(folder, name, groups_of(tp), **options)
 
 
 @lru_cache
@@ -216,7 +202,7 @@ def groups_of(tp: int) -> Groups:
 
 def needs_ranks(run: Run) -> bool:
     """Return whether every rank of a tensor-parallel job must run the case, not only rank 0."""
-    return getattr(run, "func", None) in (model_case, training_case)
+    return getattr(run, "func", None) is sharded_case
 
 
 if __name__ == "__main__":

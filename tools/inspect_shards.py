@@ -29,9 +29,7 @@ _BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # tokenizers without vocab
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = entry.parser(__doc__)
     add = parser.add_argument
     add("prefix", help="common path of .bin and .idx")
     add("-t", "--tokenizer", help="tokenizer type [the manifest's]")
@@ -126,11 +124,9 @@ def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | N
 
 def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
     """Draw a histogram of document lengths, with logarithmic axes, to the PNG file `path`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     longest = max(2, int(sizes.max(initial=1)))
     axes.hist(np.maximum(sizes, 1), bins=np.geomspace(1, longest + 1, 60).tolist(), color="#4878a8")

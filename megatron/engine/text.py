@@ -97,13 +97,8 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
 
 def samples_of_run(config: Config) -> dict[str, int]:
     """Return the number of samples that a run of `config` reads from each split, by split name."""
-    training = config.training
-    counts = sample_counts(
-        training.train_iters,
-        training.eval_interval,
-        training.eval_iters,
-        config.batch.train_batch_size,
-    )
+    t, batch = config.training, config.batch.train_batch_size
+    counts = sample_counts(t.train_iters, t.eval_interval, t.eval_iters, batch)
     return dict(zip(SPLITS, counts, strict=True))
 
 
@@ -158,10 +153,10 @@ class JobData:
         if name not in self._held_out:
             self._held_out[name] = self._dataset(name, self.wanted[name])
         dataset = self._held_out[name]
+        if dataset is None:
+            return None
         per_evaluation = self.config.training.eval_iters * self.config.batch.train_batch_size
-        return (
-            None if dataset is None else self._loader(dataset, evaluations_before * per_evaluation)
-        )
+        return self._loader(dataset, evaluations_before * per_evaluation)
 
     def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
         """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
@@ -178,12 +173,9 @@ class JobData:
             return None
         loader = self._loader(dataset, 0)
         loader.consumed_samples = published_start(
+            loader,
             name,
-            dataset,
             iteration,
-            micro_batch=loader.micro_batch,
-            dp_size=loader.dp_size,
-            micro_steps=loader.micro_steps,
             eval_interval=self.config.training.eval_interval,
             eval_iters=self.config.training.eval_iters,
         )

@@ -32,7 +32,7 @@ from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.build import padded_vocab_size
-from tools.parity.result import Result
+from tools.parity.result import Result, read_arrays, read_manifest
 
 TOKENIZER = "tokenizer"
 """The name of the folder with GPT-2's tokenizer files in a `data` case."""
@@ -85,9 +85,7 @@ def check_samples(folder: Path, name: str) -> Result:
 
     Each split (train, valid, test) is checked.
     """
-    manifest = json.loads((folder / "manifest.json").read_text())
-    with np.load(folder / "index_and_samples.npz", allow_pickle=False) as stored:
-        published = dict(stored)
+    manifest, published = read_manifest(folder), read_arrays(folder / "index_and_samples.npz")
     result, shards = Result(name), _shards(folder)
     splits = split_documents(manifest["split"], len(shards))
     result.expect("documents", len(shards), manifest["documents"])
@@ -117,9 +115,7 @@ def check_samples(folder: Path, name: str) -> Result:
 
 def check_iterators(folder: Path, name: str) -> Iterator[Result]:
     """Check the folder `iterators`, and yield one result for each run and split."""
-    runs = json.loads((folder / "manifest.json").read_text())
-    with np.load(folder / "batches.npz", allow_pickle=False) as stored:
-        batches = dict(stored)
+    runs, batches = read_manifest(folder), read_arrays(folder / "batches.npz")
     shards = _shards(folder)
     for key, run in runs.items():
         for split in (split for split in SPLITS if f"{key}/{split}" in batches):
@@ -132,22 +128,15 @@ def _check_iterator(
     shards: ShardReader, run: dict, split: str, published: np.ndarray, result: Result
 ) -> None:
     number = SPLITS.index(split)
-    samples = sample_counts(
-        run["train_iters"], run["eval_interval"], run["eval_iters"], run["train_batch_size"]
-    )[number]
+    every, iters, global_batch = run["eval_interval"], run["eval_iters"], run["train_batch_size"]
+    samples = sample_counts(run["train_iters"], every, iters, global_batch)[number]
     documents = split_documents(run["split"], len(shards))[number]
     length = run["seq" if split == "train" else "seq_val"]
     dataset = TokenDataset(shards, documents, samples, length, run["seed"], split)
-    start = published_start(
-        split,
-        dataset,
-        run["iteration"],
-        micro_batch=run["bs"],
-        micro_steps=run.get("gas", run["train_batch_size"] // run["bs"]),
-        eval_interval=run["eval_interval"],
-        eval_iters=run["eval_iters"],
-    )
-    loader = TrainLoader(dataset, run["bs"], run["bs"], consumed_samples=start)
+    micro_steps = run.get("gas", global_batch // run["bs"])
+    loader = TrainLoader(dataset, run["bs"] * micro_steps, run["bs"])
+    start = published_start(loader, split, run["iteration"], eval_interval=every, eval_iters=iters)
+    loader.consumed_samples = start
     # The published data set may be one sample shorter than requested. Ours has all samples.
     left = (dataset.published_length - start) // run["bs"]
     result.expect("batches left", left, run[split]["batches_left"])

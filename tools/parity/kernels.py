@@ -32,15 +32,14 @@ from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import PositionalEmbedding, load
 from megatron.positional.rotary import Rotary
 from megatron.positional.sinusoidal import Sinusoidal
-from tools.parity.result import Result
+from tools.parity.result import Result, read_arrays
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 def check_kernels(path: Path, name: str) -> Iterator[Result]:
     """Check the file `path`, and yield one result for each embedding and dtype in the file."""
-    with np.load(path, allow_pickle=False) as stored:
-        probes = dict(stored)
+    probes = read_arrays(path)
     for start in dict.fromkeys("/".join(key.split("/")[:2]) for key in probes):
         inner = {k.removeprefix(start + "/"): v for k, v in probes.items() if k.startswith(start)}
         kind, dtype = start.split("/")

@@ -18,7 +18,6 @@ The published pipeline names a parameter by the position of its layer, for examp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from megatron.model.embedding import BY_HEADS
 from megatron.numerics import PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.sharding import unsharded
-from tools.parity.result import Result
+from tools.parity.result import Result, read_arrays, read_manifest
 
 EMBEDDING = "0.word_embeddings.weight"
 TIED = "tied_modules.embed."
@@ -100,9 +99,7 @@ def check_model(
     checked with `eager`, whatever `backend` is. If `again` is true, bf16 is skipped, because it was
     checked when this function was called for another backend.
     """
-    manifest = json.loads((folder / "manifest.json").read_text())
-    with np.load(folder / "expected.npz", allow_pickle=False) as stored:
-        expected = dict(stored)
+    manifest, expected = read_manifest(folder), read_arrays(folder / "expected.npz")
     lengths = sorted(int(key.removeprefix("tokens_L")) for key in expected if "tokens_L" in key)
     for precision in DTYPES:
         stored = (key.replace("bf16_as_fp32", "bf16") for key in expected)

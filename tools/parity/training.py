@@ -17,7 +17,6 @@ wider (`KEY_BIAS`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,14 +34,8 @@ from megatron.engine.training.optimizer import parameter_groups
 from megatron.engine.training.theta import TrainedTheta
 from megatron.model import GPT
 from megatron.parallel.groups import Groups
-from tools.parity.models import (
-    case_config,
-    position_name,
-    positional_tensors,
-    published_tensors,
-    require_divisible,
-)
-from tools.parity.result import Result
+from tools.parity import models
+from tools.parity.result import Result, read_arrays, read_manifest
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 RATES = 1e-12
@@ -65,18 +58,16 @@ def check_training(
     If `again` is true, the case was already checked with another backend. A bf16 case is then
     skipped, because bf16 is always checked with the backend `eager`.
     """
-    manifest = json.loads((folder / "manifest.json").read_text())
-    with np.load(folder / "curve.npz", allow_pickle=False) as stored:
-        curve = dict(stored)
+    manifest, curve = read_manifest(folder), read_arrays(folder / "curve.npz")
     vocab_size = manifest["padded_vocab_size"]
-    config = case_config(folder, ["weight_decay_positional=true"], vocab_size)
+    config = models.case_config(folder, ["weight_decay_positional=true"], vocab_size)
     rounded = config.training.precision != "fp32"
     if rounded and again:
         return
     overrides = ["weight_decay_positional=true", f"published_numerics={str(rounded).lower()}"]
-    overrides += [f"attention_backend={'eager' if rounded else backend}"]
-    config = case_config(folder, overrides, vocab_size)
-    require_divisible(config, vocab_size, groups.model.size)
+    overrides.append(f"attention_backend={'eager' if rounded else backend}")
+    config = models.case_config(folder, overrides, vocab_size)
+    models.require_divisible(config, vocab_size, groups.model.size)
     result = Result(f"{name} {config.training.precision} {config.model.attention_backend}")
     try:
         case = TrainingCase(folder, config, vocab_size, groups)
@@ -132,7 +123,8 @@ class TrainingCase:
         """Compare the weight decay of each parameter with `optimizer_groups` of the manifest."""
         if "optimizer_groups" not in manifest:
             return
-        placed = {id(p): names for names, p in self._published_parameters()}
+        params = self.model.named_parameters()
+        placed = {id(p): models.published_tensors(self.model, {name: p}) for name, p in params}
         chosen, ours, theirs = self.config.optimizer, {}, {}
         for group in parameter_groups(
             self.model, chosen.weight_decay, decay_theta=chosen.weight_decay_positional
@@ -140,7 +132,9 @@ class TrainingCase:
             for param in group["params"]:
                 ours |= dict.fromkeys(placed[id(param)], group["weight_decay"])
         for group in manifest["optimizer_groups"]:
-            theirs |= dict.fromkeys(map(position_name, group["params"]), group["weight_decay"])
+            theirs |= dict.fromkeys(
+                map(models.position_name, group["params"]), group["weight_decay"]
+            )
         result.expect("weight decay of each parameter", ours, theirs)
 
     def compare(self, curve: dict[str, np.ndarray], manifest: dict, result: Result) -> None:
@@ -170,14 +164,14 @@ class TrainingCase:
                 published = np.concatenate([published[:1].clip(low, high), published[1:]])
             result.compare(KINDS[kind], ours.reshape(published.shape), published, tolerance)
         if "final_l2" in curve:
-            names = [position_name(name) for name in manifest["final_param_names"]]
+            names = [models.position_name(name) for name in manifest["final_param_names"]]
             self._compare_final(curve, names, result, tolerance)
 
     def _compare_final(
         self, curve: dict[str, np.ndarray], names: list[str], result: Result, tolerance: float
     ) -> None:
-        final = published_tensors(self.model, dict(self.model.named_parameters()))
-        fixed = positional_tensors(self.model, None) if self.model.theta is None else {}
+        final = models.published_tensors(self.model, dict(self.model.named_parameters()))
+        fixed = models.positional_tensors(self.model, None) if self.model.theta is None else {}
         final |= {name: tensor for name, tensor in fixed.items() if name in names}
         result.expect("parameters", sorted(final), sorted(names))
         for i, name in enumerate(names):
@@ -189,11 +183,6 @@ class TrainingCase:
                 result.compare(label, np.linalg.norm(flat), norm, allowed, scale=norm)
                 size = norm * len(flat) ** 0.5
                 result.compare(label, flat.sum(), total, allowed, scale=size)
-
-    def _published_parameters(self) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
-        """Yield (names in the published code, parameter) for each parameter of the model."""
-        for name, param in self.model.named_parameters():
-            yield list(published_tensors(self.model, {name: param})), param
 
     def _bounds(self, name: str) -> tuple[float, float]:
         """Return the bounds (low, high) of the column of theta with the published name `name`.
@@ -213,5 +202,5 @@ class TrainingCase:
         If theta is None, record the fixed slopes of `kerple_power_original` instead, because
         published files store these slopes as parameters. Other embeddings have nothing to record.
         """
-        for name, tensor in positional_tensors(self.model, theta_HN).items():
+        for name, tensor in models.positional_tensors(self.model, theta_HN).items():
             self._note(f"{kind}/{name}", tensor.detach().float().cpu().numpy().copy())

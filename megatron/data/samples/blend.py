@@ -178,14 +178,10 @@ class BlendedDataset:
             self.datasets.append(build(d, indexed, max(indexed, len(places))))
         self.seq_length = self.datasets[0].seq_length
         self.published_length = sum(dataset.published_length for dataset in self.datasets)
+        self.where = ", ".join(dataset.where for dataset in self.datasets)
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def where(self) -> str:
-        """The paths of the shards of all corpora, for error messages."""
-        return ", ".join(dataset.where for dataset in self.datasets)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the samples with the numbers `indices` [n], as int64 [n, seq_length + 1].

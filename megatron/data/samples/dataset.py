@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.errors import ShardError
-from megatron.data.samples.index import SampleIndex, build_sample_index
+from megatron.data.samples.index import IndexArguments, SampleIndex, build_sample_index
 from megatron.data.samples.index_cache import cached_sample_index
 from megatron.data.samples.interface import checked_indices
 from megatron.data.shards.interface import Shards
@@ -64,6 +64,7 @@ class TokenDataset:
         extend_to: int | None = None,
     ) -> None:
         self.shards, self.documents, self.name = shards, documents, name
+        self.where = shards.prefix
         self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
         start, end = documents
         if not 0 <= start <= end <= len(shards):
@@ -91,11 +92,6 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def where(self) -> str:
-        """The common path of the shard's files, for error messages."""
-        return self.shards.prefix
 
     @property
     def index(self) -> SampleIndex:
@@ -146,7 +142,9 @@ class TokenDataset:
             at = filled
 
     def _index(self, num_samples: int, seed: int) -> SampleIndex:
-        arguments = (self.shards.sizes, self.documents, num_samples, self.seq_length, seed)
+        wanted = IndexArguments(
+            self.shards.sizes, self.documents, num_samples, self.seq_length, seed
+        )
         if self._cache_dir is None:
-            return build_sample_index(*arguments)
-        return cached_sample_index(self._cache_dir, self.name, *arguments)
+            return build_sample_index(wanted)
+        return cached_sample_index(self._cache_dir, self.name, wanted)

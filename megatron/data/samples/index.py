@@ -23,6 +23,7 @@ but need no compiled helper.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,28 +53,34 @@ def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
-def build_sample_index(
-    sizes: np.ndarray,
-    documents: tuple[int, int],
-    num_samples: int,
-    seq_length: int,
-    seed: int,
-) -> SampleIndex:
-    """Build GPT-NeoX's sample index of a split, for samples of `seq_length` + 1 tokens.
+class IndexArguments(NamedTuple):
+    """The values that determine a sample index.
 
-    Args:
+    Attributes:
         sizes: The number of tokens in each document of the shards, int32.
         documents: (start, end), the numbers of the split's first document and of the one after its
             last.
         num_samples: The least number of samples. With 0, the index covers one epoch.
+        seq_length: The number of inputs in a sample, which has `seq_length` + 1 tokens.
         seed: The seed of the two shuffles.
+    """
+
+    sizes: np.ndarray
+    documents: tuple[int, int]
+    num_samples: int
+    seq_length: int
+    seed: int
+
+
+def build_sample_index(arguments: IndexArguments) -> SampleIndex:
+    """Build GPT-NeoX's sample index of a split, for samples of `seq_length` + 1 tokens.
 
     Raises:
         ShardError: the split has no tokens.
     """
+    sizes, (start, end), num_samples, seq_length, seed = arguments
     if seq_length < 1 or num_samples < 0:
         raise ValueError(f"seq_length {seq_length} must be >= 1, num_samples {num_samples} >= 0")
-    start, end = documents
     tokens_per_epoch = int(sizes[start:end].sum(dtype=np.int64))
     if tokens_per_epoch == 0:
         raise ShardError(

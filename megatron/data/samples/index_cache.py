@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.locks import one_at_a_time
-from megatron.data.samples.index import SampleIndex, build_sample_index
+from megatron.data.samples.index import IndexArguments, SampleIndex, build_sample_index
 from megatron.files import flush
 
 _ALGORITHM = 1  # increase it when `build_sample_index` changes the order
@@ -47,20 +47,14 @@ def cache_folder(data_folder: Path) -> Path:
 
 
 def cached_sample_index(
-    cache_dir: str | os.PathLike,
-    name: str,
-    sizes: np.ndarray,
-    documents: tuple[int, int],
-    num_samples: int,
-    seq_length: int,
-    seed: int,
+    cache_dir: str | os.PathLike, name: str, arguments: IndexArguments
 ) -> SampleIndex:
     """Load a sample index from `cache_dir`, or build it with `build_sample_index` and store it.
 
     Args:
         name: The start of the name of the index folder, such as "train".
-        sizes, documents, num_samples, seq_length, seed: The arguments of `build_sample_index`.
     """
+    sizes, documents, num_samples, seq_length, seed = arguments
     key = hashlib.sha256(
         f"{_ALGORITHM} {documents} {num_samples} {seq_length} {seed}\n".encode()
         + hashlib.sha256(np.ascontiguousarray(sizes[slice(*documents)]).data).digest()
@@ -72,8 +66,7 @@ def cached_sample_index(
             found = _load(folder)  # another process may have built it meanwhile
             if found is None:
                 shutil.rmtree(folder, ignore_errors=True)  # if the folder exists, it is damaged
-                built = build_sample_index(sizes, documents, num_samples, seq_length, seed)
-                found = _store(built, folder)
+                found = _store(build_sample_index(arguments), folder)
     return found
 
 

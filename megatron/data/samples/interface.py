@@ -25,9 +25,7 @@ class Samples(Protocol):
     num_samples: int
     seq_length: int
     published_length: int
-
-    @property
-    def where(self) -> str: ...
+    where: str
 
     def __len__(self) -> int: ...
 

@@ -34,6 +34,11 @@ class TrainLoader:
         vocab_size: The tokenizer's vocabulary size. Every token must be smaller, because on a GPU a
             larger token causes a device assert that does not name the cause.
 
+    Attributes:
+        micro_steps: The number of micro-steps in a global batch, that is, of gradient accumulation
+            steps.
+        step_samples: The number of samples that all ranks together read in a micro-step.
+
     Raises:
         ValueError: from the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
             together.
@@ -65,25 +70,22 @@ class TrainLoader:
             raise ValueError(f"consumed_samples {consumed_samples} is negative")
         self.dataset, self.global_batch, self.micro_batch = dataset, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.consumed_samples = dp_rank, dp_size, consumed_samples
-        self.vocab_size = vocab_size
+        self.vocab_size, self.micro_steps, self.step_samples = (
+            vocab_size,
+            global_batch // step,
+            step,
+        )
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
 
     @property
-    def micro_steps(self) -> int:
-        """The number of micro-steps in a global batch, that is, of gradient accumulation steps."""
-        return self.global_batch // (self.micro_batch * self.dp_size)
-
-    @property
     def batches_left(self) -> int:
         """The number of micro-batches that are left for this rank."""
-        return max(0, len(self.dataset) - self.consumed_samples) // (
-            self.micro_batch * self.dp_size
-        )
+        return max(0, len(self.dataset) - self.consumed_samples) // self.step_samples
 
     def __next__(self) -> np.ndarray:
-        step = self.micro_batch * self.dp_size
+        step = self.step_samples
         if self.consumed_samples + step > len(self.dataset):
             raise DataExhausted(
                 f"{self.dataset.name}: {self.consumed_samples} of {len(self.dataset)} samples are "
@@ -121,15 +123,7 @@ def sample_counts(
 
 
 def published_start(
-    split: str,
-    dataset: Samples,
-    iteration: int,
-    *,
-    micro_batch: int,
-    dp_size: int = 1,
-    micro_steps: int = 1,
-    eval_interval: int,
-    eval_iters: int,
+    loader: TrainLoader, split: str, iteration: int, *, eval_interval: int, eval_iters: int
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
@@ -144,14 +138,15 @@ def published_start(
     reach the number of complete micro-steps in the data set.
 
     Args:
+        loader: gives the data set, the batch sizes and `micro_steps`.
         split: "train", "valid" or "test".
     """
-    step = micro_batch * dp_size
-    micro_steps_done = iteration * micro_steps
+    micro_steps_done = iteration * loader.micro_steps
     if split == "valid":
         micro_steps_done = micro_steps_done // eval_interval * eval_iters
     elif split == "test":
         return 0
     elif split != "train":
         raise ValueError(f"split {split!r} is none of train, valid, test")
-    return micro_steps_done % max(1, dataset.published_length // step) * step
+    step = loader.step_samples
+    return micro_steps_done % max(1, loader.dataset.published_length // step) * step

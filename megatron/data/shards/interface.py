@@ -29,20 +29,11 @@ class Shards(Protocol):
         tokens: The tokens of all documents, one document after the other.
     """
 
-    @property
-    def prefix(self) -> str: ...
-
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    @property
-    def sizes(self) -> np.ndarray: ...
-
-    @property
-    def pointers(self) -> np.ndarray: ...
+    prefix: str
+    folder: Path
+    dtype: np.dtype
+    sizes: np.ndarray
+    pointers: np.ndarray
 
     @property
     def tokens(self) -> Tokens: ...

@@ -86,16 +86,6 @@ def open_each(data_path: DataPath, tokenizer: Tokenizer | None = None) -> list[S
     return [ShardReader(prefix) for prefix in prefixes]
 
 
-def open_shards(data_path: DataPath, tokenizer: Tokenizer | None = None) -> Shards:
-    """Open all shards that `data_path` names and join them into one data set.
-
-    Raises:
-        ShardError: a shard cannot be read, its manifest names another tokenizer than `tokenizer`
-            (unless that is None), or the shards differ in dtype or tokenizer.
-    """
-    return join(open_each(data_path, tokenizer))
-
-
 def join(readers: Sequence[ShardReader]) -> Shards:
     """Join the shards into one data set. A single shard is returned unchanged."""
     return readers[0] if len(readers) == 1 else JoinedShards(readers)

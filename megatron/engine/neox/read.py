@@ -23,15 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.engine.errors import CheckpointError
-from megatron.engine.neox import layout
-from megatron.engine.neox.counters import (
-    client_state,
-    count,
-    load_mapping,
-    mapping,
-    schedule_of,
-    step_of,
-)
+from megatron.engine.neox import counters, layout
 from megatron.model.embedding import THETA
 
 MOST_FILES = 100_000
@@ -118,20 +110,21 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     for path in checkpoint.iterdir():
         if match := layout.FILE.fullmatch(path.name):
             found[int(match[1]), int(match[2])] = path
-    client = client_state(checkpoint)
-    args = {k: v for k, v in mapping(client, "args").items() if isinstance(v, (int, str))}
+    client = counters.client_state(checkpoint)
+    args = {k: v for k, v in counters.mapping(client, "args").items() if isinstance(v, (int, str))}
     last = max((index for index, _ in found), default=0)
-    states = {place: load_mapping(path) for place, path in sorted(found.items())}
+    states = {place: counters.load_mapping(path) for place, path in sorted(found.items())}
     tied = not any("final_linear.weight" in state for state in states.values())
-    num_layers = count(args, "num_layers") or max(0, last - (3 if tied else 4))
-    parts = max([rank + 1 for _, rank in found] + [count(client, "mp_world_size") or 1])
+    num_layers = counters.count(args, "num_layers") or max(0, last - (3 if tied else 4))
+    parts = max([rank + 1 for _, rank in found] + [counters.count(client, "mp_world_size") or 1])
     if num_layers * parts > MOST_FILES:
         raise CheckpointError(
             f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel ranks are more than any "
             "model has; its file names, or the counts in mp_rank_00_model_states.pt, are damaged"
         )
     shape = _infer(states, num_layers, tied, parts, summed_biases)
-    out = Published(shape, step_of(client, checkpoint), schedule=schedule_of(client), args=args)
+    step, schedule = counters.step_of(client, checkpoint), counters.schedule_of(client)
+    out = Published(shape, step, schedule=schedule, args=args)
     by_index = _shards_by_position(states, out)
     kernels = {}
     for index, group in by_index.items():

@@ -14,7 +14,7 @@ from megatron.data.corpora.python_stdlib import (
 )
 from megatron.data.errors import CorpusError
 from megatron.data.samples.split import split_documents
-from megatron.data.shards.joined import open_shards
+from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
@@ -40,7 +40,7 @@ def test_the_whole_library(tmp_path, capsys):
     prefix = prepare_builtin("python-stdlib", tmp_path, BYTES)
     assert "tokenising python-stdlib: 100%" in capsys.readouterr().err
     manifest = read_manifest(prefix)
-    shards = open_shards(prefix, BYTES)
+    shards = join(open_each(prefix, BYTES))
     splits = split_documents("90,9,1", len(shards))
     assert manifest["text_bytes"] > 5_000_000 and len(shards) == manifest["documents"] > 400
     assert manifest["text_bytes"] + len(shards) == len(shards.tokens) == manifest["tokens"]
@@ -86,7 +86,7 @@ def test_tokenizers_do_not_share_a_data_set(library, tmp_path):
     other = build_tokenizer("CharLevelTokenizer")
     first = prepare_builtin("python-stdlib", tmp_path, BYTES)
     assert prepare_builtin("python-stdlib", tmp_path, other) != first
-    open_shards(first, BYTES)
+    join(open_each(first, BYTES))
 
 
 def test_data_paths(library, tmp_path):

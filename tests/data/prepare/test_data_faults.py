@@ -15,6 +15,7 @@ import pytest
 from megatron.data.corpora.python_stdlib import prepare_builtin
 from megatron.data.errors import ShardError
 from megatron.data.samples import index_cache
+from megatron.data.samples.index import IndexArguments
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.build import build_tokenizer
@@ -186,7 +187,8 @@ def test_without_locks_two_writers_do_not_meet(no_locks, tmp_path):
 
 def test_without_locks_two_builders_of_an_index(no_locks, published_shards, tmp_path, monkeypatch):
     """The second finds the folder of the first and uses it."""
-    arguments = (tmp_path, "train", published_shards.sizes, (0, 100), 50, 64, 0)
+    wanted = IndexArguments(published_shards.sizes, (0, 100), 50, 64, 0)
+    arguments = (tmp_path, "train", wanted)
     build = index_cache.build_sample_index
 
     def another_is_faster(*build_arguments):
@@ -196,7 +198,5 @@ def test_without_locks_two_builders_of_an_index(no_locks, published_shards, tmp_
 
     monkeypatch.setattr(index_cache, "build_sample_index", another_is_faster)
     index = index_cache.cached_sample_index(*arguments)
-    np.testing.assert_array_equal(
-        index.sample_idx, build(published_shards.sizes, (0, 100), 50, 64, 0).sample_idx
-    )
+    np.testing.assert_array_equal(index.sample_idx, build(wanted).sample_idx)
     assert sorted(path.name[:5] for path in tmp_path.iterdir()) == [".lock", "train"]

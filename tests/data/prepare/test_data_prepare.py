@@ -12,7 +12,7 @@ import prepare_data
 from megatron.data.errors import CorpusError, ShardError
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
-from megatron.data.shards.joined import open_shards
+from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
@@ -210,14 +210,14 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):
     prefix = tmp_path / "x"
     written(tmp_path, ["text"])
     other = build_tokenizer("CharLevelTokenizer")
-    open_shards(prefix, BYTES)
-    open_shards(prefix)
+    join(open_each(prefix, BYTES))
+    join(open_each(prefix))
     with pytest.raises(ShardError, match="made with ByteLevelTokenizer .* not with .* CharLevel"):
-        open_shards(prefix, other)
-    open_shards(published_shards.prefix, other)  # no manifest: nothing to compare
+        join(open_each(prefix, other))
+    join(open_each(published_shards.prefix, other))  # no manifest: nothing to compare
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ShardError, match=r"x\.json: is not a manifest"):
-        open_shards(prefix, other)
+        join(open_each(prefix, other))
 
 
 def test_a_changed_input_is_read_again_and_a_skipping_run_goes_on(tmp_path):

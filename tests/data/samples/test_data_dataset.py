@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron.data.errors import DataExhausted, ShardError
 from megatron.data.samples import index_cache
 from megatron.data.samples.dataset import TokenDataset
+from megatron.data.samples.index import IndexArguments
 
 SIZES = st.lists(st.integers(0, 15), min_size=1, max_size=25).filter(lambda s: sum(s) > 1)
 
@@ -152,7 +153,7 @@ def test_cache_is_for_these_documents_only(make_shards, tmp_path):
 
 
 def test_cache_ignores_what_a_dead_builder_left(published_shards, tmp_path):
-    arguments = (tmp_path, "train", published_shards.sizes, (0, 50), 10, 32, 0)
+    arguments = (tmp_path, "train", IndexArguments(published_shards.sizes, (0, 50), 10, 32, 0))
     index_cache.cached_sample_index(*arguments)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     complete = sorted(path.name for path in folder.iterdir())

@@ -15,6 +15,7 @@ from megatron.data.errors import DataError, ShardError
 from megatron.data.samples import index as sample_index
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.index import (
+    IndexArguments,
     build_sample_index,
     cut_samples,
     num_epochs,
@@ -68,7 +69,9 @@ def test_published_order(parity, published_shards, case):
 )
 def test_index_is_the_rule(sizes, seq_length, num_samples, seed):
     sizes = np.array(sizes, np.int32)
-    index = build_sample_index(sizes, (0, len(sizes)), num_samples, seq_length, seed)
+    index = build_sample_index(
+        IndexArguments(sizes, (0, len(sizes)), num_samples, seq_length, seed)
+    )
     epochs = len(index.doc_idx) // len(sizes)
     tokens = int(sizes.sum())
     # There are enough samples, from as few epochs as possible.
@@ -125,9 +128,9 @@ def test_dtype_of_the_index(monkeypatch):
     assert sample_idx_dtype(10, 2**31 - 1) is np.int32
     assert sample_idx_dtype(10, 2**31) is np.int64
     sizes = np.arange(1, 60, dtype=np.int32)
-    narrow = build_sample_index(sizes, (0, 59), 20, 16, 0)
+    narrow = build_sample_index(IndexArguments(sizes, (0, 59), 20, 16, 0))
     monkeypatch.setattr(sample_index, "sample_idx_dtype", lambda *_: np.int64)
-    wide = build_sample_index(sizes, (0, 59), 20, 16, 0)
+    wide = build_sample_index(IndexArguments(sizes, (0, 59), 20, 16, 0))
     assert (narrow.sample_idx.dtype, wide.sample_idx.dtype) == (np.int32, np.int64)
     np.testing.assert_array_equal(narrow.sample_idx, wide.sample_idx)
 
@@ -178,4 +181,4 @@ def test_bad_splits(split):
 
 def test_a_split_without_tokens_is_refused():
     with pytest.raises(ShardError, match="2 documents of this split hold no tokens"):
-        build_sample_index(np.array([0, 0, 7], np.int32), (0, 2), 1, 4, 0)
+        build_sample_index(IndexArguments(np.array([0, 0, 7], np.int32), (0, 2), 1, 4, 0))

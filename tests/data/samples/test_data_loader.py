@@ -39,15 +39,10 @@ def test_published_iterators(parity, published_shards, case, split):
         run["seed"],
         split,
     )
-    start = published_start(
-        split,
-        dataset,
-        run["iteration"],
-        micro_batch=run["bs"],
-        eval_interval=run["eval_interval"],
-        eval_iters=run["eval_iters"],
-    )
-    loader = TrainLoader(dataset, run["bs"], run["bs"], consumed_samples=start)
+    loader = TrainLoader(dataset, run["bs"], run["bs"])
+    every, iters = run["eval_interval"], run["eval_iters"]
+    start = published_start(loader, split, run["iteration"], eval_interval=every, eval_iters=iters)
+    loader.consumed_samples = start
     published = run[split]["batches_left"]
     assert published == (dataset.published_length - start) // run["bs"]
     assert loader.batches_left - published in (0, 1)  # never one short of what was asked for
@@ -140,18 +135,19 @@ def test_enough_samples_for_what_was_asked(make_shards, num_samples):
 
 def test_published_positions(dataset):
     """Resume with accumulation: the published valid position counts micro-steps as iterations."""
-    common = {"micro_batch": 4, "dp_size": 2, "eval_interval": 10, "eval_iters": 3}
+    common = {"eval_interval": 10, "eval_iters": 3}
+    plain, twice = (TrainLoader(dataset, size, 4, dp_size=2) for size in (8, 16))
     assert sample_counts(40, 10, 3, 8) == (320, 120, 24)
     assert sample_counts(0, 1000, 32, 1) == (0, 32, 32)
-    assert published_start("train", dataset, 17, **common) == 17 * 8
-    assert published_start("train", dataset, 17, micro_steps=2, **common) == 34 * 8
-    assert published_start("valid", dataset, 17, **common) == 3 * 8
-    assert published_start("valid", dataset, 17, micro_steps=2, **common) == 9 * 8
-    assert published_start("test", dataset, 17, **common) == 0
+    assert published_start(plain, "train", 17, **common) == 17 * 8
+    assert published_start(twice, "train", 17, **common) == 34 * 8
+    assert published_start(plain, "valid", 17, **common) == 3 * 8
+    assert published_start(twice, "valid", 17, **common) == 9 * 8
+    assert published_start(plain, "test", 17, **common) == 0
     in_all = dataset.published_length // 8
-    assert published_start("train", dataset, in_all + 5, **common) == 5 * 8
+    assert published_start(plain, "train", in_all + 5, **common) == 5 * 8
     with pytest.raises(ValueError, match="none of train, valid, test"):
-        published_start("eval", dataset, 1, **common)
+        published_start(plain, "eval", 1, **common)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from megatron.data.errors import ShardError
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.evaluation import eval_sequences
 from megatron.data.shards.interface import tokens_of
-from megatron.data.shards.joined import JoinedShards, find_prefixes, open_each, open_shards
+from megatron.data.shards.joined import JoinedShards, find_prefixes, join, open_each
 from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
@@ -28,7 +28,7 @@ def parts(make_shards, tmp_path):
 
 def test_joined_equals_merged(parts, tmp_path):
     prefixes, whole = parts
-    joined = open_shards(str(tmp_path / "p-*"))
+    joined = join(open_each(str(tmp_path / "p-*")))
     assert isinstance(joined, JoinedShards) and joined.prefix == " + ".join(prefixes)
     assert joined.folder == whole.folder and joined.dtype == whole.dtype
     for name in ("sizes", "pointers"):
@@ -68,9 +68,9 @@ def test_what_a_data_path_can_be(parts, tmp_path):
         str(tmp_path / "p-?"),
         [str(tmp_path / "p-[12]"), prefixes[2]],
     ):
-        shards = open_shards(given)
+        shards = join(open_each(given))
         assert shards.tokens[0:].tolist() == whole.tokens.tolist() and len(shards) == len(whole)
-    assert isinstance(open_shards([prefixes[0]]), ShardReader)
+    assert isinstance(join(open_each([prefixes[0]]), ShardReader))
     for given, message in (
         (str(tmp_path / "q*"), "no shards"),
         ([], "an empty list names no shards"),
@@ -84,7 +84,7 @@ def test_what_does_not_belong_together(parts, make_shards, tmp_path):
     prefixes, _ = parts
     wide = make_shards([[1, 2]], np.int32, "wide")
     with pytest.raises(ShardError, match="wide: holds int32, .* uint16"):
-        open_shards([prefixes[0], wide.prefix])
+        join(open_each([prefixes[0], wide.prefix]))
     with pytest.raises(ShardError, match=r"whole\.idx: exists already"):
         merge(prefixes, tmp_path / "whole")
     for i, fingerprint in ((1, "aa"), (3, "bb")):

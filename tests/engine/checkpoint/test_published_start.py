@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.config import load_config
-from megatron.data.samples.index import build_sample_index
+from megatron.data.samples.index import IndexArguments, build_sample_index
 from megatron.data.samples.split import split_documents
 from megatron.data.shards.reader import ShardReader
 from megatron.engine.build import plan_of
@@ -73,9 +73,8 @@ def published_loss(config, prefix, part, start, count):
     shards = ShardReader(prefix)
     splits = split_documents(config.data.split, len(shards))
     length = config.model.seq_length_val
-    index = build_sample_index(
-        shards.sizes, splits[part], t.eval_iters * b.train_batch_size, length, t.seed
-    )
+    wanted = t.eval_iters * b.train_batch_size
+    index = build_sample_index(IndexArguments(shards.sizes, splits[part], wanted, length, t.seed))
     built = index.num_built
     text = np.concatenate([shards.get(d) for d in index.doc_idx])
     samples = np.stack([text[s * length : s * length + length + 1] for s in index.shuffle_idx])
