@@ -15,7 +15,7 @@ from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import choose_start
 from megatron.engine.checkpoint.write import save as save_checkpoint
-from megatron.engine.evaluation.by_length import EvaluationText, MeasuredModel, evaluate_lengths
+from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
 from megatron.engine.evaluation.losses import loss_function, loss_of_batches
 from megatron.engine.evaluation.published_losses import log_published_losses
 from megatron.engine.job.agreement import require_agreement, settings_of
@@ -220,10 +220,11 @@ class Job:
             MeasuredModel(
                 loss_function(self.engine, self.groups),
                 self.model.pos,
+                self.data.tokenizer,
                 None if theta_HN is None else theta_HN.cpu(),
             ),
-            EvaluationText(self.data.text.shards, self.data.text.splits, self.data.tokenizer),
+            self.data.text,
             self.config.evaluation.eval_lengths,
-            run_dir=self.run_dir,
-            say=log.line,
+            self.run_dir,
+            log.line,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -20,23 +19,6 @@ if TYPE_CHECKING:
     from megatron.engine.training.pipeline import Model
 
 WORDS = "embedding.word_embeddings.weight"
-
-
-@dataclass
-class _Stored:
-    """A checkpoint's content, in the same form for every `Kind`.
-
-    Attributes:
-        weights: name -> unsharded tensor.
-        buffers: as in `neox.read.Published`.
-        problems: what could not be read.
-        notes: what the user should know.
-    """
-
-    weights: Weights
-    buffers: dict[str, Tensor]
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def load_weights(
@@ -62,25 +44,28 @@ def load_weights(
     block = model.shape.block
     if run is not None and saved.kind is Kind.OURS:
         saved.require_same(run, "model")
-    stored = _read(saved, block.gpt_j_residual)
+    weights, buffers, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
-    problems = stored.problems + _merged_for_another_residual(saved, block.gpt_j_residual)
-    problems += wrong_buffers(block, model.pos, stored.buffers)
-    problems += _differences(stored.weights, shapes)
-    if not stored.problems:  # otherwise weights are missing because files could not be read
-        missing = shapes.keys() - stored.weights.keys()
+    problems = unreadable + _merged_for_another_residual(saved, block.gpt_j_residual)
+    problems += wrong_buffers(block, model.pos, buffers)
+    problems += _differences(weights, shapes)
+    if not unreadable:  # otherwise weights are missing because files could not be read
+        missing = shapes.keys() - weights.keys()
         problems += [f"{name}: missing in the checkpoint" for name in missing]
     if problems:
-        raise CheckpointError(_refusal(saved, problems, stored.weights, shapes))
-    notes = stored.notes + _project_theta(model, stored.weights)
-    fill(model, stored.weights)
+        raise CheckpointError(_refusal(saved, problems, weights, shapes))
+    notes += _project_theta(model, weights)
+    fill(model, weights)
     return notes
 
 
-def _read(saved: Saved, gpt_j_residual: bool) -> _Stored:
+def _read(
+    saved: Saved, gpt_j_residual: bool
+) -> tuple[Weights, dict[str, Tensor], list[str], list[str]]:
+    """(unsharded weights, buffers as in `Published`, problems of reading, notes for the user)."""
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
-        return _Stored(saved.weights(), buffers)
+        return saved.weights(), buffers, [], []
     published = neox.read(saved.path, summed_biases=gpt_j_residual)
     notes = list(published.notes)
     if published.shape.parts > 1 and gpt_j_residual:
@@ -88,7 +73,7 @@ def _read(saved: Saved, gpt_j_residual: bool) -> _Stored:
             f"gpt_j_residual over {published.shape.parts} tensor-parallel shards: that code added "
             "each shard's row-parallel biases to the sum, so their sum is taken"
         )
-    return _Stored(published.weights, published.buffers, published.problems, notes)
+    return published.weights, published.buffers, published.problems, notes
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:

@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,23 +28,17 @@ from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
-from megatron.data.shards.interface import Shards
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import DTYPES, identity_of, plan_of, tokenizer_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import CheckpointError
+from megatron.engine.evaluation import report
 from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
-from megatron.engine.evaluation.report import (
-    CSV_FILE,
-    KERNELS_FILE,
-    LengthResult,
-    write_extrapolation,
-    write_kernels,
-)
+from megatron.engine.evaluation.report import LengthResult
 from megatron.engine.job.join import joined_job
-from megatron.engine.text import open_text
+from megatron.engine.text import Text, open_text
 from megatron.model import GPT
 from megatron.parallel.groups import Groups, build_groups
 from megatron.positional import PositionalEmbedding
@@ -56,28 +51,15 @@ class MeasuredModel:
     Attributes:
         loss_fn: the function that returns the loss of each target token.
         pos: the model's positional embedding. The evaluation plots it if it is a distance kernel.
+        tokenizer: the tokenizer with which the text was made.
         theta_HN: the learned parameters of the distance kernel [heads, n], in fp32 on the CPU; None
             if the embedding has no learned parameters.
     """
 
     loss_fn: LossFn
     pos: PositionalEmbedding
-    theta_HN: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class EvaluationText:
-    """The text on which models are evaluated.
-
-    Attributes:
-        shards: the opened shards of the text.
-        splits: [train, valid, test], each as a range of documents [start, end) of `shards`.
-        tokenizer: the tokenizer with which the shards were made.
-    """
-
-    shards: Shards
-    splits: Sequence[tuple[int, int]]
     tokenizer: Tokenizer
+    theta_HN: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -185,49 +167,38 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
     """
+    with _job(config) as groups:
+        say = say if groups.is_main else lambda text: None
+        saved = newest(load)
+        if saved is None:
+            raise CheckpointError(
+                f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
+            )
+        tokenizer, kind = tokenizer_of(config), groups.device.type
+        model = GPT(plan_of(config, tokenizer.vocab_size, device_type=kind, training=False))
+        run = RunDescription(model=identity_of(config, model.shape, tokenizer))
+        notes = load_weights(model, saved, run)
+        model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
+        text = open_text(config, tokenizer)
+        say("\n".join([f"evaluating {saved.path}", *notes]))
+        theta_HN = None if model.theta is None else model.theta.detach().float().cpu()
+        measured = MeasuredModel(model, model.pos, tokenizer, theta_HN)
+        return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
+
+
+def _job(config: Config) -> AbstractContextManager[Groups]:
+    """Return the job that torchrun started; without torchrun, a job of this process alone."""
     if "RANK" in os.environ:
-        with joined_job(backend=config.parallel.distributed_backend) as groups:
-            return _evaluate_checkpoint(config, groups, load, lengths, out or load, say)
-    groups = build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return _evaluate_checkpoint(config, groups, load, lengths, out or load, say)
-
-
-def _evaluate_checkpoint(
-    config: Config,
-    groups: Groups,
-    load: Path,
-    lengths: Sequence[int],
-    out: Path,
-    say: Callable[[str], None],
-) -> list[LengthResult]:
-    say = say if groups.is_main else lambda text: None
-    saved = newest(load)
-    if saved is None:
-        raise CheckpointError(
-            f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
-        )
-    tokenizer = tokenizer_of(config)
-    model = GPT(
-        plan_of(config, tokenizer.vocab_size, device_type=groups.device.type, training=False)
-    )
-    run = RunDescription(model=identity_of(config, model.shape, tokenizer))
-    notes = load_weights(model, saved, run)
-    model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
-    opened = open_text(config, tokenizer)
-    say("\n".join([f"evaluating {saved.path}", *notes]))
-    theta_HN = None if model.theta is None else model.theta.detach().float().cpu()
-    text = EvaluationText(opened.shards, opened.splits, tokenizer)
-    measured = MeasuredModel(model, model.pos, theta_HN)
-    return evaluate_lengths(config, groups, measured, text, lengths, run_dir=out, say=say)
+        return joined_job(backend=config.parallel.distributed_backend)
+    return nullcontext(build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
 
 def evaluate_lengths(
     config: Config,
     groups: Groups,
     model: MeasuredModel,
-    text: EvaluationText,
+    text: Text,
     lengths: Sequence[int],
-    *,
     run_dir: Path,
     say: Callable[[str], None],
 ) -> list[LengthResult]:
@@ -253,7 +224,7 @@ def evaluate_lengths(
     measurement = Measurement(
         model.loss_fn,
         lambda length: eval_sequences(text.shards, documents, length, span),
-        text.tokenizer.token_bytes,
+        model.tokenizer.token_bytes,
         chosen.eval_batch_tokens,
         groups,
     )
@@ -269,14 +240,10 @@ def evaluate_lengths(
     if groups.is_main:
         train_length = config.model.seq_length
         title = f"{config.model.pos_emb}, trained at {train_length}"
-        say(
-            write_extrapolation(
-                results, run_dir, train_length=train_length, baselines=baselines, title=title
-            )
-        )
+        say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
         if model.pos.kind == "distance":
-            _draw_kernels(model, config, max(lengths), run_dir / KERNELS_FILE)
-        say(f"written to {run_dir}: {CSV_FILE} and pictures")
+            _draw_kernels(model, config, max(lengths), run_dir / report.KERNELS_FILE)
+        say(f"written to {run_dir}: {report.CSV_FILE} and pictures")
     return results
 
 
@@ -287,7 +254,7 @@ def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path
         theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     distances = torch.logspace(0, math.log10(longest), 400).long().unique()
     bias, weight = pos.bias(theta_HN, distances), pos.weight(theta_HN, distances)
-    write_kernels(
+    report.write_kernels(
         None if bias is None else bias.numpy(),
         distances.numpy(),
         None if weight is None else weight.numpy(),

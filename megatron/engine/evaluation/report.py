@@ -60,10 +60,9 @@ class LengthResult:
 
 def write_extrapolation(
     rows: Sequence[LengthResult],
-    run_dir: Path | str,
-    *,
+    run_dir: Path,
     train_length: int,
-    baselines: Mapping[str, LengthResult] | None = None,
+    baselines: Mapping[str, LengthResult],
     title: str,
 ) -> str:
     """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
@@ -83,13 +82,10 @@ def write_extrapolation(
     lengths = [row.length for row in rows]
     if not rows or len(set(lengths)) != len(lengths):
         raise ValueError(f"each length must have one result; the lengths are {lengths}")
-    baselines = baselines or {}
-    folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(folder / CSV_FILE, _csv(rows).encode())
-    write_bytes(
-        folder / PLOT_FILE, _png(extrapolation_figure(rows, train_length, baselines, title))
-    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_bytes(run_dir / CSV_FILE, _csv(rows).encode())
+    figure = extrapolation_figure(rows, train_length, baselines, title)
+    write_bytes(run_dir / PLOT_FILE, _png(figure))
     return _table(rows, train_length, baselines, title)
 
 
@@ -98,7 +94,7 @@ def write_kernels(
     distances: Any,
     weights: Any | None,
     train_length: int,
-    path: Path | str,
+    path: Path,
 ) -> None:
     """Plot the distance kernel of each head h: its bias b_h(d) and its weight w_h(d).
 
@@ -127,7 +123,6 @@ def write_kernels(
             raise ValueError(
                 f"{label}: shape {values.shape} does not fit {distance_n.shape} distances"
             )
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, _png(kernels_figure(panels, distance_n, train_length)))
 

@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from megatron.attention import AttentionError
 from megatron.config import ConfigError
@@ -29,25 +28,17 @@ USER_ERRORS = (
 )
 
 
-@dataclass
-class Outcome:
-    """The exit code of a command: 0, or 1 after an error that `user_errors` printed."""
-
-    code: int = 0
-
-
 @contextmanager
-def user_errors() -> Iterator[Outcome]:
+def user_errors() -> Iterator[None]:
     """Print the error message if the block raises one of `USER_ERRORS`; re-raise any other error.
 
     In a job of several processes, any error in the block ends all processes (see `failure`).
 
-    Yields:
-        An `Outcome`, whose `code` is 1 after a user error.
+    Raises:
+        SystemExit: with code 1, after a user error.
     """
-    outcome = Outcome()
     try:
-        yield outcome
+        yield
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and output_has_no_reader():
             if failure.is_member():
@@ -59,7 +50,7 @@ def user_errors() -> Iterator[Outcome]:
         if not isinstance(error, USER_ERRORS):
             raise
         print(_message(error), file=sys.stderr)
-        outcome.code = 1
+        sys.exit(1)
 
 
 def _message(error: BaseException) -> str:
