@@ -70,7 +70,7 @@ def test_what_a_data_path_can_be(parts, tmp_path):
     ):
         shards = join(open_each(given))
         assert shards.tokens[0:].tolist() == whole.tokens.tolist() and len(shards) == len(whole)
-    assert isinstance(join(open_each([prefixes[0]]), ShardReader))
+    assert isinstance(join(open_each([prefixes[0]])), ShardReader)
     for given, message in (
         (str(tmp_path / "q*"), "no shards"),
         ([], "an empty list names no shards"),
