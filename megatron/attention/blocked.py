@@ -11,11 +11,11 @@ distance kernel, which depend only on the query-key distance. They are passed as
 distances. The embedding's formula computes these vectors before the call, so that autograd
 propagates db and dw to theta. `toeplitz` explains why queries are reversed here.
 
-Memory in addition to the results: contiguous copies of the inputs; in the forward pass, one buffer
-for the scores of a tile (`tiles`), and in the backward pass two such buffers; in each pass, one
-more such buffer for w and one more for dropout. For long sequences, the backward pass computes P
-again. For short sequences, where P is hardly larger than the inputs, P is kept (`KEPT_SHARE`),
-which saves a sixth of the time.
+In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
+the size of one tile's scores (`tiles`). The forward pass needs one such buffer, and the backward
+pass needs two. Both passes need one more for w and one more for dropout. For long sequences, the
+backward pass computes P again. For short sequences, where P is hardly larger than the inputs, P is
+kept (`KEPT_SHARE`), which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
 a block, m sequences times heads of a tile. Within this file, the T axis is in reversed order.
@@ -37,7 +37,7 @@ from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
 KEPT_SHARE = 1.5
 """P is kept for the backward pass if it is at most this many times as large as q, k, v and the
-output together. This holds for up to about 10 E positions. Thus memory stays linear in T."""
+output together, that is, for up to about 10 times head size positions. Memory stays linear in T."""
 
 
 def blocked(call: Call) -> Tensor:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BUFFER_ELEMENTS = 1 << 20
-"""The number of scores of a tile, 4 MB in fp32. With a quarter of it, or four times as many, the
-measured time differs by at most 10%."""
+"""The number of scores of a tile, 4 MB in fp32. A quarter of this number or four times this number
+changes the measured time by at most 10%."""
 MIN_ROWS, MAX_ROWS = 32, 128
 MAX_ROW_ELEMENTS = 1 << 23
 """The largest R x S of one head (32 MB in fp32). It makes R smaller if rows are very long."""

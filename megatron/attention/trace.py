@@ -1,8 +1,9 @@
-"""Read an embedding's torch formula as a symbolic expression.
+"""Read a distance kernel's torch formula as a symbolic expression.
 
-`read` runs `bias` and `weight` on a few numbers under torch's tracer. It translates the recorded
-operations into sympy, with one symbol for the distance and one for each column of theta. The
-expression is used to generate the Triton device functions with their derivatives
+A distance kernel is a bias or a factor that depends only on the query-key distance. `read` runs the
+embedding's methods `bias` and `weight` on a few numbers under torch's tracer. It translates the
+recorded operations into sympy, with one symbol for the distance and one for each column of theta.
+The expression is used to generate the Triton device functions with their derivatives
 (`megatron.kernels.codegen`) and FlexAttention's score_mod (`flex`).
 
 Only formulas that treat each distance and each head separately have such an expression. A lookup in
@@ -42,8 +43,7 @@ class Unreadable(ValueError):
 class Formula:
     """A distance kernel as sympy expressions of `distance` and `theta`.
 
-    A distance kernel is a bias or a factor that depends only on the query-key distance. If `bias`
-    is None, the bias is 0. If `weight` is None, the factor is 1.
+    If `bias` is None, the bias is 0. If `weight` is None, the factor is 1.
     """
 
     bias: sympy.Expr | None
