@@ -28,7 +28,7 @@ class DataExhausted(DataError):
 
 @contextmanager
 def needs_package(package: str, feature: str, error: type[DataError]) -> Iterator[None]:
-    """Turn an ImportError in the block into `error`, which tells the user to install `package`."""
+    """Turn an ImportError in the block into an `error` that tells the user to install `package`."""
     try:
         yield
     except ImportError:

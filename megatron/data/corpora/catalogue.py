@@ -1,10 +1,13 @@
-"""The corpora that have a name: their addresses, licences, and alternatives.
+"""The downloadable corpora with their addresses, licences and alternatives.
 
-Sizes and SHA-256 are given only where they are certain. Otherwise a download is compared with the
-length that the server announces, and the manifest of the shards records the SHA-256 of the input.
-Most first hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949), so each corpus
-names alternatives: mirrors, data-set hub ids for `--input hub:ID`, and shards of the complete Pile,
-of which `pile_set` selects one data set by its `meta.pile_set_name`.
+The catalogue gives the size and SHA-256 of a file only where these are certain. For other files,
+the size of the download is compared with the one that the server reports, and the shard's manifest
+records the SHA-256 of the input.
+
+Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore each
+corpus also lists mirrors, and data sets of the Hugging Face hub for `--input hub:ID`. A corpus with
+a `pile_set` can also be extracted from shards of the complete Pile, because it consists of their
+records with this `meta.pile_set_name`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ _GPT2 = "https://huggingface.co/openai-community/gpt2/resolve/main"
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file and its present or former addresses. `size` in bytes, `sha256` in hex."""
+    """A downloadable file.
+
+    Attributes:
+        urls: The addresses of the file, tried in order; some may no longer work.
+        size: The size in bytes, or None if it is not certain.
+        sha256: The SHA-256 in hex, or None if it is not certain.
+    """
 
     urls: tuple[str, ...]
     size: int | None = None
@@ -37,10 +46,15 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus.
+    """A downloadable corpus.
 
-    `files`: the original archives. `pile_set`: the corpus's meta.pile_set_name in the Pile's
-    shards. `hubs`: ids of data sets with the same text.
+    Attributes:
+        files: The archives of the corpus.
+        licence: The licence of the text.
+        pile_set: The `meta.pile_set_name` of the corpus's records in the Pile, or None if the
+            corpus is not one of the Pile's data sets.
+        hubs: The ids of data sets on the Hugging Face hub that contain the same text.
+        note: A remark for the user.
     """
 
     files: tuple[RemoteFile, ...]
@@ -55,7 +69,12 @@ _UNCOPYRIGHTED = "monology/pile-uncopyrighted"
 
 
 def _pile_set(name: str, *urls: str, licence: str = _MIXED, hub: str = _UNCOPYRIGHTED) -> Corpus:
-    """One of the Pile's data sets, in one archive; `name` is its meta.pile_set_name."""
+    """Describe one of the Pile's data sets that is stored in one archive.
+
+    Args:
+        name: The `meta.pile_set_name` of its records.
+        urls: The addresses of the archive.
+    """
     return Corpus((RemoteFile(urls),), licence, name, (hub,))
 
 
@@ -113,13 +132,20 @@ GPT2_FILES: dict[str, RemoteFile] = {
     )
     for name, size in (("gpt2-vocab.json", 1_042_301), ("gpt2-merges.txt", 456_318))
 }
-"""GPT-2's tokenizer (MIT licence), which GPT-NeoX keeps beside the data under these names."""
+"""The two files of GPT-2's tokenizer (MIT licence).
+
+The keys are the names under which GPT-NeoX stores the files in the data folder.
+"""
 
 
 def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
-    """The corpus `name`; CorpusError, with the nearest known name, if it is unknown.
+    """Return the corpus with this name.
 
-    `others` are names that the message lists too.
+    Args:
+        others: Further names to list in the error message.
+
+    Raises:
+        CorpusError: the name is not in `CORPORA`. The message suggests the most similar name.
     """
     if name in CORPORA:
         return CORPORA[name]
@@ -131,7 +157,7 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
 
 
 def alternatives(name: str, corpus: Corpus) -> str:
-    """Other ways to get a corpus, one per line, for when no address answers."""
+    """List other ways to get a corpus, one per line, for users whose download failed."""
     ways = [f"a copy you have: prepare_data.py {name} --input FILE"]
     ways += [f"an address that has it: prepare_data.py {name} --mirror URL_OF_ITS_FOLDER"]
     for hub in corpus.hubs:

@@ -1,8 +1,9 @@
-"""Downloads that resume after an interruption, are verified, and appear by a rename.
+"""Download files, verify them, and resume downloads that were interrupted.
 
-A file grows as NAME.part; NAME.part.version holds the version that the server announced (ETag or
-date). A later attempt requests the rest of that version, or the complete file if the version has
-changed. The file gets its name only when its length and, where known, its SHA-256 are right.
+A download is written to NAME.part. NAME.part.version stores the version of the file that the server
+reported (an ETag or a date). A later attempt requests only the missing rest if the server still has
+that version, and otherwise the complete file. NAME.part is renamed to NAME when its length and, if
+known, its SHA-256 are correct.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from megatron.data.prepare.compression import hash_file
 from megatron.data.prepare.progress import ProgressBar
 
 _BLOCK = 1 << 20
-_TIMEOUT = 60.0  # seconds without a byte
-_ATTEMPTS = 5  # in a row at one address without a new byte
+_TIMEOUT = 60.0  # seconds to wait for the next byte
+_ATTEMPTS = 5  # give up an address after so many attempts in a row without a new byte
 _NOTHING_LEFT = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE  # the file ends before the range
 
 
 class _WrongFile(Exception):
-    """An address serves something other than the expected file."""
+    """A server sent something other than the expected file."""
 
 
 _SERVER_ERRORS = (URLError, HTTPException, ConnectionError, TimeoutError, _WrongFile)
@@ -43,20 +44,21 @@ def download(
     force: bool = False,
     advice: str = "",
 ) -> str:
-    """Download `file` to `path` unless it exists.
+    """Download `file` to `path`, unless `path` exists.
 
     Args:
-        file: The file and its addresses.
-        path: Where to put it.
-        mirror: Address of a folder to try before the file's addresses.
-        force: Download it even if it exists.
-        advice: Last lines of the error, if no address has the file.
+        file: The file and its addresses, which are tried in order.
+        path: The path to write.
+        mirror: The address of a folder with the file, tried first.
+        force: Download the file even if `path` exists.
+        advice: Text for the end of the error message if no address has the file.
 
     Returns:
-        Its SHA-256 (hex), empty if it existed.
+        The SHA-256 (hex) of the downloaded file, or "" if `path` existed.
 
     Raises:
-        CorpusError: if no address has the file (with the answer of each), or it cannot be written.
+        CorpusError: no address has the file (the message lists the reply of each), `path` cannot be
+            written, or `path` exists with the wrong size.
     """
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
         if path.exists() and not force:
@@ -71,14 +73,21 @@ def download(
             try:
                 return _from_address(url, file, path)
             except (*_SERVER_ERRORS, OSError) as error:
-                if not isinstance(error, _SERVER_ERRORS):  # an error of the local disk
+                if not isinstance(error, _SERVER_ERRORS):  # the local disk failed, not the server
                     raise CorpusError(f"{path}: {error}; what was downloaded is kept") from error
                 answers.append(f"{url}: {_reason(error)}")
     raise CorpusError(f"{path.name} cannot be downloaded:\n  " + "\n  ".join(answers) + advice)
 
 
 def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bool, str]]:
-    """For each address: (address, whether it has the file, the answer), by a HEAD request."""
+    """Send a HEAD request to each address of `file`.
+
+    Args:
+        mirror: The address of a folder with the file, asked first.
+
+    Yields:
+        The address, whether the server has the file, and the size or error that it reported.
+    """
     for url in _addresses(file, mirror):
         try:
             with _open(url, method="HEAD") as answer:
@@ -98,7 +107,14 @@ def _addresses(file: RemoteFile, mirror: str | None) -> list[str]:
 
 
 def _from_address(url: str, file: RemoteFile, path: Path) -> str:
-    """Download `path` from one address; return its SHA-256."""
+    """Download `file` to `path` from one address.
+
+    Returns:
+        The SHA-256 (hex) of the file.
+
+    Raises:
+        _WrongFile: the size or SHA-256 of the download is not the expected one.
+    """
     part, version = Path(f"{path}.part"), Path(f"{path}.part.version")
     _complete(url, file, part, version)
     found, size = hash_file(part), _size(part)
@@ -115,7 +131,11 @@ def _from_address(url: str, file: RemoteFile, path: Path) -> str:
 
 
 def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
-    """Append to `part` until it is complete, in several attempts if the connection breaks."""
+    """Download into `part` until the file is complete.
+
+    If the connection breaks, try again until `_ATTEMPTS` attempts in a row gave no new byte. An
+    HTTP error status ends the download at once.
+    """
     idle = 0
     while True:
         before = _size(part)
@@ -125,7 +145,7 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
                 return
             failure = _WrongFile(f"stops after {_size(part)} of {total} bytes")
         except _SERVER_ERRORS as error:
-            if isinstance(error, HTTPError):  # the server answered: do not repeat
+            if isinstance(error, HTTPError):  # the server refused, so do not ask again
                 raise
             failure = error
         idle = idle + 1 if _size(part) <= before else 0
@@ -135,7 +155,15 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
 
 
 def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None:
-    """Append the server's answer to `part`; return the length of the complete file if known."""
+    """Request the bytes that `part` lacks and append them to it.
+
+    Args:
+        version: The file that stores the version of `part` (an ETag or a date). If the server has
+            another version now, `part` is downloaded from its start.
+
+    Returns:
+        The length of the complete file, or None if the server does not report it.
+    """
     have = _size(part)
     known = version.read_text() if version.exists() else ""
     headers = {"Range": f"bytes={have}-", "If-Range": known} if have and known else {}
@@ -146,7 +174,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
             raise
         if (error.headers.get("Content-Range") or "").endswith(f"/{have}"):
             return have
-        part.unlink()  # it belongs to another file
+        part.unlink()  # the part belongs to another version of the file
         return _append(url, file, part, version)
     with answer:
         resumed = answer.status == HTTPStatus.PARTIAL_CONTENT

@@ -1,10 +1,10 @@
-"""Corpora that need no download: `python-stdlib`, the sources of the interpreter's library.
+"""Corpora that need no download. The only one is `python-stdlib`, Python's standard library.
 
-Documents are the library's `.py` files, about 10 MB. Left out are tests, tables of data
-(`pydoc_data/topics.py`, `encodings/`), installed packages, and files that differ between machines.
-`split` divides the documents in their order, so they are ordered by a hash of their path: each
-split is then a fair mixture, and the order is the same everywhere. The data set's name contains the
-Python version and the tokenizer's fingerprint.
+Its documents are the `.py` files of the standard library, about 10 MB in total. It leaves out
+tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, and files that
+differ between machines. Documents are ordered by a hash of their path, because `split` divides them
+into consecutive ranges: in this order each range is a random mixture, and the order is the same on
+every machine. The data set's name contains the Python version and the tokenizer's fingerprint.
 """
 
 from __future__ import annotations
@@ -25,33 +25,43 @@ from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.suggest import nearest
 
-PREFIX = "builtin:"  # a data_path that names a corpus starts with it
+PREFIX = "builtin:"  # start of a `data_path` that names a built-in corpus
 NAMES = ("python-stdlib",)
 
 _TESTS = {"idle_test", "test", "tests"}
 _PACKAGES = {"dist-packages", "site-packages"}
 _SKIPPED_FOLDERS = {"__pycache__", "encodings", "lib-dynload"} | _TESTS | _PACKAGES
-# The first describes the machine, the second is the distribution's, the third a table of data.
+# The first differs between machines, the second between Linux distributions, and the third is a
+# large data table.
 _SKIPPED_FILES = ("_sysconfigdata*.py", "sitecustomize.py", "pydoc_data/topics.py")
 
 
 def resolve_data_path(
     data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """The shards' prefix: prepares a corpus ("builtin:NAME"); returns any other path unchanged."""
+    """Return the prefix of the shards if `data_path` is "builtin:NAME", the name of a corpus.
+
+    The corpus is tokenised first if its shards do not exist. Any other path is returned unchanged.
+
+    Raises:
+        CorpusError: there is no built-in corpus NAME.
+    """
     if isinstance(data_path, str) and data_path.startswith(PREFIX):
         return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
     return data_path
 
 
 def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
-    """Tokenise corpus `name` into `data_dir` unless that is done; return the shards' prefix.
+    """Tokenise the built-in corpus `name` into `data_dir`, unless its shards exist already.
 
-    If several processes call this at once, one does the work, with a progress bar, and the others
-    wait.
+    If several processes call this function at once, one process does the work and shows a progress
+    bar, and the others wait.
+
+    Returns:
+        The prefix of the shards.
 
     Raises:
-        CorpusError: if the name is unknown.
+        CorpusError: there is no built-in corpus of this name, or `data_dir` is a file.
     """
     if name not in NAMES:
         near = nearest(name, NAMES)
@@ -70,7 +80,10 @@ def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer
 
 
 def stdlib_files() -> list[Path]:
-    """The files of the corpus, relative to the library's folder, in the order of its documents."""
+    """Return the files of `python-stdlib` in the order of its documents.
+
+    The paths are relative to the folder of the standard library.
+    """
     root = stdlib_root()
     chosen = []
     for folder, folders, files in os.walk(root):
@@ -81,12 +94,12 @@ def stdlib_files() -> list[Path]:
 
 
 def stdlib_root() -> Path:
-    """Folder of the interpreter's library; in a virtual environment, of the base interpreter's."""
+    """Return the folder of Python's standard library, even from within a virtual environment."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
-    """Encode the library's sources into the shards `prefix`."""
+    """Tokenise Python's standard library into the shard with this prefix."""
     root, files = stdlib_root(), stdlib_files()
     if not files:
         raise CorpusError(
@@ -106,7 +119,7 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
 
 
 def _is_ready(prefix: Path, tokenizer: Tokenizer) -> bool:
-    """Whether a complete data set of this tokenizer exists."""
+    """Return whether `prefix` names a complete shard that was made with `tokenizer`."""
     try:
         manifest = read_manifest(prefix)
         ShardReader(prefix)

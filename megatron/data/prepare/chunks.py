@@ -1,8 +1,8 @@
-"""Chunks: the pieces of about 1 MB in which text passes from the readers to the workers.
+"""Chunks, the pieces of about 1 MB of text that readers send to worker processes.
 
-A reader splits its input by a rule that depends on the content alone, so that chunk k of a file is
-the same bytes in every run. Therefore the output cannot depend on the number of workers, and a
-killed run can go on after the last chunk that it wrote.
+A reader splits its input by a rule that depends only on the content, so chunk k of a file contains
+the same text in every run. Therefore the output does not depend on the number of workers, and an
+interrupted run can continue after the last chunk that it wrote.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from megatron.data.prepare.compression import DAMAGE, read_block
 
 CHUNK_BYTES = 1 << 20
 MAX_TEXTS = 4096
-MAX_RECORD_BYTES = 1 << 30  # a longer line is not a record; memory must have a bound
+MAX_RECORD_BYTES = 1 << 30  # a longer line is refused, so that memory is bounded
 
 T = TypeVar("T")
 
 
 class Fault(Exception):
-    """An input that cannot be read further: `where` (file and record), and why."""
+    """An input cannot be read further.
+
+    Args:
+        where: The file and the record, or the archive member, that could not be read.
+        message: The reason.
+    """
 
     def __init__(self, where: str, message: str) -> None:
         super().__init__(f"{where}: {message}")
@@ -31,9 +36,12 @@ class Fault(Exception):
 
 @dataclass
 class Place:
-    """Where a reader is in its input: `file`, `file:record`, `file!member` or `file!member:record`.
+    """The current position of a reader in its input, for error messages.
 
-    Records count from 1. The reader updates `name` while it reads.
+    Attributes:
+        name: `file`, `file:record`, `file!member` or `file!member:record`, where a member is a file
+            inside an archive. Records are numbered from 1. The reader updates `name` while it
+            reads.
     """
 
     name: str
@@ -41,15 +49,21 @@ class Place:
 
 @dataclass
 class Chunk:
-    """Either complete `lines` (JSON records) or `texts`: (place, content) of each document.
+    """A piece of an input, which contains either JSON lines, or documents, or a fault.
 
-    `source`, `number`: index of the input, and of the chunk in it (from 1); they order all chunks.
-    `position`: bytes (or rows) of the input that had been read when the chunk was complete.
-    `fault`: why reading of the input ended here; such a chunk has no text.
+    Attributes:
+        where: The path of the input, or of the archive member.
+        first: The number of the first line in `lines`.
+        lines: Complete lines, one JSON record each.
+        texts: A list of documents, each as its place (for error messages) and its content.
+        fault: Why the input could not be read further; the chunk then contains no text.
+        position: The number of bytes of the input that were read when the chunk was complete.
+        source: The index of the input in the list of inputs.
+        number: The number of the chunk in its input, from 1.
     """
 
     where: str
-    first: int = 1  # line number of the first line
+    first: int = 1
     lines: bytes | None = None
     texts: list[tuple[str, bytes]] | None = None
     fault: str | None = None
@@ -59,7 +73,14 @@ class Chunk:
 
 
 def line_chunks(stream: io.BufferedReader, where: str) -> Iterator[Chunk]:
-    """Chunks of complete lines of `stream`; the last line may lack its line feed."""
+    """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
+
+    Args:
+        where: The place of the stream, for error messages.
+
+    Raises:
+        Fault: the stream is damaged, or a line is longer than `MAX_RECORD_BYTES`.
+    """
     held: list[bytes] = []
     held_bytes, first, error = 0, 1, None
     while error is None:
@@ -85,15 +106,23 @@ def line_chunks(stream: io.BufferedReader, where: str) -> Iterator[Chunk]:
 
 
 def text_chunks(texts: Iterable[tuple[str, bytes]], where: str) -> Iterator[Chunk]:
-    """Chunks of (place, content) pairs."""
+    """Yield chunks of documents.
+
+    Args:
+        texts: The place and content of each document.
+        where: The path of the input.
+    """
     for batch in batches(texts, lambda text: len(text[1])):
         yield Chunk(where, texts=batch)
 
 
 def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Lists of about CHUNK_BYTES, at most MAX_TEXTS items.
+    """Yield the items in lists of about `CHUNK_BYTES` bytes and at most `MAX_TEXTS` items.
 
-    If reading `items` raises an error, the items before it come first, then the error.
+    If `items` raises an error, yield the items before the error as a last list, then raise it.
+
+    Args:
+        size_of: The function that returns the size of an item in bytes.
     """
     batch: list[T] = []
     size = 0
@@ -118,7 +147,16 @@ def damage_as_fault(
     errors: tuple[type[Exception], ...] = DAMAGE,
     message: str = "is truncated or damaged",
 ) -> Iterator[None]:
-    """Turn `errors` of the block into a Fault at the `place` that the reader has reached."""
+    """Turn an error in the block into a `Fault`.
+
+    Args:
+        place: The position of the reader, which the text of the fault names.
+        errors: The types of errors to turn into a fault; by default those of a damaged file.
+        message: The start of the reason.
+
+    Raises:
+        Fault: the block raised one of `errors`.
+    """
     try:
         yield
     except errors as error:
@@ -127,7 +165,11 @@ def damage_as_fault(
 
 
 def positioned(chunks: Iterable[Chunk], position: Callable[[], int]) -> Iterator[Chunk]:
-    """Fill in the position of each chunk."""
+    """Yield the chunks with their `position` set.
+
+    Args:
+        position: The function that returns the number of bytes of the input read so far.
+    """
     for chunk in chunks:
         chunk.position = position()
         yield chunk

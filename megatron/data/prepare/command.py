@@ -1,4 +1,4 @@
-"""How the commands of data preparation end: exit code and message."""
+"""Run a data preparation command and turn its errors into error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron import entry
 from megatron.data.errors import DataError
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: a shell's code for SIGINT (128 + 2)."""
+"""The exit code after Ctrl-C, which is the shell's code for SIGINT (128 + 2)."""
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run `command`; print an error that the user can correct, without a traceback.
+    """Run `command`. Print an error that the user can correct without a traceback.
 
     Returns:
-        What `command` returns; 1 after an error, 130 after Ctrl-C.
+        The return value of `command`, or 1 after such an error, or 130 after Ctrl-C.
     """
     try:
         return entry.reports(DataError)(command)()

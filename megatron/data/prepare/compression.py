@@ -1,8 +1,9 @@
-"""Byte streams that detect a truncated file: plain, gzip, zstandard, xz and bzip2.
+"""Read plain, gzip, zstandard, xz and bzip2 files as byte streams that report truncation.
 
-`zstandard.stream_reader` does not report a truncated file, and by default reads only the first of
-several frames; `ZstdStream` reports truncation and reads all frames. `CountedFile` counts and
-hashes (SHA-256) the bytes of a file while they are read, so that one pass also identifies the file.
+The `zstandard` library's `stream_reader` does not report that a file is truncated, and by default
+it reads only the first of several frames. `ZstdStream` reports truncation and reads all frames.
+`CountedFile` counts and hashes the bytes of a file while they are read, so a file that is read for
+its text need not be read again for its SHA-256.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import IO, Any, cast
 import zstandard
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-# The libraries raise these for a damaged or truncated file.
 DAMAGE: tuple[type[Exception], ...] = (
     EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError,
     zipfile.BadZipFile,
 )  # fmt: skip
+"""The errors that the decompression libraries raise for a damaged or truncated file."""
 _STANDARD = {".gz": gzip.open, ".tgz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_READ = 1 << 16  # compressed bytes at a time
+_READ = 1 << 16  # number of compressed bytes read at a time
 _BUFFER = 1 << 20
 
 
@@ -38,7 +39,11 @@ class _Readable(io.RawIOBase):
 
 
 class CountedFile(_Readable):
-    """A file read from its start; `position` is the number of bytes read so far."""
+    """A file that is read from its start, counted and hashed.
+
+    Attributes:
+        position: The number of bytes read so far.
+    """
 
     def __init__(self, path: str | os.PathLike) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
@@ -51,7 +56,7 @@ class CountedFile(_Readable):
         return count
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the complete file; reads the rest of it."""
+        """Read the rest of the file and return the SHA-256 (hex) of the complete file."""
         read_out(self)
         return self._sha256.hexdigest()
 
@@ -61,7 +66,11 @@ class CountedFile(_Readable):
 
 
 class ZstdStream(_Readable):
-    """All frames of a zstandard stream; raises EOFError if the stream ends inside a frame."""
+    """The decompressed content of all frames of a zstandard stream.
+
+    Raises:
+        EOFError: from reading, if the stream ends inside a frame.
+    """
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source, self._frame, self._left = source, None, b""
@@ -76,7 +85,7 @@ class ZstdStream(_Readable):
                     raise EOFError("the zstandard data ends inside a frame: truncated")
                 return 0
             if self._frame is None:
-                # Archives made with long windows ask for up to 2 GiB; most ask for 8 MiB.
+                # Most archives need a window of 8 MiB, but those made with `--long` up to 2 GiB.
                 decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
                 self._frame = decompressor.decompressobj()
             self._out = memoryview(self._frame.decompress(data))
@@ -89,10 +98,10 @@ class ZstdStream(_Readable):
 
 
 class _SmallReads(_Readable):
-    """Read a decompressor of the standard library in small steps.
+    """The decompressed content of a stream, read with many small reads.
 
-    At a truncation these decompressors drop what they have decompressed for the failing read; with
-    small reads that is little.
+    The decompressors of Python's standard library lose the data of the read that fails at a
+    truncation. With small reads, little data is lost.
     """
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
@@ -105,7 +114,11 @@ class _SmallReads(_Readable):
 
 
 def decompressed(name: str, source: io.RawIOBase | IO[bytes]) -> io.BufferedReader:
-    """Decompress `source` by the suffix of `name`; `read(n)` is shorter than n only at the end."""
+    """Return the decompressed content of `source` as a buffered stream.
+
+    The suffix of `name` determines the compression. With another suffix, the stream returns the
+    bytes of `source` unchanged. `read(n)` returns fewer than n bytes only at the end.
+    """
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix == ".zst":
         stream = ZstdStream(stream)
@@ -115,7 +128,11 @@ def decompressed(name: str, source: io.RawIOBase | IO[bytes]) -> io.BufferedRead
 
 
 def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception | None]:
-    """Read `size` bytes, fewer at the end; at damage return the bytes before it, and the error."""
+    """Read `size` bytes, or fewer if the stream ends or is damaged.
+
+    Returns:
+        The bytes, and the error that ended the reading, or None if the stream is not damaged.
+    """
     pieces, missing = [], size
     while missing:
         try:
@@ -130,12 +147,15 @@ def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception |
 
 
 def hash_file(path: str | os.PathLike) -> str:
-    """SHA-256 (hex) of a file."""
+    """Return the SHA-256 (hex) of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_out(stream: io.RawIOBase | io.BufferedIOBase) -> None:
-    """Read to the end: checksums are stored there, and some truncations show only there."""
+    """Read `stream` to its end and discard the data.
+
+    Checksums are stored at the end, and some truncations are only detected there.
+    """
     while stream.read(_BUFFER):
         pass

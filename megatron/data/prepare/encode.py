@@ -1,7 +1,7 @@
-"""Encode a chunk of text as tokens: the work of one worker process.
+"""Encode a chunk of text as tokens. Worker processes run this code.
 
-A fault in a record is collected with its place, and the other records of the chunk are encoded;
-`run.py` decides whether the fault ends the run.
+If a record is faulty, its place and the fault are collected, and the other records of the chunk are
+still encoded. `run.py` decides whether a fault ends the run.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from megatron.data.prepare.chunks import Chunk
 from megatron.data.tokenizers.base import Tokenizer, utf8
 
 _ONE_A_LINE = "write one JSON object a line, e.g. with jq -c '.[]'"
-_JOINER = "\n\n"  # lm_dataformat's, between the paragraphs of a text that is a list
+_JOINER = "\n\n"  # between paragraphs if a text is a list of paragraphs, as in lm_dataformat
 
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """How a record becomes tokens.
+    """Options for encoding a record.
 
-    `keys`: keys of a record to encode, each to its own shards. `append_eod`: end each document with
-    the tokenizer's eod. `ftfy`: repair the text's encoding first, with the library of that name.
-    `pile_sets`: keep only records whose meta.pile_set_name is one of these; empty keeps all.
+    Attributes:
+        keys: The keys of a JSON record whose texts are encoded. Each key gets its own shard.
+        append_eod: End each document with the tokenizer's end-of-document token.
+        ftfy: Repair wrongly decoded characters with the `ftfy` library before encoding.
+        pile_sets: Keep only records whose `meta.pile_set_name` is in this tuple. If the tuple is
+            empty, keep all records.
+
+    Raises:
+        CorpusError: `ftfy` is True and the library is not installed.
     """
 
     keys: tuple[str, ...] = ("text",)
@@ -42,7 +48,15 @@ class EncodeOptions:
 
 @dataclass
 class Encoded:
-    """The tokens of a chunk: for each key int32 [documents] sizes, and tokens [sum of sizes]."""
+    """The tokens of a chunk.
+
+    Attributes:
+        source, number, position: The attributes of the `Chunk` with these names.
+        sizes: For each key, the number of tokens in each document, int32 [documents].
+        tokens: For each key, the tokens of all documents, [sum of `sizes`].
+        counts: The numbers of `COUNTS` for this chunk.
+        faults: For each faulty record, its place and what is wrong.
+    """
 
     source: int
     number: int
@@ -57,7 +71,7 @@ COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_byt
 
 
 class Encoder:
-    """A callable Chunk -> Encoded, with one tokenizer and one set of options."""
+    """A callable that turns the text of a `Chunk` into the tokens of an `Encoded`."""
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
         self.tokenizer, self.options = tokenizer, options
@@ -80,7 +94,7 @@ class Encoder:
         return out
 
     def _records(self, chunk: Chunk, out: Encoded) -> Iterator[list[str]]:
-        """The texts of each record, one for each key; faulty records go to `out.faults`."""
+        """Yield the texts of each record, one per key. Add faulty records to `out.faults`."""
         lines = enumerate((chunk.lines or b"").split(b"\n"), chunk.first)
         records = ((f"{chunk.where}:{n}", line) for n, line in lines if line.strip())
         for place, content in records if chunk.texts is None else chunk.texts:
@@ -103,11 +117,17 @@ class Encoder:
                 yield values
 
     def _values(self, line: str, out: Encoded) -> list[str]:
-        """The texts of a JSON record; none if its Pile set is not wanted."""
+        """Return the texts of a JSON record, one for each key.
+
+        Return an empty list if the record belongs to a data set of the Pile that is not selected.
+
+        Raises:
+            CorpusError: the record has no such texts.
+        """
         record = json.loads(line)
         keys, sets = self.options.keys, self.options.pile_sets
         if isinstance(record, str) and keys == ("text",) and not sets:
-            return [record]  # lm_dataformat's bare strings
+            return [record]  # lm_dataformat can write a string instead of an object
         if isinstance(record, list):
             raise CorpusError(f"is a JSON array; {_ONE_A_LINE}")
         if not isinstance(record, dict):
@@ -123,7 +143,7 @@ class Encoder:
         return [_value(record, key) for key in keys]
 
     def _encode(self, texts: list[str], out: Encoded) -> None:
-        """Append the tokens of one key's texts."""
+        """Encode the texts of one key and append their sizes and tokens to `out`."""
         tokenizer = self.tokenizer
         arrays = tokenizer.encode_batch(texts)
         eod = np.full(1, tokenizer.eod, tokenizer.dtype)
@@ -151,7 +171,7 @@ def _value(record: dict, key: str) -> str:
 
 
 def _describe(error: Exception, place: str) -> str:
-    """The message of a faulty record: its place (in a text also the line) and the fault."""
+    """Describe a faulty record by its place and the fault (in a text file, also by the line)."""
     match error:
         case UnicodeDecodeError():
             if not place.rpartition(":")[2].isdigit():

@@ -1,9 +1,9 @@
-"""The journal of a preparation run: how far it is, so that a killed run can go on from there.
+"""The journal of a preparation run, a file that lets an interrupted run continue.
 
-PREFIX.journal identifies the run (inputs, tokenizer and options) and, updated every few seconds,
-names the last chunk written and the numbers of documents and tokens that the .part files then held.
-A resumed run drops what lies beyond and continues with the next chunk, so the shards are the bytes
-of an uninterrupted run.
+PREFIX.journal records the inputs, tokenizer and options of the run. Every few seconds it is updated
+with the last chunk that was written, and with the numbers of documents and tokens that the .part
+files contained at that moment. A resumed run truncates the .part files to these numbers and
+continues with the next chunk. Therefore its shards equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from megatron.data.shards.format import shard_path
 
 
 class Journal:
-    """`job`: JSON values that must be equal for a run to continue an interrupted one.
+    """The journal file of a run.
 
-    `refused`: why `read` did not use an existing journal, or None.
+    Args:
+        prefix: The prefix of the shards; the file is PREFIX.journal.
+        job: A JSON object that identifies the run. A run can continue another run only if both have
+            equal jobs.
+        seconds: The time between two updates of the journal.
+
+    Attributes:
+        refused: Why `read` did not return the state in an existing journal, or None.
     """
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:
@@ -31,7 +38,7 @@ class Journal:
         self.refused: str | None = None
 
     def read(self) -> dict | None:
-        """The state of an interrupted run of the same job, or None."""
+        """Return the state that an interrupted run with an equal job wrote, or None."""
         if not self.exists:
             return None
         try:
@@ -48,7 +55,7 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether `seconds` have passed since the last write."""
+        """Whether at least `seconds` have passed since the journal was last written."""
         return time.monotonic() - self._last_write >= self.seconds
 
     @property
@@ -60,7 +67,7 @@ class Journal:
         self._last_write = time.monotonic()
 
     def remove(self) -> None:
-        """Remove the journal, and what a killed `write` may have left."""
+        """Remove the journal and any temporary files that an interrupted `write` left."""
         self.path.unlink(missing_ok=True)
         for path in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{files.UNFINISHED}"):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Output of a long run: a progress bar over the input's bytes, then what was skipped."""
+"""Output of a long preparation run: the progress bar, and texts about skipped records."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_LISTED = 10  # skipped records or files shown; all records are in PREFIX.skipped.txt
+_LISTED = 10  # at most so many skipped records or inputs are printed
 
 
 class ProgressBar:
-    """A bar to `total` bytes of input (0: unknown) on stderr; with `quiet` none.
+    """A progress bar on stderr, which appears at the first call of `show`.
 
-    It shows documents and text per second and the time left, from the first `show` on.
+    It shows the time left, documents per second, and megabytes of text per second.
+
+    Args:
+        total: The number of bytes of all inputs, or 0 if it is unknown.
+        label: The text before the bar.
+        quiet: Show nothing.
     """
 
     def __init__(self, total: int, label: str, quiet: bool) -> None:
@@ -37,8 +42,9 @@ class ProgressBar:
         """Update the bar.
 
         Args:
-            read: Bytes of input that are done.
-            counts: Totals so far; a resumed run's include those of the interrupted one.
+            read: The number of bytes of the inputs that are done.
+            counts: The totals of `documents` and `text_bytes` so far, which in a resumed run
+                include those of the interrupted run.
         """
         if self._quiet:
             return
@@ -64,14 +70,23 @@ class ProgressBar:
 
 
 def describe_nothing(inputs: list[str], causes: dict[str, int]) -> str:
-    """The message that the inputs contain no document; `causes`: lost records, by cause."""
+    """Return the error message for inputs without any document.
+
+    Args:
+        causes: For each cause, the number of records that gave no document.
+    """
     lost = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
     shown = ", ".join(inputs[:_LISTED]) + (", ..." if len(inputs) > _LISTED else "")
     return f"{shown}: no document with text in it{f' ({lost})' if lost else ''}"
 
 
 def describe_skipped(path: str | os.PathLike, faults: int) -> str:
-    """The message that lists the first skipped records, and names the file that lists them all."""
+    """Return a text with the number of skipped records and the first of them.
+
+    Args:
+        path: The file that lists all skipped records, one per line.
+        faults: The number of skipped records.
+    """
     with open(path, encoding="utf-8") as file:
         shown = "".join(f"  {line}" for line in itertools.islice(file, _LISTED))
     more = "  ..." if faults > _LISTED else ""

@@ -1,7 +1,8 @@
-"""Read each kind of source (`sources.py`) as chunks, streaming: never a complete archive in memory.
+"""Read each kind of source (see `sources.py`) as a stream of chunks.
 
-A place in a message is `file:record`, or `file!member:record` inside an archive, counted from 1.
-At damage or truncation a reader first yields the chunks before it, then raises Fault.
+A reader never loads a complete archive into memory. In error messages, a place is `file:record`, or
+`file!member:record` inside an archive, and records are numbered from 1. If a source is damaged or
+truncated, the reader yields the chunks before the damage and then raises `Fault`.
 """
 
 from __future__ import annotations
@@ -27,28 +28,34 @@ Member = tuple[str, Callable[[], Any]]
 
 
 def read_source(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    """Read the chunks of one source.
+    """Yield the chunks of one source.
 
     Args:
-        source: The input.
-        keys: Keys of a record that will be encoded.
-        facts: Gets the SHA-256 of the input once it has been read to its end.
+        source: The source to read.
+        keys: The keys of a record that will be encoded. Other keys may be left out of the chunks.
+        facts: A dict to which the SHA-256 of the input is added when all chunks have been read.
 
     Raises:
-        Fault: at damage.
-        CorpusError: if the library for this kind is not installed.
+        Fault: the source is damaged or truncated.
+        CorpusError: the library for this kind of source is not installed.
     """
     return _READERS[source.kind](source, keys, facts)
 
 
 class _TarFile(tarfile.TarFile):
-    """A tar that knows whether its end mark was read; `tarfile` accepts a truncated archive."""
+    """A tar archive that reports whether its end mark was read.
+
+    Without this, a truncated archive would seem complete, because `tarfile` does not check the end.
+
+    Attributes:
+        ended: Whether the end mark was read.
+    """
 
     ended = False
 
 
 class _TarEntry(tarfile.TarInfo):
-    """A header that records the end mark of its archive."""
+    """A tar header. If the end mark is read instead of a header, `ended` of the archive is set."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -60,7 +67,10 @@ class _TarEntry(tarfile.TarInfo):
 
 
 def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> Callable:
-    """Make a reader of one stream into a reader of a source: open, decompress, hash."""
+    """Turn a reader of one stream into a reader of a source.
+
+    The returned reader opens, decompresses and hashes the source's file.
+    """
 
     def reader(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
         place = Place(source.path)
@@ -82,7 +92,7 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
 
         def members() -> Iterator[Member]:
             for entry in archive:
-                # Otherwise it keeps every header: memory without bound.
+                # Drop the headers that `tarfile` collects, so that memory is bounded.
                 archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  not in the stub
                 if entry.isfile():
                     place.name = f"{path}!{entry.name}"
@@ -91,11 +101,15 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
         yield from _member_chunks(members(), path)
         if not cast(_TarFile, archive).ended:
             raise EOFError("the archive ends without its end mark")
-    read_out(stream)  # a gzip checksum follows the last member
+    read_out(stream)  # the checksum of a gzip file follows the last member
 
 
 def _member_chunks(members: Iterator[Member], path: str) -> Iterator[Chunk]:
-    """Chunks of an archive: members named .jsonl hold records, every other one is a document."""
+    """Yield the chunks of an archive.
+
+    A member named .jsonl, .json or .ndjson contains one record per line. Any other member is one
+    document.
+    """
     for is_records, group in groupby(members, lambda member: kind_of(member[0]) == "jsonl"):
         if is_records:
             for name, open_member in group:
@@ -114,7 +128,10 @@ def _read_member(member: Member) -> tuple[str, bytes]:
 
 
 def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
-    """lm_dataformat's DatArchive: 16 decimal digits, the length in bytes, then the document."""
+    """Yield the chunks of an archive in the DatArchive format of lm_dataformat.
+
+    In this format, each document follows its length in bytes, written as 16 decimal digits.
+    """
     path = place.name
 
     def documents() -> Iterator[tuple[str, bytes]]:
@@ -139,7 +156,7 @@ def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[C
         nonlocal done
         for path in source.paths:
             with CountedFile(path) as raw, damage_as_fault(Place(path)):
-                stream = decompressed(path, raw)  # closes `raw` when it is collected
+                stream = decompressed(path, raw)  # closes `raw` when it is garbage-collected
                 yield path, stream.read()
                 digests.append(raw.digest())
             done += os.path.getsize(path)
@@ -154,7 +171,8 @@ def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[C
 
 def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
     place = Place(source.path)
-    # The library raises the last two for an unknown compression and an encrypted member.
+    # `zipfile` raises NotImplementedError for an unknown compression, and RuntimeError for an
+    # encrypted member.
     errors = (*DAMAGE, NotImplementedError, RuntimeError)
     with (
         open(source.path, "rb") as file,

@@ -1,6 +1,7 @@
-"""Read tables as chunks: parquet files (pyarrow), and data sets of a hub or a folder (`datasets`).
+"""Read tables as chunks: parquet files, and data sets that the `datasets` library can open.
 
-Both libraries are imported where they are used; `datasets` is optional.
+The libraries `pyarrow` and `datasets` are imported only in the functions that use them, and
+`datasets` is optional.
 """
 
 from __future__ import annotations
@@ -14,17 +15,27 @@ from megatron.data.prepare.chunks import Chunk, Fault, Place, batches, damage_as
 from megatron.data.prepare.compression import DAMAGE, hash_file
 from megatron.data.prepare.sources import HUB, Source
 
-_BATCH = 64  # rows of a parquet file at a time
+_BATCH = 64  # number of rows of a parquet file read at a time
 _BUFFER = 1 << 20
 
 
 def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    """Chunks of a parquet file: the columns `keys`, and `meta` if the file has it."""
+    """Yield the chunks of a parquet file, with each row as a JSON record.
+
+    The record contains the columns `keys`, and the column `meta` if the file has it.
+
+    Args:
+        facts: A dict to which the SHA-256 of the file is added at the end.
+
+    Raises:
+        Fault: the file is damaged, or lacks one of the columns `keys`.
+        CorpusError: `pyarrow` is not installed.
+    """
     with needs_package("pyarrow", f"{source.path}: reading parquet", CorpusError):
         import pyarrow
         import pyarrow.parquet
     done, place = 0, Place(f"{source.path}:1")
-    # Reading ahead, by pre_buffer or threads, would hold more the longer the file is.
+    # With pre_buffer or threads, pyarrow reads ahead, and memory grows with the file's length.
     options = {"pre_buffer": False, "buffer_size": _BUFFER}
     with (
         damage_as_fault(place, (pyarrow.ArrowException, *DAMAGE)),
@@ -49,10 +60,20 @@ def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator
 
 
 def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    """Chunks of a data set of a hub (`hub:ID[:SPLIT]`), or of a folder written by `datasets`."""
+    """Yield the chunks of a data set that the `datasets` library opens, each row a JSON record.
+
+    Args:
+        source: A source whose path is `hub:ID[:SPLIT]`, for the Hugging Face hub, or a folder that
+            `datasets` wrote.
+        facts: A dict to which the number of rows is added at the end.
+
+    Raises:
+        Fault: the data set cannot be opened or read, or the folder contains several splits.
+        CorpusError: `datasets` is not installed.
+    """
     with needs_package("datasets", f"{source.path}: a hub's data set", CorpusError):
         import datasets
-    place, any_error = Place(source.path), (Exception,)  # the library documents none
+    place, any_error = Place(source.path), (Exception,)  # `datasets` does not document its errors
     with damage_as_fault(place, any_error, "cannot be opened"):
         if source.path.startswith(HUB):
             name, _, split = source.path[len(HUB) :].partition(":")
@@ -78,7 +99,10 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
 
 
 def _record_chunks(rows: Iterable[Mapping], where: str) -> Iterator[Chunk]:
-    """Rows of a table as JSON lines, which the workers read like the lines of a .jsonl file."""
+    """Yield chunks with the rows of a table as JSON lines.
+
+    Worker processes encode these chunks like those of a .jsonl file.
+    """
     lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
     first = 1
     for batch in batches((line.encode("utf-8", "surrogatepass") for line in lines), len):

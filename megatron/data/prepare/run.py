@@ -1,13 +1,12 @@
-"""Prepare a data set of tokens from text: PREFIX.bin, PREFIX.idx and PREFIX.json, the manifest.
+"""Encode text as token shards: PREFIX.bin, PREFIX.idx, and PREFIX.json, the manifest.
 
-Readers split the inputs into chunks, worker processes encode them, and this process writes the
-results in order. The tokenizer's eod ends each document; empty documents are left out, as in
-GPT-NeoX's `preprocess_data.py`, and counted. If a run was killed, stopped at a fault or filled the
-disk, the same command goes on where it stopped. The files are those of an uninterrupted run, byte
-for byte, whatever the number of workers.
+Readers split the inputs into chunks, worker processes encode the chunks, and this process writes
+the tokens in order. Empty documents are left out and counted, as in GPT-NeoX's
+`preprocess_data.py`. If a run is killed, stops at a fault or fills the disk, the same command
+continues from there. For any number of workers and interruptions, the files are the same.
 
-Partition I of N takes the chunks that end in the I-th N-th of the inputs' bytes, so the
-concatenation of all partitions is the unpartitioned data set.
+A run can encode one of N partitions. The bytes of the inputs are divided into N equal ranges, and
+partition I takes the chunks that end in range I. Merged, the partitions equal the complete shard.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from megatron.data.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of a run; `encode`: how a record becomes tokens.
+    """Options of a preparation run.
 
-    `on_error`: "stop" at a faulty record or file, or "skip" it, counted and listed. `partition`:
-    (i, n), the i-th of n partitions, from 1. `checkpoint_seconds`: a killed run loses at most the
-    work of so many seconds. `quiet`: no progress bar.
+    `on_error` is "stop", to stop at a faulty record or file, or "skip", to skip and list it.
+    `partition` (i, n) selects the i-th of n partitions, from 1. `checkpoint_seconds` is the time
+    between updates of the journal. `quiet` turns off the progress bar.
     """
 
     encode: EncodeOptions = EncodeOptions()
@@ -61,21 +60,22 @@ def write_shards(
     about: dict | None = None,
     label: str = "tokenising",
 ) -> list[dict]:
-    """Encode `sources` into shards.
+    """Encode the text of `sources` and write one shard for each of `options.encode.keys`.
 
     Args:
-        sources: Inputs, in the order of their documents.
-        prefixes: Prefix of the shards for each of `options.encode.keys`.
-        tokenizer: Encodes the text.
-        options: Options of the run.
-        about: Facts about the corpus, for the manifest.
-        label: Text before the progress bar.
+        sources: The inputs, in the order of their documents.
+        prefixes: The prefix of the shard for each key.
+        tokenizer: The tokenizer that encodes the text.
+        options: The options of the run.
+        about: Facts about the corpus, which are added to `source` in the manifests.
+        label: The text before the progress bar.
 
     Returns:
-        The manifests; their `source` holds `about` and each input's size and SHA-256.
+        The manifest of each shard.
 
     Raises:
-        CorpusError: at a fault, or if no document has text; no .idx is then left.
+        CorpusError: an input is faulty (unless faults are skipped), no document has text, or the
+            shards cannot be written. No .idx file is written then.
     """
     paths = [os.fspath(prefix) for prefix in prefixes]
     return _Run(sources, paths, tokenizer, options, about or {}, label).run()
@@ -137,7 +137,7 @@ class _Run:
                     self.skipped_part.unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        """Continue the journal of the same job, if the .part files are as long as it records."""
+        """Continue an interrupted run if its journal and .part files match; else start over."""
         state = self.journal.read()
         resumable = state is not None and all(
             writer.shared_name and writer.holds(*written)
@@ -160,7 +160,7 @@ class _Run:
         os.truncate(self.skipped_part, state["skipped_bytes"])
 
     def _chunks(self) -> Iterator[Chunk]:
-        """The chunks of this partition that are not yet written, numbered."""
+        """Yield the chunks of this partition, except those that an interrupted run wrote."""
         wanted, partitions = self.partition - 1, self.partitions
         first_source = self.last[0] if self.last else 0
         for index, (source, end) in enumerate(zip(self.sources, self.ends, strict=True)):
@@ -178,7 +178,7 @@ class _Run:
                     yield chunk
 
     def _read(self, source: Source, facts: dict) -> Iterator[Chunk]:
-        """The chunks of one source; a fault that ends its reading becomes the last chunk."""
+        """Yield the chunks of one source. If reading fails, the last chunk contains the fault."""
         chunk = None
         try:
             for chunk in read_source(source, self.options.encode.keys, facts):
@@ -191,7 +191,7 @@ class _Run:
             yield Chunk(source.path, fault=str(error), position=position)
 
     def _write(self, result: Encoded, progress: ProgressBar) -> None:
-        """Append the tokens of one chunk, and write the journal if it is due."""
+        """Append the tokens of one chunk to the shards. Update the journal if it is due."""
         if result.faults and self.options.on_error == "stop":
             raise CorpusError(result.faults[0])
         for fault in result.faults:
@@ -218,7 +218,7 @@ class _Run:
             self.journal.write(state)
 
     def _finish(self) -> list[dict]:
-        """Complete the shards and the list of skipped records; return the manifests."""
+        """Complete the shards and the list of skipped records, and return the manifests."""
         faults = self.counts.pop("faults")
         if not self.counts["documents"]:
             self._report_no_documents(faults)
@@ -238,7 +238,7 @@ class _Run:
         return manifests
 
     def _report_no_documents(self, faults: int) -> None:
-        """CorpusError, except for one of several partitions: that of a small input may be empty."""
+        """Raise CorpusError if this is the only partition, otherwise only print a warning."""
         causes = {
             "faulty records skipped": faults,
             "without text": self.counts["empty_documents"],
@@ -270,7 +270,7 @@ class _Run:
         ]
 
     def _described(self, error: OSError | DataError) -> DataError:
-        """`error` with the work that the stopped run has kept, and the file it concerns."""
+        """Return `error` with a text that also gives the work kept and a path if it lacks one."""
         kept = ""
         if self.journal.exists:
             documents = json.loads(self.journal.path.read_text())["state"]["counts"]["documents"]

@@ -1,18 +1,18 @@
-"""The inputs of a run: files, folders and data-set hubs, in a fixed order, each with its kind.
+"""Find the sources of a preparation run in files, folders and data sets of the Hugging Face hub.
 
-| kind | suffixes (each also followed by .gz, .zst, .xz or .bz2) | documents |
+| kind | input | documents |
 |---|---|---|
-| jsonl | .jsonl .json .ndjson | one JSON object (or string) a line |
-| tar | .tar .tgz | each member: records of .jsonl*, otherwise one document |
-| dat | .dat | lm_dataformat's length-prefixed documents |
-| text | .txt .text .md .rst .tex .py and other text | one |
-| zip | .zip | each member, as for tar |
-| parquet | .parquet | one a row |
-| hub | `hub:ID[:SPLIT]`, or a folder written by `datasets` | one a row |
+| jsonl | .jsonl .json .ndjson | each line, which is a JSON object or string |
+| tar | .tar .tgz | each record of its jsonl files, and each of its other files |
+| dat | .dat, an archive of lm_dataformat | each document of the archive |
+| text | .txt .text .md .rst .tex .py .html .xml | the complete file |
+| zip | .zip | as for tar |
+| parquet | .parquet | each row |
+| hub | `hub:ID[:SPLIT]`, or a folder that the `datasets` library wrote | each row |
 
-A folder stands for all its files in the order of their paths, except hidden ones and `__pycache__`;
-a file of unknown kind is then one document, as in a folder of source files. Consecutive text files
-form one source.
+The suffixes .gz, .zst, .xz and .bz2 may follow, except after .zip and .parquet. A folder means all
+its files in the order of their paths, except hidden files and `__pycache__`. In a folder, a file
+with an unknown suffix has the kind text. Consecutive text files form one source.
 """
 
 from __future__ import annotations
@@ -37,14 +37,21 @@ _SUFFIXES = {
     "parquet": (".parquet",),
 }
 KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
-_RANDOM_ACCESS = ("zip", "parquet")  # read by random access, so never compressed themselves
-_ARROW = ("dataset_info.json", "dataset_dict.json")  # `datasets` writes them into its folders
-_IGNORED = ("__pycache__", "current_chunk_incomplete")  # the second: lm_dataformat's leftover
+_RANDOM_ACCESS = ("zip", "parquet")  # these files cannot be compressed as a whole
+_ARROW = ("dataset_info.json", "dataset_dict.json")  # the `datasets` library writes these files
+_IGNORED = ("__pycache__", "current_chunk_incomplete")  # lm_dataformat leaves the second one behind
 
 
 @dataclass
 class Source:
-    """One input. `size`: bytes (0 where unknown); `paths`: the files of a text source, in order."""
+    """One input of a preparation run.
+
+    Attributes:
+        path: A file, a folder, or `hub:ID[:SPLIT]`.
+        kind: One of the kinds in the module docstring.
+        size: The number of bytes, or 0 if it is unknown.
+        paths: The files of a source of kind text, in order; empty for other kinds.
+    """
 
     path: str
     kind: str
@@ -52,9 +59,12 @@ class Source:
     paths: list[str] = field(default_factory=list)
 
     def identity(self) -> list:
-        """A value that changes with the input: hashes names, sizes and times of its files."""
+        """Return a JSON value that changes when the input changes.
+
+        It contains a hash of the names, sizes and modification times of the input's files.
+        """
         found, paths = hashlib.sha256(), self.paths or [self.path]
-        if os.path.isdir(self.path) and not self.paths:  # a folder that `datasets` wrote
+        if os.path.isdir(self.path) and not self.paths:  # then `datasets` wrote this folder
             paths = sorted(str(path) for path in Path(self.path).rglob("*"))
         for path in paths:
             stat = os.stat(path) if os.path.exists(path) else None
@@ -64,7 +74,7 @@ class Source:
 
 
 def kind_of(name: str) -> str | None:
-    """The kind for the suffix of `name`, or None."""
+    """Return the kind of a file by the suffix of its name, or None if the suffix is unknown."""
     path = Path(name.lower())
     compressed = path.suffix in COMPRESSIONS
     kind = KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)
@@ -72,10 +82,13 @@ def kind_of(name: str) -> str | None:
 
 
 def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
-    """The sources of paths, globs, folders and hub ids.
+    """Return the sources that the inputs name, in the same order.
+
+    Args:
+        inputs: Paths of files or folders, glob patterns, and `hub:ID[:SPLIT]`.
 
     Raises:
-        CorpusError: if inputs are missing, empty or of unknown kind; the message names them all.
+        CorpusError: inputs are missing, empty or of unknown kind. The message lists all of them.
     """
     sources: list[Source] = []
     faults: list[str] = []

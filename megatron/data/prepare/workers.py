@@ -1,13 +1,14 @@
-"""Apply a function to a stream of items in worker processes; results keep the order of the items.
+"""Apply a function to a stream of items in worker processes and keep the order of the results.
 
 At most three items per worker are in progress, so memory is bounded for a stream of any length.
-Workers are forked, so they share what the function holds, such as a vocabulary. Start them (`with`
-does) before anything starts a thread or takes a lock, which a fork would copy.
+Workers are forked, so they share objects of the function, such as a vocabulary, with the parent
+process. Enter the `with` block, which forks the workers, before any thread starts.
 
-Each worker has two pipes, one for items and one for results, whose far ends are open in that worker
-alone. So the death of a worker at any moment closes its pipes: the next read or write there fails
-with a CorpusError and never waits forever. (A queue shared by workers has a lock and a pipe that a
-dead worker can leave locked or half written.) Workers die with the process that started them.
+Each worker has two pipes, one for items and one for results. The worker's ends of both pipes are
+open in that worker only, so when it dies, its pipes are closed. The parent's next read or write on
+them then fails with a CorpusError and does not wait forever. (A queue that workers share has a lock
+and a pipe, and a dying worker can leave the lock taken or an item half written.) Workers die
+together with the parent process.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from typing import Any
 
 from megatron.data.errors import CorpusError
 
-_AHEAD = 2  # items sent to a worker and not yet answered: the current one and the next
-_IN_PROGRESS = 3  # items per worker that are sent, with results not yet yielded
-_PIPE_BYTES = 1 << 20  # holds a chunk of text, or its tokens
+_AHEAD = 2  # items that a worker has at a time: the current one and the next
+_IN_PROGRESS = 3  # items per worker that are sent and whose results are not yet yielded
+_PIPE_BYTES = 1 << 20  # enough for a chunk of text or for its tokens
 _SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _END = object()
 
-_Answer = tuple[bool, Any]  # (True, result), or (False, the error that the function raised)
+_Answer = tuple[bool, Any]  # (True, result) or (False, the error that the function raised)
 
 
 class Workers:
-    """`count` processes that run `function`; with 1, it runs in this process."""
+    """A pool of `count` processes that apply `function` to items; use it in a `with` block.
+
+    If `count` is 1, there is no pool, and `function` runs in this process.
+    """
 
     def __init__(self, function: Callable[[Any], Any], count: int) -> None:
         self.function, self.count = function, count
@@ -46,9 +50,9 @@ class Workers:
 
     def __enter__(self) -> Workers:
         if self.count > 1:
-            # This process answers Ctrl-C, once the workers ignore it.
+            # Block Ctrl-C until the workers ignore it, so that only this process handles it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            # Otherwise their garbage collectors write to shared pages, which copies the pages.
+            # Keep the workers' garbage collectors from writing to shared pages, which copies them.
             gc.freeze()
             try:
                 for _ in range(self.count):
@@ -58,7 +62,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:  # unfinished work is not needed any more
+        for worker in self._workers:  # the results of unfinished work are not needed
             worker.process.kill()
         for worker in self._workers:
             worker.process.join()
@@ -67,17 +71,20 @@ class Workers:
         gc.unfreeze()
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `function` of each item, in order. Use it once.
+        """Yield the result of `function` for each item, in the order of the items.
+
+        Call this method only once in a `with` block.
 
         Raises:
-            CorpusError: if a worker dies.
-            Exception: the error that `function` raised, in the place of its result.
+            CorpusError: a worker died.
+            Exception: `function` raised this error. The results of all earlier items are yielded
+                first.
         """
         if not self._workers:  # one process
             yield from map(self.function, items)
             return
         items, more = iter(items), True
-        answers: dict[int, _Answer] = {}  # by the item's number, until they are yielded
+        answers: dict[int, _Answer] = {}  # by number of the item, until they are yielded
         yielded = sent = 0
         while more or yielded < sent:
             idlest = min(self._workers, key=lambda worker: len(worker.numbers))
@@ -97,7 +104,12 @@ class Workers:
                 yielded += 1
 
     def _collect(self, answers: dict[int, _Answer], wait_for_one: bool) -> None:
-        """Move the answers that have arrived into `answers`."""
+        """Receive the results that workers have sent.
+
+        Args:
+            answers: The dict to fill, from the number of an item to its result or error.
+            wait_for_one: If no result has arrived yet, wait for one.
+        """
         ready = wait([worker.answers for worker in self._workers], None if wait_for_one else 0)
         for worker in self._workers:
             if worker.answers in ready:
@@ -106,14 +118,18 @@ class Workers:
 
 
 class _Worker:
-    """One process and its two pipes; `numbers`: its unanswered items, oldest first."""
+    """One worker process and its two pipes.
+
+    Attributes:
+        numbers: The numbers of the items that the worker has not finished, oldest first.
+    """
 
     def __init__(self, function: Callable[[Any], Any], others: list[_Worker]) -> None:
         context = multiprocessing.get_context("fork")
         items_far_end, self._items = context.Pipe(duplex=False)
         self.answers, answers_far_end = context.Pipe(duplex=False)
         for pipe in (self._items, answers_far_end):
-            with suppress(OSError):  # the user's limit is reached; a small pipe is only slower
+            with suppress(OSError):  # over the user's limit; small pipes are only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.numbers: deque[int] = deque()
         args = (function, items_far_end, answers_far_end, [self, *others], os.getpid())
@@ -123,13 +139,16 @@ class _Worker:
         answers_far_end.close()
 
     def send(self, number: int, item: Any) -> None:
-        """Send an item. It does not wait for the work: a thread of the worker receives items."""
+        """Send an item to the worker.
+
+        Sending does not wait for earlier items, because a thread of the worker receives items.
+        """
         with self._alive():
             self._items.send(item)
         self.numbers.append(number)
 
     def receive(self) -> tuple[int, _Answer]:
-        """The number of the oldest item, and its answer."""
+        """Receive the result of the oldest item and return (number of the item, result)."""
         with self._alive():
             answer = self.answers.recv()
         return self.numbers.popleft(), answer
@@ -140,7 +159,11 @@ class _Worker:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Raise CorpusError if a pipe is closed because the worker has died."""
+        """Turn the error of a closed pipe in the block into a CorpusError.
+
+        Raises:
+            CorpusError: a pipe is closed, because the worker died.
+        """
         try:
             yield
         except (EOFError, OSError):
@@ -163,15 +186,23 @@ def _work(
     near_ends: list[_Worker],
     parent: int,
 ) -> None:
-    """Answer the items that arrive, until the pipe closes or the parent process ends."""
+    """Run a worker process until its pipe is closed or the parent process ends.
+
+    Args:
+        items: The pipe from which items are received.
+        answers: The pipe to which results and errors are sent.
+        near_ends: All workers that were started so far. This process inherited the parent's ends of
+            their pipes and must close these ends.
+        parent: The process id of the parent process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for worker in near_ends:  # otherwise a pipe would stay open after the death of its process
+    for worker in near_ends:  # else a pipe would stay open after its process died
         worker.close()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers already use all cores
     queue: SimpleQueue = SimpleQueue()
     Thread(target=_receive_items, args=(items, queue), daemon=True).start()
     while True:
@@ -181,11 +212,11 @@ def _work(
         except Exception as error:
             answer = False, error
         answers.send(answer)
-        del item, answer  # otherwise they would stay in memory while the next one is made
+        del item, answer  # free their memory before the next item is encoded
 
 
 def _receive_items(items: Connection, queue: SimpleQueue) -> None:
-    """Put items into the queue. Exit when the pipe closes or memory runs out."""
+    """Move items from the pipe to the queue. Exit when the pipe closes or memory runs out."""
     try:
         while True:
             queue.put(items.recv())

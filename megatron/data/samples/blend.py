@@ -48,7 +48,14 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Return the normalised weight w_d of each corpus from `documents`, n_d (see the module)."""
+    """Return the normalised weights that follow from the sizes of the corpora.
+
+    The module docstring gives the formula.
+
+    Args:
+        documents: The number of documents in each corpus.
+        alpha: The exponent of the formula.
+    """
     if len(documents) == 1:
         return [1.0]
     total = sum(documents)
@@ -75,9 +82,9 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
 
     Each choice needs the counts of all earlier choices, so a plain implementation is a loop. Here a
     long order is cut into segments, which are computed in parallel from guessed counts. After a few
-    steps a wrong guess has no effect any more, because each step chooses the corpus that lags most.
-    If the counts at the start of a segment still differ from those at the end of the segment before
-    it, the segment is computed again from the latter. So the result equals that of the loop.
+    steps a wrong guess has no effect any more, because each step chooses the corpus that most lacks
+    samples. If the counts at the start of a segment still differ from the counts at the end of the
+    segment before it, the segment is computed again from these. So the result equals the loop's.
 
     Args:
         weights: float64, normalised to the sum 1.

@@ -3,7 +3,7 @@
 Let x_0, x_1, ... be the tokens of the split's documents, in the order of the file. Sequence i of
 length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, and its last L tokens are the
 targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. Therefore
-different lengths are compared on the same targets and differ only in the context.
+lengths with equal n L are compared on the same targets and differ only in the context.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def eval_span(
     """Return the largest number of targets up to `max_tokens` that is a multiple of each length.
 
     Sequences of every length then cover the same targets. If the text is shorter than the least
-    common multiple of `lengths`, return the largest multiple of the longest length. A shorter
-    length may then leave out less than one of its sequences at the end of the text. If the text is
-    shorter than one sequence of the longest length, return 0.
+    common multiple of `lengths`, return the number of targets that sequences of the longest length
+    cover. A shorter length may then leave out less than one of its sequences at the end. If the
+    text is shorter than one sequence of the longest length, return 0.
 
     Args:
         documents: (start, end), the numbers of the first document and of the one after the last.

@@ -49,7 +49,7 @@ class SampleIndex:
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return the fewest complete epochs that hold `num_samples` samples (E in the module)."""
+    """Return E of the module docstring, the fewest complete epochs with `num_samples` samples."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
@@ -102,8 +102,8 @@ def build_sample_index(arguments: IndexArguments) -> SampleIndex:
 def sample_idx_dtype(num_built: int, num_places: int) -> type:
     """Return the dtype of `sample_idx`: int32 where possible, otherwise int64.
 
-    int32 must fit both the number of entries of `sample_idx` (GPT-NeoX's rule) and the places in
-    `doc_idx`.
+    int32 is possible if it can represent the number of entries of `sample_idx` (GPT-NeoX's rule)
+    and all places in `doc_idx`.
 
     Args:
         num_built: The number of samples in the index.

@@ -32,8 +32,8 @@ _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 def cache_folder(data_folder: Path) -> Path:
     """Return the folder for cached sample indices, and create it if it does not exist.
 
-    It is the folder `index_cache` inside `data_folder`, the folder of the shards. If that is not
-    writable, it is a folder of this user in the machine's directory for temporary files.
+    The folder is `index_cache` inside `data_folder`, the folder of the shards. If that cannot be
+    written, return a folder of this user in the machine's directory for temporary files.
     """
     folder = data_folder / "index_cache"
     try:

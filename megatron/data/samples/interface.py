@@ -11,11 +11,11 @@ from megatron.data.errors import DataExhausted
 
 
 class Samples(Protocol):
-    """A data set of training samples with the numbers 0 to `len` - 1.
+    """A data set of training samples, which are numbered from 0 to len(samples) - 1.
 
     Attributes:
         name: The name of the split ("train", ...), for error messages.
-        num_samples: The number of samples for which the order was built; `len` may be larger.
+        num_samples: The number of samples for which the order was built. There may be more samples.
         seq_length: The number of inputs in a sample, which has `seq_length` + 1 tokens.
         published_length: The length that GPT-NeoX's data set has with the same settings.
         where: The paths of the shards, for error messages.

@@ -133,8 +133,8 @@ def published_start(
         valid   (iteration * micro_steps // eval_interval) * eval_iters
         test    0
 
-    The validation position is correct only for `micro_steps` = 1, because GPT-NeoX counts
-    micro-steps as iterations there. Training and validation positions start again at 0 when they
+    The validation position is correct only for `micro_steps` = 1, because its formula treats
+    micro-steps as iterations. Training and validation positions start again at 0 when they
     reach the number of complete micro-steps in the data set.
 
     Args:

@@ -20,8 +20,8 @@ class Shards(Protocol):
     """Read access to the tokens of n documents. The caller must not write to the arrays.
 
     Attributes:
-        prefix: The common path of the .bin and .idx file; of several shards, all these paths joined
-            into one text for error messages.
+        prefix: The common path of the .bin and .idx file. For several shards, a text for error
+            messages that lists the path of each.
         folder: The folder that contains the files of the shard, or of the first of several shards.
         dtype: The little-endian dtype of the tokens.
         sizes: int32 [n], the number of tokens in each document.

@@ -1,4 +1,4 @@
-"""The manifest PREFIX.json of a token shard, which names its tokenizer, counts and sources."""
+"""The manifest PREFIX.json of a token shard, which records its tokenizer, counts and sources."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
 
 
 def partition_of(manifest: dict | None) -> dict | None:
-    """Return the description of the partition that a shard is, or None if it is not a partition.
+    """Return which partition of a run the shard contains, or None if it is not a partition.
 
-    The description is a dict with four keys. `part` is the number of the partition, from 1 to `of`,
+    The result is a dict with four keys. `part` is the number of the partition, from 1 to `of`,
     the number of partitions. `begin` and `end` are the first and last chunk of the partition, each
     as [number of the input, number of the chunk in that input], or None if there is no chunk.
     """

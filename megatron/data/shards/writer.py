@@ -87,9 +87,13 @@ class ShardWriter:
                 self.abort()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether the .part files already held so many documents and tokens when opened.
+        """Return whether the .part files, when opened, contained at least so many items.
 
-        `rewind` can continue an earlier writer's files only if they are at least that long.
+        `rewind` can continue the files of an earlier writer only if this is True.
+
+        Args:
+            documents: The number of documents.
+            tokens: The number of tokens in these documents.
         """
         bin_bytes, idx_bytes = self._found
         return (

@@ -76,7 +76,7 @@ class Tokenizer(ABC):
         return best_dtype(self.vocab_size)
 
     def load(self) -> None:  # noqa: B027  most tokenizers have nothing to build
-        """Build now what the first `encode` would build, so that forked processes share it."""
+        """Build the encoder now, not at the first `encode`, so that forked processes share it."""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, as `encode` does for one text."""
@@ -154,7 +154,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error in the block, which reads a tokenizer's file, into a TokenizerError."""
+    """Turn any error in a block that reads a tokenizer's file into a TokenizerError."""
     try:
         yield
     except Exception as error:  # the libraries raise bare Exceptions

@@ -1,10 +1,10 @@
-"""Libraries that encode GPT-2's BPE faster than `tokenizers`, the reference, with the same ids.
+"""Encode GPT-2's BPE with libraries that are faster than `tokenizers` and give the same ids.
 
 At each step, tiktoken merges the adjacent pair of tokens whose concatenation has the lowest id. BPE
 prescribes the pair that comes first in the list of merges. In GPT-2's own vocabulary the ids follow
 the order of the merges, so both rules choose the same pair. Other vocabularies need `tokenizers`.
 
-gigatoken is a young project, so `CheckedBatches` compares its ids with those of the reference
+gigatoken is a young project, so `CheckedBatches` compares its ids with those of `tokenizers`
 throughout the run. Each process compares all `DIFFICULT_TEXTS`, then texts until it has compared
 `CHECK_FIRST` characters, and after that about one text in `CHECK_EVERY`.
 """
