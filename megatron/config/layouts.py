@@ -17,11 +17,14 @@ _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size"
 
 Relation = Callable[..., "Found | None"]
 RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
-"""(the fields that a relation reads, the relation); `checks.relations` evaluates them."""
+"""Pairs (names of fields, function that checks their values), which `checks.relations` calls."""
 
 
 def relation(*names: str) -> Callable[[Relation], Relation]:
-    """Decorate a function of the values of `names` that returns what is wrong with them."""
+    """Return a decorator that adds a check of the fields `names` to `RELATIONS`.
+
+    The decorated function takes the values of these fields, and returns their problem or None.
+    """
 
     def register(function: Relation) -> Relation:
         RELATIONS.append((names, function))

@@ -229,7 +229,7 @@ class ModelCase:
             self.result.compare("clamped kernel", _numpy(ours), stored, tolerance)
 
     def _first_shards(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the first rank's shard of each full tensor, with the published number of ranks."""
+        """Shard each full tensor as the published run did, and return the first rank's shards."""
         cut, shape = layout.split, self.shape
         return {
             name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]
