@@ -85,9 +85,9 @@ class Variant:
 
     target: int
     kernel: str
+    which: str
     dtype: str
     head_size: int
-    which: str
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def variants(sample: bool) -> Iterator[Variant]:
     for target, kernel, dtype, size in SAMPLE if sample else every:
         for which in PASSES:
             if which != "table" or kernel == "rpe":
-                yield Variant(target, kernel, dtype, size, which)
+                yield Variant(target, kernel, which, dtype, size)
 
 
 @lru_cache
@@ -154,11 +154,7 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
     Compiling these variants again would give the same rows, provided that the source code of the
     Triton kernels has not changed.
     """
-    written = {
-        (row.target, row.kernel, row.dtype, row.head_size, row.which): row
-        for row in rows
-        if row.triton == triton.__version__
-    }
+    written = {astuple(row)[1:6]: row for row in rows if row.triton == triton.__version__}
     return {
         variant: row
         for variant in wanted

@@ -6,7 +6,7 @@ Legend: see `choice`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ class Call:
     k_BKSE: Tensor
     v_BKSE: Tensor
     pos: PositionalEmbedding
-    theta_HN: Tensor | None
+    theta_HN: Tensor | None = None
+    _: KW_ONLY
     scale: float
-    dropout_p: float
-    query_offset: int
+    dropout_p: float = 0.0
+    query_offset: int = 0
 
     @property
     def has_kernel(self) -> bool:

@@ -57,10 +57,10 @@ def blocked(call: Call) -> Tensor:
     weight_HS = None if weight_HS is None else weight_HS.to(dtype)
     seed = int(torch.randint(1 << 62, (), device=device)) if call.dropout_p else 0
     inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS)
-    numbers = (call.scale, call.dropout_p, seed)
+    arguments = *inputs, call.scale, call.dropout_p, seed
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _BlockedAttention.apply(*inputs, *numbers)
-    return BlockedCall(*inputs, *numbers).forward(None)
+        return _BlockedAttention.apply(*arguments)
+    return BlockedCall(*arguments).forward(None)
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -70,18 +70,10 @@ class _BlockedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_BHTE: Tensor,
-        k_BHSE: Tensor,
-        v_BHSE: Tensor,
-        bias_HS: Tensor,
-        weight_HS: Tensor | None,
-        *numbers: Any,
-    ) -> Tensor:
-        inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS)
-        ctx.numbers = numbers
-        call = BlockedCall(*inputs, *numbers)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """`arguments`: those of `BlockedCall`, first the five tensors."""
+        inputs, ctx.numbers = arguments[:5], arguments[5:]
+        call = BlockedCall(*arguments)
         kept = call.new_kept()
         ctx.save_for_backward(*inputs, kept)
         return call.forward(kept)

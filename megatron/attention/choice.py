@@ -15,6 +15,7 @@ of theta.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,9 @@ class AttentionFn:
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not serve them.
         """
-        return self.run(Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset))
+        inputs = q_BHTE, k_BKSE, v_BKSE, pos, theta_HN
+        call = Call(*inputs, scale=scale, dropout_p=dropout_p, query_offset=query_offset)
+        return self.run(call)
 
     def run(self, call: Call) -> Tensor:
         """Compute the attention output. Calls with a new layout are checked first."""
@@ -202,28 +205,17 @@ def refused(backend: str, why: str, request: Request) -> AttentionError:
     )
 
 
-def attend(
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    pos: PositionalEmbedding,
-    theta_HN: Tensor | None = None,
-    *,
-    scale: float,
-    dropout_p: float = 0.0,
-    query_offset: int = 0,
-    backend: str = "auto",
-) -> Tensor:
+def attend(*inputs: Any, backend: str = "auto", **numbers: Any) -> Tensor:
     """Choose a backend and call it at once, for tests, tools and notebooks; see `AttentionFn`."""
-    call = Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale, dropout_p, query_offset)
+    call = Call(*inputs, **numbers)
     chosen = choose(
         backend,
-        pos,
-        device_type=q_BHTE.device.type,
-        dtype=q_BHTE.dtype,
+        call.pos,
+        device_type=call.q_BHTE.device.type,
+        dtype=call.q_BHTE.dtype,
         training=call.wants_gradients,
-        dropout=dropout_p > 0.0,
-        head_size=q_BHTE.shape[-1],
+        dropout=call.dropout_p > 0.0,
+        head_size=call.q_BHTE.shape[-1],
     )
     return chosen.run(call)
 

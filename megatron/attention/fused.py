@@ -105,13 +105,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Tensor,
-        seed: Tensor | None,
-        setting: Setting,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, seed: Any, setting: Setting
     ) -> Tensor:
         from megatron.kernels import launch
 

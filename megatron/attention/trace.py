@@ -208,21 +208,17 @@ class Reader:
             if node.op == "placeholder":
                 values[node] = next(inputs)
             elif node.op == "get_attr":
-                values[node] = self.number(getattr(graph, node.target))
+                constant = getattr(graph, node.target)
+                if constant.numel() != 1:
+                    raise Unreadable(f"it holds a tensor of {constant.numel()} numbers")
+                values[node] = exact(constant.item())
             elif node.op == "call_function":
                 args = map_arg(node.args, values.__getitem__)
                 kwargs = map_arg(node.kwargs, values.__getitem__)
                 values[node] = self.operation(node.target, list(args), dict(kwargs))
-            elif node.op == "output":
-                (result,) = node.args if isinstance(node.args, tuple) else (node.args,)
-                return self.scalar(values[result])
-        raise Unreadable("the trace has no result")
-
-    def number(self, constant: Tensor) -> Any:
-        """Return a tensor constant of the graph as a sympy number."""
-        if constant.numel() != 1:
-            raise Unreadable(f"it holds a tensor of {constant.numel()} numbers")
-        return exact(constant.item())
+            else:  # "output", the last
+                (values[node],) = map_arg(node.args, values.__getitem__)
+        return self.scalar(values[node])
 
     def scalar(self, value: Any) -> Any:
         """Return a value of the graph as a sympy expression that can be an operand."""

@@ -28,6 +28,19 @@ from megatron.kernels.forward import LOG2E
 
 
 @triton.jit
+def weights(s, i, j, distance, constants, c, lse, f_evaluate: tl.constexpr, MASKED: tl.constexpr):
+    """(what `evaluate` returns, softmax weights p) of a tile; with MASKED, p = 0 where i < j."""
+    if MASKED:
+        d = tl.maximum(i - j, 0).to(tl.float32)
+        e = f_evaluate(s, d, 0.0, distance, constants)
+        p = tl.where(i >= j, ex2(e[0] * c - lse), 0.0)
+    else:
+        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
+        p = ex2(e[0] * c - lse)
+    return e, p
+
+
+@triton.jit
 def query_tile(
     q, do, lse, delta, dq, acc,
     k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
@@ -44,13 +57,7 @@ def query_tile(
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
     j = tl.arange(0, N)[None, :]
     distance = table_distance(i, j, m0, n0, offset, queries)
-    if MASKED:
-        d = tl.maximum(i - j, 0).to(tl.float32)
-        e = f_evaluate(s, d, 0.0, distance, constants)
-        p = tl.where(i >= j, ex2(e[0] * c - lse[:, None]), 0.0)
-    else:
-        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
-        p = ex2(e[0] * c - lse[:, None])
+    e, p = weights(s, i, j, distance, constants, c, lse[:, None], f_evaluate, MASKED)
     if DROPOUT:
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
     ds = p * (dp - delta[:, None])
@@ -105,20 +112,14 @@ def query_pass(
     past = (offset + m0 + 1) // N * N
     dq = tl.zeros([M, P], dtype=tl.float32)
     acc = f_zeros(M)
-    for n0 in tl.range(0, past, N):
-        dq, acc = query_tile(
-            q, do, lse, delta, dq, acc,
-            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
-            seed, item, threshold, rescale,
-            f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, False, M, N, E, P,
-        )  # fmt: skip
-    for n0 in tl.range(past, last, N):
-        dq, acc = query_tile(
-            q, do, lse, delta, dq, acc,
-            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
-            seed, item, threshold, rescale,
-            f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, True, M, N, E, P,
-        )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        for n0 in tl.range(past if MASKED else 0, last if MASKED else past, N):
+            dq, acc = query_tile(
+                q, do, lse, delta, dq, acc,
+                k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+                seed, item, threshold, rescale,
+                f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, MASKED, M, N, E, P,
+            )  # fmt: skip
     store_rows(dq_ptr + b * dq_b + h_q * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
     if THETA:
         gradients = f_finish(acc, constants)
@@ -156,13 +157,7 @@ def key_tile(
     distance = table_distance(
         (offset + m0 - n0) + i, tl.arange(0, N)[:, None], m0, n0, offset, queries
     )
-    if MASKED:
-        d = tl.maximum(i - j, 0).to(tl.float32)
-        e = f_evaluate(s, d, 0.0, distance, constants)
-        p = tl.where(i >= j, ex2(e[0] * c - lse[None, :]), 0.0)
-    else:
-        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
-        p = ex2(e[0] * c - lse[None, :])
+    e, p = weights(s, i, j, distance, constants, c, lse[None, :], f_evaluate, MASKED)
     dropped = p
     if DROPOUT:
         keep = tl.trans(kept(seed, item, m0, n0, threshold, M, N))

@@ -49,10 +49,16 @@ if INTERPRETED:
 else:
 
     @triton.jit
-    def lg2(x):
+    def instruction(text: tl.constexpr, x):
+        """One instruction for each number of x."""
         return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+            text,  # pyright: ignore[reportArgumentType] a constexpr str
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def lg2(x):
+        return instruction("lg2.approx.ftz.f32 $0, $1;", x)
 
     @triton.jit
     def lg2_or_finite(x):
@@ -76,15 +82,11 @@ else:
     @triton.jit
     def rcp_any(x):
         """Return 1 / x for every x, including infinities."""
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return instruction("rcp.approx.ftz.f32 $0, $1;", x)
 
     @triton.jit
     def ex2(x):
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return instruction("ex2.approx.ftz.f32 $0, $1;", x)
 
     @triton.jit
     def opaque(x):
@@ -93,9 +95,7 @@ else:
         Otherwise the compiler would compute s + b(d) / scale by a matrix product whose accumulator
         starts from b(d) / scale, and these values would occupy registers during the product.
         """
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return instruction("mov.b32 $0, $1;", x)
 
 
 @triton.jit

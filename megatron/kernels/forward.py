@@ -90,20 +90,14 @@ def forward_pass(
     top = tl.full([M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, P], dtype=tl.float32)
-    for n0 in tl.range(0, past, N):
-        top, total, acc = forward_tile(
-            q, top, total, acc,
-            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
-            seed, item, threshold,
-            f_evaluate, DROPOUT, False, M, N, E, P,
-        )  # fmt: skip
-    for n0 in tl.range(past, last, N):
-        top, total, acc = forward_tile(
-            q, top, total, acc,
-            k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
-            seed, item, threshold,
-            f_evaluate, DROPOUT, True, M, N, E, P,
-        )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        for n0 in tl.range(past if MASKED else 0, last if MASKED else past, N):
+            top, total, acc = forward_tile(
+                q, top, total, acc,
+                k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
+                seed, item, threshold,
+                f_evaluate, DROPOUT, MASKED, M, N, E, P,
+            )  # fmt: skip
     out = acc * (rescale / total)[:, None]
     o_base = out_ptr + b * out_b + h.to(tl.int64) * out_h
     store_rows(o_base, out, m0, queries, out_t, M, E, P)

@@ -21,12 +21,8 @@ from megatron.kernels.forward import forward_pass
 from megatron.kernels.tabulated import table_pass
 from megatron.kernels.tile_sizes import Tile, TileSizes, choose, padded
 
-PASSES: dict[str, Any] = {
-    "forward": forward_pass,
-    "query": query_pass,
-    "key": key_pass,
-    "table": table_pass,
-}
+PASSES: dict[str, Any] = {"forward": forward_pass, "query": query_pass, "key": key_pass}
+PASSES["table"] = table_pass
 
 LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""
@@ -53,16 +49,13 @@ class Setting:
     dropout_p: float = 0.0
     tile_sizes: TileSizes | None = None
 
-    @property
-    def heavy(self) -> bool:
-        return self.functions.heavy or self.dropout_p > 0.0
-
     def tiles(self, q_BHTE: Tensor) -> TileSizes:
         if self.tile_sizes is not None:
             return self.tile_sizes
         cuda = q_BHTE.is_cuda
         capability = torch.cuda.get_device_capability(q_BHTE.device) if cuda else (0, 0)
-        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], self.heavy)
+        heavy = self.functions.heavy or self.dropout_p > 0.0
+        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], heavy)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
         """Return the numeric arguments of every Triton kernel, by name."""
@@ -82,14 +75,9 @@ class Setting:
 
 
 def constants(
-    which: str,
-    functions: DeviceFunctions,
-    tile: Tile,
-    head_size: int,
-    *,
-    dropout: bool,
-    theta: bool,
-) -> dict[str, Any]:
+    which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
+    *, dropout: bool, theta: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments of a Triton kernel.
 
     Args:
@@ -128,15 +116,9 @@ def empty_like_heads(x_BHTE: Tensor) -> Tensor:
 
 
 def launch(
-    which: str,
-    programs: int,
-    tile: Tile,
-    setting: Setting,
-    *,
-    seed: Tensor | None,
-    need_theta: bool = False,
-    tensors: dict[str, Tensor],
-) -> None:
+    which: str, programs: int, tile: Tile, setting: Setting, tensors: dict[str, Tensor],
+    *, need_theta: bool = False,
+) -> None:  # fmt: skip
     """Launch a Triton kernel on the tensors' device, which need not be the current device.
 
     Args:
@@ -147,25 +129,19 @@ def launch(
     """
     LAUNCHES[which] += 1
     q, rows_HW = tensors["q"], tensors["theta"]
-    any_or_seed = rows_HW if seed is None else seed  # the seed is not read without dropout
-    arguments = pointers_and_strides(tensors | {"seed": any_or_seed})
-    arguments |= setting.numbers(q, tensors["k"], rows_HW)
+    arguments = pointers_and_strides(tensors) | setting.numbers(q, tensors["k"], rows_HW)
     dropout = setting.dropout_p > 0.0
     arguments |= constants(
         which, setting.functions, tile, q.shape[-1], dropout=dropout, theta=need_theta
     )
     arguments |= {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        start(PASSES[which], programs, arguments)
+        PASSES[which][(programs,)](**arguments)
 
 
 def cdiv(count: int, size: int) -> int:
     """Return how many tiles of `size` elements cover `count` elements."""
     return -(-count // size)
-
-
-def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
-    function[(programs,)](**arguments)
 
 
 def pointers_and_strides(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -182,13 +158,9 @@ def pointers_and_strides(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def forward(
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    rows_HW: Tensor,
-    seed: Tensor | None,
-    setting: Setting,
-) -> tuple[Tensor, Tensor]:
+    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor,
+    rows_HW: Tensor, seed: Tensor | None, setting: Setting,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse): the attention output, and logarithms that the backward pass needs.
 
     `out` is [B, H, T, E] in q's dtype. `lse` is [B, H, T] fp32 and holds the logarithms to base 2
@@ -203,22 +175,15 @@ def forward(
     tile = setting.tiles(q).forward
     programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
-    launch("forward", programs, tile, setting, seed=seed, tensors=tensors)
+    tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
+    launch("forward", programs, tile, setting, tensors)
     return out, lse
 
 
 def backward(
-    grad_BHTE: Tensor,
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    out_BHTE: Tensor,
-    lse_BHT: Tensor,
-    rows_HW: Tensor,
-    seed: Tensor | None,
-    setting: Setting,
-    need_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    grad_BHTE: Tensor, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, out_BHTE: Tensor,
+    lse_BHT: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting, need_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k and v in the inputs' dtype, and the gradient of `rows_HW`.
 
     The gradient of `rows_HW` is fp32, or None if `need_rows` is false.
@@ -236,25 +201,20 @@ def backward(
     programs = batch * heads * cdiv(queries, tiles.query.M)
     sums = lse_BHT.new_empty(programs, max(1, columns))
     shared = {"q": q, "k": k, "v": v, "do": grad, "lse": lse_BHT, "delta": delta, "theta": rows_HW}
+    shared["seed"] = rows_HW if seed is None else seed  # as in `forward`
     tensors = shared | {"out": out_BHTE, "dq": dq, "sums": sums}
-    launch(
-        *("query", programs, tiles.query, setting),
-        seed=seed,
-        need_theta=need_theta,
-        tensors=tensors,
-    )
+    launch("query", programs, tiles.query, setting, tensors, need_theta=need_theta)
     programs = batch * key_heads * cdiv(keys, tiles.key.N)
-    tensors = shared | {"dk": dk, "dv": dv}
-    launch("key", programs, tiles.key, setting, seed=seed, tensors=tensors)
+    launch("key", programs, tiles.key, setting, shared | {"dk": dk, "dv": dv})
     drows = None
     if need_theta:
         drows = sums.view(batch, heads, -1, columns).sum((0, 2))
     elif need_rows:
-        drows = table_gradient(setting, seed, shared)
+        drows = table_gradient(setting, shared)
     return dq, dk, dv, drows
 
 
-def table_gradient(setting: Setting, seed: Tensor | None, tensors: dict[str, Tensor]) -> Tensor:
+def table_gradient(setting: Setting, tensors: dict[str, Tensor]) -> Tensor:
     """Return the gradient of a table [H, W] over distances.
 
     Args:
@@ -266,8 +226,7 @@ def table_gradient(setting: Setting, seed: Tensor | None, tensors: dict[str, Ten
     tables, seen = functions.biased + functions.weighted, setting.query_offset + queries
     groups, R = cdiv(seen, tile.M), tile.M
     sums = tensors["lse"].new_empty(batch, heads, tables, groups, 2, R)
-    tensors = tensors | {"sums": sums}
-    launch("table", batch * heads * groups, tile, setting, seed=seed, tensors=tensors)
+    launch("table", batch * heads * groups, tile, setting, tensors | {"sums": sums})
     near, far = sums.sum(0).unbind(-2)  # [H, tables, G, R]: at D + e, and at D + e - R
     near[:, :, :-1] += far[:, :, 1:]
     drows = rows_HW.new_zeros(heads, tables, rows_HW.shape[1] // tables)

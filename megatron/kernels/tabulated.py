@@ -97,18 +97,6 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 
 @triton.jit
-def rows_inside(i, queries):
-    """Return (whether each row index i is valid, i clamped from above, i clamped from below).
-
-    The second vector limits i to the last row. The third vector limits i to the first row.
-    """
-    there = (i >= 0) & (i < queries)
-    row = tl.minimum(i, queries - 1)
-    safe = tl.maximum(i, 0)
-    return there, row, safe
-
-
-@triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
     """Return the rows with the indices `row` [R] of a tensor, as [R, P].
 
@@ -151,7 +139,8 @@ def table_pass(
     for position in tl.range(tl.maximum(offset // R * R, far), offset + queries, R):
         m0, n0 = position - offset, position - far
         i = m0 + tl.arange(0, R)
-        there, row, safe = rows_inside(i, queries)
+        there = (i >= 0) & (i < queries)
+        row, safe = tl.minimum(i, queries - 1), tl.maximum(i, 0)
         q = load_inside(q_base, safe, there, q_t, E, P)
         do = load_inside(do_base, safe, there, do_t, E, P)
         k = load_rows(k_base, n0, keys, k_t, True, R, E, P)

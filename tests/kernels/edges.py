@@ -121,7 +121,7 @@ class EdgeCases:
     @pytest.mark.parametrize("name", KINDS)
     def test_ways_of_calling(self, name):
         """No gradients, inference mode, backward twice, differentiated twice, autocast."""
-        case = make(name, 2, 2, 20, SIZE)
+        case = make(name, 1, 2, 20, SIZE)
         full = case.run("fused")
 
         def call() -> torch.Tensor:

@@ -154,7 +154,9 @@ def main() -> None:
 
     names = product(args.sizes.split(","), ("forward", "query", "key"), args.kernels.split(","))
     for size, which, kernel in names:
-        row, compiled = build(tool, tool.Variant(args.target, kernel, args.dtype, int(size), which))
+        variant = {"target": args.target, "kernel": kernel, "which": which}
+        variant |= {"dtype": args.dtype, "head_size": int(size)}
+        row, compiled = build(tool, tool.Variant(**variant))
         sass = disassemble(compiled.asm["cubin"])
         if args.dump:
             stem = args.dump / f"sm{args.target}_{kernel}_{which}_{args.dtype}_{size}"

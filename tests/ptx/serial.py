@@ -48,7 +48,8 @@ def main() -> None:
         chosen = tool.Tile(*map(int, tile[0].split("x"))) if tile else None
         tool.tile_of = lambda variant, chosen=chosen: chosen or tile_of(variant)
         try:
-            variant = tool.Variant(90, kernel, args.dtype, int(size), which)
+            named = {"kernel": kernel, "which": which, "dtype": args.dtype}
+            variant = tool.Variant(target=90, head_size=int(size), **named)
             row, compiled = cost_model.build(tool, variant)
         except Exception as error:  # the compiler's: the other variants are still compiled
             print(text, "failed:", str(error)[:100])

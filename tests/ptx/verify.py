@@ -154,7 +154,7 @@ def run(case: Case) -> Run:
         theta.requires_grad_()
     torch.manual_seed(case.seed)
     driver.LOG.clear()
-    out = fused(Call(*given, pos, theta, scale, case.p, offset))
+    out = fused(Call(*given, pos, theta, scale=scale, dropout_p=case.p, query_offset=offset))
     out.backward(do)
     gradients = [x.grad for x in leaves]
     if case.layout == "packed":
