@@ -80,11 +80,9 @@ def query_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute q's gradient, delta and the sums for theta, one tile of query rows per program.
+    """Compute q's gradient, delta (the row sums of grad_out * out) and theta's partial sums.
 
-    delta is the sum over each row of grad_out * out. Programs are ordered by sequence and head,
-    then by tile, the last query rows first. `sums` is [programs, THETA]. THETA is the number of
-    columns of theta that need a gradient, or 0.
+    `sums` is [programs, THETA]. THETA is the number of columns of theta that need a gradient.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
@@ -183,8 +181,7 @@ def key_pass(
 ):  # fmt: skip
     """Compute the gradients of k and v, one tile of keys of one key head per program.
 
-    Programs are ordered by sequence and key head, then by tile. The first tiles start first,
-    because the most query rows see their keys.
+    The first keys' tiles start first, because the most query rows see these keys.
     """
     tiles = tl.cdiv(keys, N)
     key_heads = heads // group

@@ -116,11 +116,7 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums of a table's gradient, one tile of distances per program.
-
-    Programs are ordered by sequence and head, then by tile. `sums` is [B, H, tables, G, 2, R]. For
-    each of the G tiles of R distances, it holds the two vectors of `by_distance`.
-    """
+    """Compute the partial sums [B, H, tables, G, 2, R] of a table's gradient."""
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D
