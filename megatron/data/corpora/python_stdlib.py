@@ -3,7 +3,7 @@
 Its documents are the `.py` files of the standard library, about 10 MB in total. It leaves out
 tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, and files that
 differ between machines. Documents are ordered by a hash of their path, because `split` divides them
-into consecutive ranges: in this order each range is a random mixture, and the order is the same on
+into consecutive ranges. In this order each range is a random mixture, and the order is the same on
 every machine. The data set's name contains the Python version and the tokenizer's fingerprint.
 """
 

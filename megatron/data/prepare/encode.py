@@ -171,7 +171,7 @@ def _value(record: dict, key: str) -> str:
 
 
 def _describe(error: Exception, place: str) -> str:
-    """Describe a faulty record by its place and the fault (in a text file, also by the line)."""
+    """Return a text that names the place of a faulty record and what is wrong with the record."""
     match error:
         case UnicodeDecodeError():
             if not place.rpartition(":")[2].isdigit():

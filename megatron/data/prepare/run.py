@@ -3,7 +3,7 @@
 Readers split the inputs into chunks, worker processes encode the chunks, and this process writes
 the tokens in order. Empty documents are left out and counted, as in GPT-NeoX's
 `preprocess_data.py`. If a run is killed, stops at a fault or fills the disk, the same command
-continues from there. For any number of workers and interruptions, the files are the same.
+continues that run. For any number of workers and interruptions, the files are the same.
 
 A run can encode one of N partitions. The bytes of the inputs are divided into N equal ranges, and
 partition I takes the chunks that end in range I. Merged, the partitions equal the complete shard.

@@ -4,7 +4,7 @@ Sample i of the blend is taken from the corpus d that lags most behind its weigh
 are normalised to the sum 1, and c_d counts how often corpus d was chosen before sample i:
 
     d        = the first corpus with the largest  w_d max(i, 1) - c_d    in float64
-    sample i = sample c_d of corpus d
+    sample i = sample number c_d of corpus d
 
 Each choice depends only on earlier choices. Therefore a longer order begins with every shorter one.
 For N requested samples, the sample index of corpus d is built for ceil(1.005 N w_d) samples with
