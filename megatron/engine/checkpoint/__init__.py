@@ -1,1 +1,1 @@
-"""Checkpoints: saving, choosing, resuming, changing the layout, exchanging with GPT-NeoX."""
+"""Save checkpoints, resume from them in any layout, and exchange checkpoints with GPT-NeoX."""

@@ -1,4 +1,4 @@
-"""Sizes and checksums of a checkpoint's files: recorded on saving, verified on loading.
+"""Record the sizes and checksums of a checkpoint's files on saving; verify them on loading.
 
 `kerple.json` is written last. It holds the size and the CRC-32 of every other file, and its own
 CRC-32. A CRC-32 finds torn writes and flipped bits, not forgery. All ranks see the same folder, so
@@ -16,16 +16,16 @@ from megatron.parallel.groups import Groups
 
 RECORD = "kerple.json"
 READ_BYTES = 1 << 24
-"""Bytes read at a time."""
+"""The number of bytes to read from a file at a time."""
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """The record as JSON, with its own checksum added."""
+    """Return `record` as JSON text, with a CRC-32 of the record itself added."""
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 
 
 def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
-    """File name -> [bytes, checksum] of all files in `folder`; every rank must call it."""
+    """Return [bytes, CRC-32] of each file in `folder`, by file name; every rank must call this."""
     listed = [path.name for path in folder.iterdir() if path.name != RECORD]
     # A network file system may show one machine a file later than another.
     names = sorted({name for each in groups.gather_from_job(listed) for name in each})
@@ -35,16 +35,17 @@ def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
 
 
 def damage(folder: Path, groups: Groups) -> str | None:
-    """The first file of a checkpoint that differs from what was written, and how.
+    """Return which file of the checkpoint `folder` is damaged and how; None if all are intact.
 
-    Every rank must call it. All ranks get the same answer: None if every file is intact.
+    If several files are damaged, the result describes the first one by path. Every rank must call
+    this function, and every rank gets the same result.
     """
     problem = _damage_seen_by(folder, groups.rank, groups.world_size)
     return min((found for found in groups.gather_from_job(problem) if found), default=None)
 
 
 def _damage_seen_by(folder: Path, rank: int, ranks: int) -> str | None:
-    """Check the record, and every file of this rank's share."""
+    """Check the record and this rank's share of the files; return the first damage or None."""
     path = folder / RECORD
     try:
         record = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Unsharded weights: read from a checkpoint that many ranks wrote, copied into sharded models.
+"""Read unsharded weights from a checkpoint of many ranks, and copy them into sharded models.
 
 Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel rank):
 
@@ -6,7 +6,7 @@ Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel 
     pipeline  layer_LL-model_TT-model_states.pt: each layer's weights, by their names within it
     3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 partitions
 
-The record's `cuts` names the sharded weights, and the dimension of each that is sharded.
+`cuts` in `kerple.json` names the sharded weights and the sharded dimension of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Weights = dict[str, Tensor]
 
 
 def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
-    """The fields `shapes`, `cuts` and `layers` of `RunDescription`; every rank must call it."""
+    """Return the fields `shapes`, `cuts` and `layers` of a `RunDescription` of `model`.
+
+    Every rank must call this function, each with its own shard of the model.
+    """
     cuts = {name: [cut.dim, cut.blocks] for name, cut in shardings_of(model).items()}
     return {
         "shapes": {name: list(shape) for name, shape in full_shapes(model, groups).items()},
@@ -40,10 +43,12 @@ def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
 
 
 def read_full(checkpoint: Path, record: Record) -> Weights:
-    """Every unsharded weight by name, as stored; of ZeRO-3, the fp32 masters.
+    """Read every unsharded weight of a checkpoint, by name.
+
+    Weights have the dtype in which they are stored; for ZeRO-3 they are the fp32 masters.
 
     Raises:
-        CheckpointError: names the file that is missing or damaged.
+        CheckpointError: a file is missing or damaged. The error message names the file.
     """
     ranks = range(record.layout["model_parallel_size"])
     if record.layers:
@@ -75,9 +80,10 @@ def _read_layers(checkpoint: Path, layers: Sequence[str], rank: int) -> Weights:
 
 
 def _read_stage3(checkpoint: Path, rank: int) -> Weights:
-    """Convert one tensor-parallel rank's files, because DeepSpeed's converter knows only one.
+    """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter.
 
-    Its output is discarded: it raises its errors.
+    The converter expects the files of one tensor-parallel rank, so it gets a folder with links to
+    those. Its console output is discarded, because it reports errors as exceptions.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -90,13 +96,20 @@ def _read_stage3(checkpoint: Path, rank: int) -> Weights:
 
 
 def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size]:
-    """Parameter name -> unsharded shape, of all pipeline stages (None: a job of one process)."""
+    """Return the unsharded shape of each parameter of all pipeline stages, by parameter name.
+
+    Args:
+        groups: the job's process groups; None in a job of one process.
+    """
     local = {name: full_shape(param) for name, param in model.named_parameters()}
     return local if groups is None else groups.union_over_pipe(local)
 
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy this rank's shard of each unsharded weight into `model`, before an engine takes it."""
+    """Copy this rank's shard of each unsharded weight into `model`.
+
+    Call this function before an engine is built from `model`.
+    """
     for name, param in model.named_parameters():
         param.copy_(local_slice(param, weights[name]))

@@ -1,7 +1,8 @@
-"""Checkpoint folders that appear complete or not at all.
+"""Write checkpoint folders so that each one appears complete or not at all.
 
-A folder is written as `.unfinished-NAME`, flushed to disk and renamed. Only then does the file
-`latest` beside it name it. An older folder of the same name is renamed first and deleted last.
+A checkpoint is written into the folder `.unfinished-NAME`. The folder is flushed to disk and
+renamed to `NAME`. Only then is `NAME` written into the file `latest`. An older folder of the same
+name is renamed to `.replaced-NAME` before, and deleted at the end.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 
 @contextmanager
 def new_folder(folder: Path, tag: str) -> Iterator[Path]:
-    """Yield an empty folder. At the end of the block it becomes `folder/tag`, and `latest`."""
+    """Yield an empty folder; after the `with` block, `publish` renames the folder to `folder/tag`.
+
+    After an error in the block, the folder is not published.
+    """
     yield create_unfinished(folder, tag)
     publish(folder, tag)
 
 
 def create_unfinished(folder: Path, tag: str) -> Path:
-    """Create the empty folder that `publish` renames."""
+    """Create and return the empty folder `.unfinished-TAG`, which `publish` renames later."""
     unfinished = folder / f"{UNFINISHED}{tag}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -32,7 +36,7 @@ def create_unfinished(folder: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str) -> None:
-    """Flush `.unfinished-TAG` to disk, rename it, and write its name into `latest`."""
+    """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`."""
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
     for path in (*unfinished.rglob("*"), unfinished):
         flush(path)
@@ -46,7 +50,10 @@ def publish(folder: Path, tag: str) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what a killed run left half written or half replaced, and return the names."""
+    """Delete the unfinished and replaced folders of a killed run, and return their names.
+
+    If the run was killed between two renames, the replaced checkpoint gets its name back instead.
+    """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)
         if not final.exists():  # killed between the two renames: the old one is still the newest
@@ -58,7 +65,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 
 def why_not_written(folder: Path, error: Exception) -> str:
-    """The reason why a write into `folder` failed, and the space that is left there."""
+    """Return the reason why a write into `folder` failed, and the free space of its disk."""
     why = str(error) or type(error).__name__
     if "inline_container" in why or "PytorchStreamWriter" in why:
         why = "a file could not be written to its end"  # torch reports only byte counts

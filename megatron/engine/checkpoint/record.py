@@ -1,4 +1,4 @@
-"""The content of a checkpoint's `kerple.json`."""
+"""Define and read the content of a checkpoint's `kerple.json`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LAYOUT_DEFAULTS: dict[str, Any] = {
     "context_parallel_size": 1,
     "sub_group_size": None,
 }
-"""Values of a layout that earlier versions did not record."""
+"""The values of layout entries that earlier versions of this project did not record."""
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a run has come: all that the data order and the counters need.
+    """The counters of a run, from which its data order can be continued.
 
     Attributes:
-        step: optimizer steps done.
-        consumed_samples: training samples read.
-        train_samples: sample count that the training index was first built for; the published
-            order depends on it, so a run never changes it.
+        step: the number of optimizer steps taken.
+        consumed_samples: the number of training samples read.
+        train_samples: the number of samples for which the training index was first built. The order
+            of the samples depends on this number, so a resumed run keeps it.
     """
 
     step: int
@@ -37,15 +37,17 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a checkpoint records about the run that wrote it, as JSON values.
+    """The description of a run that its checkpoints record, as JSON values.
 
     Attributes:
-        model: what makes weights interchangeable (`build.identity_of`).
-        data: what the order of the samples depends on.
-        layout: parallel sizes, ZeRO stage, precision and optimizer.
+        model: the result of `build.identity_of`; models with equal values can share weights.
+        data: the values that determine the order of the samples.
+        layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: parameter name -> unsharded shape.
-        cuts: name of a sharded parameter -> [dimension, blocks], see `megatron.parallel.Sharding`.
-        layers: names of a pipeline's layers, in the order of its files; None without a pipeline.
+        cuts: name of a sharded parameter -> [dimension, blocks], see `Sharding` in
+            `megatron.parallel`.
+        layers: the names of a pipeline's layers, in the order of their checkpoint files; None
+            without a pipeline.
         config: the resolved configuration, as flat keys.
     """
 
@@ -60,13 +62,15 @@ class RunDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(RunDescription):
-    """A `kerple.json`. Fields that earlier versions or imports leave out have defaults.
+    """The content of a checkpoint's `kerple.json`.
+
+    Fields that earlier versions or imports do not write have defaults.
 
     Attributes:
-        version: of the code that wrote it.
-        progress: how far the run had come.
-        imported: what an export needs to restore the published files (`Published.about`); None
-            unless the checkpoint was imported.
+        version: the version of this project that wrote the checkpoint.
+        progress: the counters of the run when the checkpoint was written.
+        imported: for a checkpoint imported from GPT-NeoX's format, the values from which an export
+            restores the original files (`Published.about`); otherwise None.
         files: file name -> [bytes, CRC-32].
     """
 
@@ -80,7 +84,7 @@ class Record(RunDescription):
         """Read the record of the checkpoint folder `checkpoint`.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the file `kerple.json` is missing or damaged.
         """
         path = checkpoint / RECORD
         try:

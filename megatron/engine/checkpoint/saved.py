@@ -1,9 +1,9 @@
-"""Checkpoints on disk: `Saved` is one, `newest` and `finished` find those of a run folder.
+"""Find the checkpoints of a run folder (`newest`, `finished`), and read them (`Saved`).
 
     RUN/global_stepN/           one checkpoint
-        mp_rank_TT_*.pt, layer_*.pt, *_optim_states.pt    DeepSpeed's
+        mp_rank_TT_*.pt, layer_*.pt, *_optim_states.pt    DeepSpeed's files
         rng_rank_RRRRR.pt                                 random streams of dropout, one per rank
-        kerple.json                                       `Record`
+        kerple.json                                       the `Record`
     RUN/latest                  name of the newest complete checkpoint
 
 A folder may also hold published checkpoints, or checkpoints imported from them (`Kind`).
@@ -31,7 +31,7 @@ from megatron.parallel.groups import Groups
 
 
 class Kind(Enum):
-    """Where a checkpoint comes from."""
+    """The origin and layout of a checkpoint."""
 
     OURS = "written by this code"
     IMPORTED = "a published checkpoint, imported into our layout"
@@ -45,16 +45,16 @@ ADVICE = {
         "and another `save` to start a new run from its weights"
     ),
 }
-"""Fields of `RunDescription` that a resumed run must not change -> the remedy if they differ."""
+"""The remedies if a run differs from its checkpoint, by field of `RunDescription`."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk. Its files are read on first use.
+    """A checkpoint on disk. Properties read the checkpoint's files when they are first used.
 
     Attributes:
         folder: the run folder.
-        tag: name of the checkpoint's folder in it, `global_stepN`.
+        tag: the name of the checkpoint's folder in the run folder, `global_stepN`.
     """
 
     folder: Path
@@ -67,36 +67,40 @@ class Saved:
 
     @cached_property
     def record(self) -> Record:
-        """Its `kerple.json`; a published checkpoint has none.
+        """The content of `kerple.json`, which published (GPT-NeoX) checkpoints lack.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the file `kerple.json` is missing or damaged.
         """
         return Record.read(self.path)
 
     @cached_property
     def kind(self) -> Kind:
-        """Where it comes from."""
+        """The origin and layout of the checkpoint."""
         if is_published(self.path):
             return Kind.PUBLISHED
         return Kind.OURS if self.record.imported is None else Kind.IMPORTED
 
     @cached_property
     def counters(self) -> tuple[int, dict[str, Any] | None]:
-        """(optimizer steps done, learning-rate curve that a published run recorded or None)."""
+        """The number of optimizer steps taken, and a published run's learning-rate schedule.
+
+        The schedule is None if the checkpoint is not from a published run or records none.
+        """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
         return self.record.progress.step, (self.record.imported or {}).get("schedule")
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps taken before the checkpoint was written."""
         return self.counters[0]
 
     def weights(self) -> Weights:
-        """Every unsharded weight by name, without an engine; not of a published checkpoint.
+        """Read every unsharded weight by name. The checkpoint must not be in the published layout.
 
-        16-bit weights come as stored. ZeRO-3 stores no unsharded ones: its fp32 masters are joined.
+        Weights have the dtype in which they are stored. For ZeRO-3, which stores only shards, the
+        result contains the joined fp32 masters.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -104,24 +108,31 @@ class Saved:
         return read_full(self.path, self.record)
 
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
-        """(buffers, shards) of an imported checkpoint, see `Published`; otherwise both empty."""
+        """Read the `buffers` and `shards` of an imported checkpoint, as defined in `Published`.
+
+        Both are empty if the checkpoint was not imported.
+        """
         if self.kind is not Kind.IMPORTED:
             return {}, {}
         state = safe_load(self.path / "mp_rank_00_model_states.pt")
         return state["neox_buffers"], state.get("neox_parts", {})
 
     def damage(self, groups: Groups) -> str | None:
-        """The first damaged file, and how it is damaged; None if all are intact.
+        """Return which file is damaged and how; None if all files are intact.
 
-        Every rank must call it. The published format has neither sizes nor checksums to compare.
+        Every rank must call this method. For a published (GPT-NeoX) checkpoint the result is always
+        None, because that format records neither sizes nor checksums.
         """
         return None if is_published(self.path) else checksums.damage(self.path, groups)
 
     def require_same(self, run: RunDescription, *subjects: str) -> None:
-        """Compare these fields of `run` (keys of `ADVICE`) with the record.
+        """Check that the checkpoint records the same values as `run` in the fields `subjects`.
+
+        Args:
+            subjects: names of fields of `RunDescription`, "model" or "data".
 
         Raises:
-            CheckpointError: names every entry that differs.
+            CheckpointError: an entry differs. The error message names every entry that differs.
         """
         for subject in subjects:
             there = getattr(self.record, subject)
@@ -139,22 +150,22 @@ class Saved:
 
 
 def tag_of(step: int) -> str:
-    """Folder name of the checkpoint after `step` steps."""
+    """Return the folder name of the checkpoint after `step` steps."""
     return f"global_step{step}"
 
 
 def finished(folder: Path) -> list[Saved]:
-    """The checkpoints in `folder`, oldest first."""
+    """Return the complete checkpoints in the run folder `folder`, by increasing step."""
     prefix = tag_of(0)[:-1]
     steps = [path.name[len(prefix) :] for path in folder.glob(f"{prefix}*")]
     return [Saved(folder, tag_of(step)) for step in sorted(int(s) for s in steps if s.isdigit())]
 
 
 def newest(folder: Path) -> Saved | None:
-    """The checkpoint that `latest` names in `folder`; None if there is no checkpoint.
+    """Return the checkpoint that the file `folder/latest` names; None if no such file exists.
 
     Raises:
-        CheckpointError: see `find_newest`.
+        CheckpointError: `latest` names no folder beside it, or `folder` is itself a checkpoint.
     """
     saved, problem = find_newest(folder)
     if problem:
@@ -163,9 +174,9 @@ def newest(folder: Path) -> Saved | None:
 
 
 def find_newest(folder: Path) -> tuple[Saved | None, str]:
-    """(the checkpoint that `latest` names in `folder` or None, what is wrong).
+    """Return the checkpoint that `folder/latest` names (or None), and a problem (or "").
 
-    Wrong is a `latest` that names no folder beside it, and a `folder` that is itself a checkpoint.
+    There is a problem if `latest` names no folder beside it, or if `folder` is itself a checkpoint.
     """
     latest = folder / "latest"
     if not latest.is_file():

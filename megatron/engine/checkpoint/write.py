@@ -1,6 +1,6 @@
 """Write a checkpoint, and remove old ones (`keep_last_n_checkpoints`).
 
-A process that is killed at any moment leaves the previous checkpoint usable: see `files`.
+If the process is killed at any moment, the previous checkpoint stays usable (see `publish`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def save(
     """Write the state after `progress.step` steps into the run folder; every rank must call it.
 
     Args:
-        run: recorded beside the state.
-        keep_last: remove all but this many newest checkpoints.
+        folder: the run folder; the checkpoint becomes its subfolder `global_stepN`.
+        progress: the counters of the run, which the checkpoint records.
+        run: the description of the run, which the checkpoint records.
+        keep_last: the number of newest checkpoints to keep; None keeps all.
 
     Raises:
-        CheckpointError: it cannot be written; checkpoints saved before are untouched.
+        CheckpointError: the checkpoint cannot be written. Earlier checkpoints are unchanged.
     """
     saved = Saved(folder, tag_of(progress.step))
     unfinished = folder / f"{UNFINISHED}{saved.tag}"
@@ -72,10 +74,14 @@ def save(
 
 
 def prune(newest: Saved, keep_last: int | None) -> None:
-    """Remove all but the `keep_last` newest checkpoints of this run, up to `newest`.
+    """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
 
-    Checkpoints of later steps are neither counted nor removed: the run went back to an earlier
-    step, perhaps because they are damaged. Published checkpoints are not removed either.
+    Checkpoints of steps after `newest` exist if the run went back to an earlier step, perhaps
+    because they are damaged. They are neither counted nor removed. Checkpoints in the published
+    (GPT-NeoX) layout are not removed either.
+
+    Args:
+        keep_last: the number of checkpoints to keep; None or 0 keeps all.
     """
     if not keep_last:
         return
