@@ -1,7 +1,7 @@
-"""Import a published checkpoint into our layout, and export a checkpoint to the published layout.
+"""Import a published (GPT-NeoX) checkpoint into our layout, and export one to that layout.
 
-An imported checkpoint is a folder in our layout, with the weights as stored. From `imported` in its
-`kerple.json`, `export_checkpoint` writes the same files back: the same names, shapes, dtypes and
+An imported checkpoint keeps all weights as stored. Its `kerple.json` records under `imported` what
+`export_checkpoint` needs to write the original files back, with the same names, shapes, dtypes and
 values of all tensors. No optimizer state is imported or exported.
 """
 
@@ -39,11 +39,12 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     """Write the published folder `global_stepN` into the run folder `target`, in our layout.
 
     Args:
-        summed_biases: it was trained with `gpt_j_residual` (matters with tensor parallelism only).
+        summed_biases: whether the model was trained with `gpt_j_residual`. The value matters only
+            for a model with several tensor-parallel ranks.
 
     Raises:
-        CheckpointError: everything that is missing, unknown or does not fit together; or `target`
-            has a checkpoint of that step already (it may be `source` itself).
+        CheckpointError: the checkpoint is not complete, and the error message lists every problem;
+            or `target` already has a checkpoint of this step.
     """
     found = read(source, summed_biases=summed_biases)
     if found.problems:
@@ -69,14 +70,15 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Write the newest checkpoint of the run folder `source` in the published layout.
 
     Args:
-        parts: tensor-parallel ranks, at least 1; None for as many as it was trained with.
+        parts: the number of tensor-parallel ranks to export to; None takes the number of ranks with
+            which the checkpoint was trained.
 
     Returns:
         The new folder, `target/global_stepN`.
 
     Raises:
-        CheckpointError: there is no checkpoint, `target` has that folder already, or the published
-            code has no such model.
+        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or the
+            published code does not support the model.
     """
     saved = newest(source)
     if saved is None:
@@ -96,7 +98,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     shape = replace(shape, parts=parts or written)
     args |= {"model_parallel_size": shape.parts}
     if shape.parts != written or (shape.parts > 1 and saved.kind is not Kind.IMPORTED):
-        # The published code pads to a multiple of this times the shards, and compares both.
+        # The published code pads the vocabulary to a multiple of this value times the number of
+        # shards. On loading, it compares this value and the padded size with its own.
         args["make_vocab_size_divisible_by"] = len(weights[WORDS]) // shape.parts
     target.mkdir(parents=True, exist_ok=True)
     _refuse_existing(target / saved.tag)
@@ -122,7 +125,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """(pipeline position, published name) -> unsharded tensor."""
+    """Return the unsharded tensors by (position in the published pipeline, published name)."""
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -143,11 +146,12 @@ def _write_layers(
     placed: dict[tuple[int, str], Tensor],
     imported_shards: dict[str, list[Tensor]],
 ) -> None:
-    """Write the files of the weights.
+    """Write the weights into `layer_XX-model_YY-model_states.pt` files in `folder`.
 
     Args:
-        imported_shards: "position.name" -> the shards as they were imported, if merging altered
-            them.
+        placed: (pipeline position, published name) -> unsharded tensor.
+        imported_shards: "position.name" -> the original shards of a tensor that cannot be split
+            into them again.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -164,7 +168,10 @@ def _write_layers(
 
 
 def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]) -> None:
-    """Write the files of the counters. They hold no optimizer: `no_load_optim: true`."""
+    """Write the files of the counters, `mp_rank_YY_model_states.pt`, without optimizer state.
+
+    GPT-NeoX loads such a checkpoint with `no_load_optim: true`.
+    """
     counters = {"iteration": step, "global_steps": step, "global_samples": 0, "skipped_steps": 0}
     sizes = {"dp_world_size": 1, "mp_world_size": shape.parts}
     absent = {"module": None, "optimizer": None, "csr_tensor_module_names": set()}
@@ -174,7 +181,7 @@ def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]
 
 
 def _config_of(record: Record) -> Config:
-    """The configuration of the run that wrote one of our own checkpoints."""
+    """Return the configuration of the run that wrote a checkpoint of this project."""
     with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
         json.dump(record.config, file)
         file.flush()
@@ -205,7 +212,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Values that the published program compares with its own configuration when it loads."""
+    """Return the values that GPT-NeoX compares with its own configuration on loading."""
     m = config.model
     return {
         "num_layers": m.num_layers,

@@ -1,4 +1,4 @@
-"""Copy a checkpoint's weights into a model: one of our own, an imported or a published one."""
+"""Copy the weights of a checkpoint of any `Kind` into a model."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ def load_weights(
 ) -> list[str]:
     """Copy the weights of `saved` into `model`, which must have the same parameters.
 
-    `model` may be one rank's shard: it takes its slices of the unsharded weights.
-
-    Call it before an engine casts or shards the model: masters then start from the stored values.
-    Theta beyond its bounds, as the published code leaves it, is projected, in the model's dtype.
+    If `model` is one rank's shard, only its slices of the weights are copied. Call this function
+    before an engine casts or shards the model, so that the fp32 masters start from the stored
+    values. Checkpoints of the published code may contain theta outside its bounds. Theta is
+    therefore clamped to the bounds, in the model's dtype.
 
     Args:
-        run: a checkpoint of our own must have the same `run.model`; published ones record none.
-        groups: of a job whose model is sharded; every rank must call this.
+        run: this run's description, compared with that of a checkpoint of this project; None
+            compares nothing.
+        groups: the job's process groups if the model is sharded. Every rank must then call this
+            function.
 
     Returns:
-        What the user should know, a line each.
+        Lines to print for the user.
 
     Raises:
-        CheckpointError: lists everything that is missing, unknown or of another shape.
+        CheckpointError: the checkpoint does not fit the model. The error message lists every weight
+            that is missing, unknown or of another shape.
     """
     block = model.shape.block
     if run is not None and saved.kind is Kind.OURS:
@@ -77,7 +80,10 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """An import merges tensor-parallel shards for one value of `gpt_j_residual`; see `Shape`."""
+    """Return an error line if an import was merged for another `gpt_j_residual` than this one.
+
+    An import sums the tensor-parallel shards of some biases only if `gpt_j_residual` is set.
+    """
     if saved.kind is not Kind.IMPORTED:
         return []
     shape = (saved.record.imported or {})["shape"]
@@ -91,7 +97,7 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
 
 
 def _differences(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """A line for each stored weight that the model lacks, or has in another shape."""
+    """Return one line for each stored weight that the model lacks or has in another shape."""
     return [
         f"{name}: not in this model"
         if name not in shapes
@@ -117,7 +123,10 @@ def _refusal(
 
 
 def _project_theta(model: Model, weights: Weights) -> list[str]:
-    """Clamp the unsharded theta, so that all ranks report the same, those without theta too."""
+    """Clamp theta in `weights` to its bounds; return a line for the user if values changed.
+
+    The unsharded theta is clamped on every rank, so that all ranks return the same line.
+    """
     if THETA not in weights:
         return []
     theta_HN = weights[THETA].to(next(model.parameters()).dtype)

@@ -1,12 +1,12 @@
 """Resume in another layout, through DeepSpeed's universal checkpoint format.
 
-A checkpoint is converted into one folder per parameter, with its unsharded fp32 weight and
-optimizer moments. Every rank of the new layout reads its slices from there. The converter gets
-patterns of parameter names, a list for each way to shard. A pair of layouts that it cannot serve is
-refused before anything is read.
+DeepSpeed's converter writes one folder for each parameter, with the unsharded fp32 weight and
+optimizer moments. Every rank of the new layout reads its slices from these folders. For each way of
+sharding, the converter gets a list of patterns that match parameter names. If the converter does
+not support a pair of layouts, the run is refused before any file is read.
 
-This module also completes what DeepSpeed 0.19 leaves undone: files of ZeRO-3 carry no shapes, each
-ZeRO stage looks for counters under its own file name, and a load overwrites the clipping bound.
+This module also works around three faults of DeepSpeed 0.19. Converted ZeRO-3 files have no shapes,
+each ZeRO stage expects the counters under another file name, and loading changes the clipping norm.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ FREE = (
     "zero_stage",
     "sub_group_size",
 )
-"""Entries of a layout that may change."""
+"""The entries of a layout that may differ between a checkpoint and the run that resumes it."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def conversion_info(run: RunDescription) -> dict[str, Any]:
-    """Patterns of parameter names for the converter, by the way that parameters are sharded.
+    """Return patterns of parameter names for DeepSpeed's converter, by the way of sharding.
 
-    Each pattern is a full name, so each parameter has exactly one.
+    Each pattern matches one full parameter name.
     """
     cuts, layers = run.cuts, run.layers or []
 
@@ -69,7 +69,7 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
 
 
 def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Why a run of layout `old` cannot be resumed in layout `new`; None if it can."""
+    """Return why a run of layout `old` cannot be resumed in layout `new`; None if it can be."""
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)
@@ -92,18 +92,19 @@ def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 def convert(
     saved: Saved, scratch: Path, cuts: Mapping[str, Any] | None = None, *, workers: int = 1
 ) -> Path:
-    """Write `saved` into the folder `scratch` in the universal format.
+    """Convert the checkpoint `saved` into DeepSpeed's universal format, in the folder `scratch`.
 
     Args:
-        scratch: a folder for this alone; anything in it is removed.
-        cuts: how the parameters will be sharded (None: as they were).
-        workers: processes; 1 converts in this one (a process with threads must not fork).
+        scratch: the folder for the result; its previous content is removed.
+        cuts: the new sharding, as in `RunDescription`; None takes that of the checkpoint.
+        workers: the number of processes to use. Take 1, which converts in this process, if this
+            process has threads, because such a process must not fork.
 
     Returns:
         The converted checkpoint's folder, `scratch/global_stepN`.
 
     Raises:
-        CheckpointError: it cannot be converted; `scratch` is removed.
+        CheckpointError: the checkpoint cannot be converted. The folder `scratch` is then removed.
     """
     target = scratch / saved.tag
     shutil.rmtree(scratch, ignore_errors=True)
@@ -124,7 +125,7 @@ def convert(
 
 
 def _run_converter(source: Path, target: Path, workers: int) -> None:
-    """Call DeepSpeed's converter. Its output is discarded: it raises its errors."""
+    """Call DeepSpeed's converter without its console output; it reports errors as exceptions."""
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -139,7 +140,7 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
 
 
 def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> None:
-    """Give every tensor its shape, and every parameter the dimension to shard it by."""
+    """Add to the converted files each tensor's shape and the dimension along which to shard it."""
     step = None
     for name, shape in record.shapes.items():
         dim, blocks = cuts.get(name, (0, 1))
@@ -167,7 +168,10 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Write the counters once, under the names that ZeRO-1 and 2, and ZeRO-3, look for."""
+    """Replace the counter files of the old ranks by one under each name that DeepSpeed looks for.
+
+    ZeRO-1 and ZeRO-2 look for one name, and ZeRO-3 for another.
+    """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = torch.load(stored[0], map_location="cpu", weights_only=False)
     counters["module"] = None  # weights are read from zero/
@@ -186,11 +190,11 @@ def restore(
     cuts: Mapping[str, Any],
     changed: str,
 ) -> None:
-    """Load `saved`, written in another layout; every rank must call it.
+    """Load the checkpoint `saved` of another layout into `engine`. Every rank must call this.
 
     Args:
-        scratch: a folder to convert it in; removed afterwards.
-        cuts: of this run's parameters.
+        scratch: the folder in which the checkpoint is converted; it is removed afterwards.
+        cuts: the sharding of this run's parameters, as in `RunDescription`.
         changed: the differences between the layouts, for the log.
     """
     if groups.is_main:
@@ -200,7 +204,7 @@ def restore(
         print(f"  converted in {time.monotonic() - begun:.1f} s", flush=True)
     groups.barrier()
     load(engine, scratch / saved.tag)
-    # Random streams of the old ranks fit no new rank: new ones begin, the same in every repetition.
+    # The random streams of the old ranks fit no new rank, so each rank starts a reproducible one.
     torch.manual_seed(torch.initial_seed() + 1_000_003 * saved.step)
     groups.barrier()
     if groups.is_main:
@@ -208,7 +212,7 @@ def restore(
 
 
 def load(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """Load this rank's slices of a converted checkpoint; every rank must call it."""
+    """Load this rank's slices of a converted checkpoint. Every rank must call this function."""
     optimizer: Any = engine.optimizer  # DeepSpeed's wrapper of Adam
     settings: Any = engine._config
     clip = getattr(optimizer, "clip_grad", None)

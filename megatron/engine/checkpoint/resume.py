@@ -1,12 +1,14 @@
-"""Where a job starts: at step 0, from a checkpoint's weights, or exactly where a run stopped.
+"""Decide where a job starts (at step 0 or from a checkpoint), and load the checkpoint.
 
-| `load` names | start |
+| `load` names | the job starts with |
 |---|---|
-| nothing, or a folder without a checkpoint | step 0, initial weights |
-| a checkpoint of this code | where it stopped: weights, optimizer, schedule, random streams |
-| any checkpoint, with `finetune: true` | step 0, its weights (`save` resumes, if it has begun) |
+| nothing, or a folder without a checkpoint | step 0 and initial weights |
+| a checkpoint of this code | its step, weights, optimizer, schedule and random streams |
 | a published or imported checkpoint | its step and weights; the optimizer's moments are zero |
+| any checkpoint, with `finetune: true` | step 0 and its weights |
 | any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
+
+With `finetune: true`, a checkpoint in the folder `save` is resumed instead.
 """
 
 from __future__ import annotations
@@ -38,15 +40,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """A decision. Call `load_weights` before the engine is built, and `finish` after.
+    """The starting point of a job.
+
+    Call `load_weights` before the engine is built, and `finish` afterwards.
 
     Attributes:
-        progress: where the job begins.
-        text: lines of the log that describe the start.
+        progress: the counters with which the job starts.
+        text: lines that describe the start in the log.
         saved: the checkpoint to start from; None for initial weights.
-        resumes: load the full training state, not only the weights.
-        schedule: a published checkpoint's learning-rate curve, for `use_checkpoint_lr_scheduler`.
-        save: where the job saves, if it does.
+        resumes: whether to load the full training state of `saved`, not only the weights.
+        schedule: a published checkpoint's learning-rate schedule, for
+            `use_checkpoint_lr_scheduler`.
+        save: the folder in which the job saves checkpoints; None if it saves none.
     """
 
     progress: TrainingProgress
@@ -69,7 +74,10 @@ class Start:
         groups: Groups,
         run: RunDescription,
     ) -> TrainingProgress:
-        """Load what the engine and the schedule resume with; every rank must call it."""
+        """Load the state of the engine and of the learning-rate schedule; return the progress.
+
+        Every rank must call this method.
+        """
         step = self.progress.step
         if self.saved is not None and self.resumes:
             self.saved.require_same(run, "model", "data")
@@ -86,14 +94,14 @@ class Start:
 def restore(
     engine: deepspeed.DeepSpeedEngine, groups: Groups, saved: Saved, run: RunDescription, work: Path
 ) -> TrainingProgress:
-    """Load weights, optimizer, schedule and random streams; every rank must call it.
+    """Load weights, optimizer, schedule and random streams of `saved`. Every rank must call this.
 
     If this run's layout differs from the checkpoint's, the main rank converts the checkpoint first,
-    and new random streams of dropout begin. DeepSpeed unpickles its files, so a checkpoint from
-    somebody else could run code here.
+    and dropout uses new random streams. DeepSpeed unpickles the files without restrictions, so a
+    checkpoint from an untrusted source could run code.
 
     Args:
-        work: folder to convert it in; the checkpoint's may be another run's, or read-only.
+        work: a writable folder in which a checkpoint of another layout is converted.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the layouts cannot be converted.
@@ -123,15 +131,17 @@ def restore(
 def choose_start(
     config: Config, groups: Groups, train_samples: int, *, allow_fallback: bool = False
 ) -> Start:
-    """Examine `load` and `save` and decide; every rank must call it.
+    """Examine the config's folders `load` and `save`, and decide where the job starts.
+
+    Every rank must call this function.
 
     Args:
-        train_samples: samples that this run's training index is built for.
-        allow_fallback: skip damaged checkpoints and take the newest intact one.
+        train_samples: the number of samples for which this run's training index is built.
+        allow_fallback: whether to skip damaged checkpoints and take the newest intact one.
 
     Raises:
-        CheckpointError: a checkpoint is damaged; `save` holds another run's, which would be
-            replaced one by one; or there is nothing to evaluate.
+        CheckpointError: a checkpoint is damaged; `save` holds checkpoints of another run, which
+            this run would overwrite; or there is no checkpoint to evaluate.
     """
     save = config.checkpoint.save
     if save and config.training.train_iters > 0:
@@ -158,14 +168,18 @@ def choose_start(
 
 
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
-    """(the newest intact checkpoint in `folder`, the damage found); every rank must call it.
+    """Return the checkpoint in `folder` to start from (or None), and the damage found (or "").
+
+    Normally this is the checkpoint that the file `latest` names. Every rank must call this
+    function.
 
     Args:
-        allow_fallback: skip damaged checkpoints: take the newest intact one that is older than
-            `latest`; if there is none, the newest intact one at all.
+        allow_fallback: whether to skip damaged checkpoints. The newest intact checkpoint before
+            `latest` is then taken or, if there is none, the newest intact checkpoint of all.
 
     Raises:
-        CheckpointError: names the damaged file, how it is damaged, and the checkpoint before it.
+        CheckpointError: the checkpoint is damaged. The error message names the damaged file, the
+            damage, and the checkpoint before.
     """
 
     def look() -> tuple[list[Saved], Saved | None, str]:
@@ -199,7 +213,7 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
 def _decide(
     config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
 ) -> Start:
-    """Where to start; `usable` returns a folder's newest checkpoint."""
+    """Decide where to start. `usable` returns the newest usable checkpoint of a folder or None."""
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))
     fresh = TrainingProgress(0, 0, train_samples)
@@ -232,7 +246,7 @@ def _decide(
 
 
 def _other_batch(config: Config, saved: Saved) -> str:
-    """A warning if a step now reads another number of samples, as with more processes."""
+    """Return a warning if `train_batch_size` differs from the checkpoint's; otherwise no text."""
     here = config.batch.train_batch_size
     there = saved.record.config.get("train_batch_size", here)
     if there == here:
@@ -244,7 +258,7 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:
-    """Start at the checkpoint's step, with only its weights."""
+    """Return a start at the checkpoint's step that loads only the checkpoint's weights."""
     step, schedule = saved.counters
     text = f"evaluating {saved.path}, trained for {step} steps"
     if config.training.train_iters > 0:

@@ -1,1 +1,1 @@
-"""The published (GPT-NeoX) checkpoint format: its layout, reading it, the buffers it stores."""
+"""Define and read the published (GPT-NeoX) checkpoint format, with the buffers that it stores."""

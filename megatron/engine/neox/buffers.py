@@ -1,4 +1,7 @@
-"""Slopes and frequencies that published files store, although the configuration implies them."""
+"""Compute the slopes and frequencies that published (GPT-NeoX) checkpoints store as buffers.
+
+The configuration determines these values, so a stored buffer is only compared with them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from megatron.positional.rotary import frequencies
 def implied_buffers(
     block: BlockShape, pos: PositionalEmbedding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Published name -> buffer, computed from the configuration and rounded to `dtype`."""
+    """Compute the buffers that a published checkpoint of the model stores, by published name.
+
+    The buffers are rounded to `dtype`.
+    """
     sinusoidal, rotary, alibi = layout.BUFFERS
     if pos.kind == "input" and not pos.learnable:
         return {sinusoidal: frequencies(block.hidden_size, 10000.0, dtype, None)}
@@ -31,12 +37,18 @@ def implied_buffers(
 def wrong_buffers(
     block: BlockShape, pos: PositionalEmbedding, stored: dict[str, Tensor]
 ) -> list[str]:
-    """One line for each stored buffer that differs from the implied one; none need be stored."""
+    """Return one line for each stored buffer that differs from the configuration's values.
+
+    Buffers that are not stored are no error.
+
+    Args:
+        stored: published name -> buffer.
+    """
     wrong = []
     for name, tensor in stored.items():
         implied = implied_buffers(block, pos, tensor.dtype).get(name)
         if name == layout.FIXED:
-            tensor = tensor.clamp(min=0.01)  # the published code clamps them when it first runs
+            tensor = tensor.clamp(min=0.01)  # as the published code does when it first runs
         if (
             implied is None
             or implied.shape != tensor.shape

@@ -1,6 +1,7 @@
-"""Counters and schedule of a published run, from its checkpoint's `mp_rank_00_model_states.pt`.
+"""Read the step and the learning-rate schedule of a published (GPT-NeoX) checkpoint.
 
-The file may be missing or hold anything: a value of an unexpected type counts as not recorded.
+Both are in the file `mp_rank_00_model_states.pt`. The file may be missing, and a value of an
+unexpected type is treated as missing.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ from megatron.engine.safe_load import safe_load
 
 
 def client_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of the first `mp_rank` file in the folder `global_stepN`; empty without one."""
+    """Read `mp_rank_00_model_states.pt` in the folder `checkpoint`; empty if the file is missing.
+
+    Raises:
+        CheckpointError: the file cannot be read, or it contains more than tensors and plain values.
+    """
     path = checkpoint / "mp_rank_00_model_states.pt"
     return load_mapping(path) if path.is_file() else {}
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """Read a file that holds values by name.
+    """Read a dictionary with string keys from a file that `torch.save` wrote.
 
     Raises:
-        CheckpointError: it holds something different, cannot be opened, or asks to run code.
+        CheckpointError: the file cannot be read, contains more than tensors and plain values, or is
+            no dictionary with string keys.
     """
     loaded = safe_load(path)
     if not isinstance(loaded, dict) or any(not isinstance(name, str) for name in loaded):
@@ -32,13 +38,25 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 
 def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
-    """(optimizer steps done, learning-rate curve if recorded) of the folder `global_stepN`."""
+    """Return the number of optimizer steps and the learning-rate schedule of a checkpoint.
+
+    The schedule is None if the checkpoint does not record a complete one.
+
+    Args:
+        checkpoint: the checkpoint's folder, `global_stepN`.
+    """
     client = client_state(checkpoint)
     return step_of(client, checkpoint), schedule_of(client)
 
 
 def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
-    """The learning-rate curve as `AnnealingLR` loads it."""
+    """Return the recorded schedule in the form that `AnnealingLR.load_state_dict` takes.
+
+    None if the schedule is missing or incomplete.
+
+    Args:
+        client: the result of `client_state`.
+    """
     state = mapping(client, "lr_scheduler")
     names = ("start_lr", "end_iter", "warmup_iter", "decay_style", "min_lr", "num_iters")
     if any(name not in state for name in names):
@@ -47,19 +65,23 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def step_of(client: dict[str, Any], checkpoint: Path) -> int:
-    """Optimizer steps done: as recorded, otherwise from the name of the folder."""
+    """Return the number of optimizer steps as recorded or, if missing, as in the folder's name.
+
+    Args:
+        client: the result of `client_state`.
+    """
     named = re.fullmatch(r"global_step(\d+)", checkpoint.name)
     recorded = count(client, "iteration") or count(client, "total_iters")
     return recorded or (int(named[1]) if named else 0)
 
 
 def mapping(client: dict[str, Any], name: str) -> dict[str, Any]:
-    """A recorded mapping; empty if there is none."""
+    """Return the dictionary `client[name]`, or an empty one if it is missing or no dictionary."""
     value = client.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def count(values: dict[str, Any], name: str) -> int | None:
-    """A recorded number above 0; None if there is none."""
+    """Return the integer `values[name]`, or None if it is missing, not an integer or below 1."""
     value = values.get(name)
     return value if isinstance(value, int) and value > 0 else None

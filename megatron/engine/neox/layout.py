@@ -1,20 +1,21 @@
-"""The published checkpoint layout: which file holds what, and how tensor parallelism shards it.
+"""Define the published (GPT-NeoX) checkpoint layout: its files and the shards of its tensors.
 
 GPT-NeoX saves a pipeline of L + 5 positions. For each position that has tensors, each of N
 tensor-parallel ranks writes `layer_XX-model_YY-model_states.pt` (two digits at least):
 
     XX = 0            embedding           word_embeddings, position_embeddings
-    XX = 2 ... L+1    blocks              norms, attention, mlp; the kernel's parameters in each
+    XX = 2 ... L+1    blocks              norms, attention, mlp; the distance kernel's parameters
     XX = L+3          final norm          norm
     XX = L+4          output projection   final_linear; no such file when it is tied to XX = 0
 
-Positions 1 and L+2 only transpose. Linear weights are [out, in]. How N shards make one tensor:
+Positions 1 and L+2 only transpose activations. Linear weights are [out, in]. A distance kernel is a
+bias or factor that depends only on the query-key distance. N shards make one tensor by a rule:
 
     rows        concatenated on dimension 0: vocabulary, heads, inner width
     columns     concatenated on dimension 1: the input of a row-parallel layer
     halves      geglu's first layer: each shard is [value | gate], and the halves are concatenated
     replicated  the same in every shard
-    summed      row-parallel biases under `gpt_j_residual`: that code adds each rank's to the sum
+    summed      added up: row-parallel biases with `gpt_j_residual`, each of which GPT-NeoX adds
 
 Legend: L layers, N tensor-parallel ranks, H heads.
 """
@@ -40,7 +41,7 @@ BUFFERS = (
     "attention.rotary_emb.inv_freq",
     "attention.alibi_embed.slopes",
 )
-"""Tensors that the files store although the configuration implies them (`neox/buffers.py`)."""
+"""The names of stored tensors that the configuration determines (see `neox/buffers.py`)."""
 
 _RULES = {
     "word_embeddings.": "rows",
@@ -54,17 +55,30 @@ _RULES = {
 
 
 def file_name(index: int, rank: int) -> str:
-    """`layer_XX-model_YY-model_states.pt`."""
+    """Return `layer_XX-model_YY-model_states.pt` for pipeline position `index` and rank `rank`."""
     return f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
 
 
 def positions(num_layers: int, tied: bool) -> list[int]:
-    """Pipeline positions that have a file."""
+    """Return the pipeline positions that have a file, for a model of `num_layers` blocks.
+
+    Args:
+        tied: whether the output projection is the embedding's weight.
+    """
     return [0, *range(2, num_layers + 2), num_layers + 3, *([] if tied else [num_layers + 4])]
 
 
 def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
-    """How the shards of the tensor `name` make one tensor: see the module docstring."""
+    """Return the rule by which the shards of a published tensor make one tensor.
+
+    The rules are "rows", "columns", "halves", "replicated" and "summed" (see the module docstring).
+
+    Args:
+        name: the tensor's published name.
+        geglu: whether the MLP's activation is geglu.
+        summed: whether the model was trained with `gpt_j_residual`.
+        row_output: whether the output projection is row-parallel.
+    """
     if name.startswith("mlp.dense_h_to_4h."):
         return "halves" if geglu else "rows"
     if name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
@@ -75,12 +89,12 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
 
 
 def merge(shards: Sequence[Tensor], how: str) -> Tensor:
-    """One tensor from its shards.
+    """Merge the shards of all tensor-parallel ranks into one tensor by the rule `how`.
 
-    A sum that the shards' dtype cannot represent is returned in fp64.
+    If the rule is "summed" and the shards' dtype cannot represent the sum, the result is fp64.
 
     Raises:
-        ValueError: replicas differ.
+        ValueError: the shards' shapes do not fit, or shards that must be equal differ.
     """
     first = shards[0]
     if len(shards) == 1:
@@ -106,10 +120,13 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
 
 
 def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list[Tensor]:
-    """The inverse of `merge`: `count` shards of `tensor`, which errors call `name`.
+    """Split `tensor` into `count` shards by the rule `how`; the inverse of `merge`.
+
+    Args:
+        name: the tensor's name in error messages.
 
     Raises:
-        CheckpointError: the sizes do not divide.
+        CheckpointError: the size of the split dimension is not divisible as needed.
     """
     if count == 1:
         return [tensor]
@@ -131,7 +148,15 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 
 
 def our_name(index: int, name: str, num_layers: int) -> str | None:
-    """This project's name of a published tensor; None for an unknown or a kernel's tensor."""
+    """Return this project's name of a published tensor; None if the tensor has no such name.
+
+    None is for unknown tensors and for the distance kernel's, which are merged into theta instead.
+
+    Args:
+        index: the tensor's position in the published pipeline.
+        name: the tensor's published name.
+        num_layers: the number of transformer blocks.
+    """
     if index == 0:
         known = name in ("word_embeddings.weight", "position_embeddings.weight")
         return f"embedding.{name}" if known else None
@@ -143,7 +168,7 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
 
 
 def published_place(name: str, num_layers: int) -> tuple[int, str]:
-    """The inverse of `our_name`: (pipeline position, published name)."""
+    """Return (pipeline position, published name) of our tensor `name`; inverts `our_name`."""
     head, _, rest = name.partition(".")
     if head == "embedding":
         return 0, rest
@@ -156,7 +181,12 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 
 
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Theta, or its gradient, as the published tensors of every block."""
+    """Return theta, or theta's gradient, as the published tensors of a block, by published name.
+
+    Args:
+        theta_HN: theta, one row for each head.
+        names: the published names of theta's columns.
+    """
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}
     columns = zip(names, theta_HN.unbind(1), strict=True)
@@ -164,7 +194,11 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
-    """(theta [H, n], the names of its columns) from one block's merged kernel tensors."""
+    """Return theta [H, n] and the published names of its columns; the inverse of `theta_columns`.
+
+    Args:
+        columns: one block's merged tensors of the distance kernel, by published name.
+    """
     if RPE + TABLE in columns:
         return columns[RPE + TABLE].T.contiguous(), [TABLE]
     names = [name for name in THETA if RPE + name in columns]

@@ -1,12 +1,12 @@
-"""Read published checkpoints: the files of `neox/layout.py`, with shards merged.
+"""Read published (GPT-NeoX) checkpoints, and merge the shards of tensor-parallel ranks.
 
-    SRC/latest                                          name of the newest
+    SRC/latest                                          name of the newest checkpoint
     SRC/global_stepN/layer_XX-model_YY-model_states.pt  weights
     SRC/global_stepN/mp_rank_YY_model_states.pt         counters, schedule, optimizer, random state
     SRC/global_stepN/configs/*.yml                      the configuration it was trained with
 
-Weights and counters are read. The optimizer's state is not: it is one flat tensor in an order that
-only that program knows. Files are opened by `safe_load`, so they cannot run code.
+Weights and counters are read. The optimizer's state is not read, because it is one flat tensor
+whose order only GPT-NeoX defines. `safe_load` opens the files, so they cannot run code.
 
 Legend: L layers, N tensor-parallel ranks.
 """
@@ -27,7 +27,7 @@ from megatron.engine.neox import counters, layout
 from megatron.model.embedding import THETA
 
 MOST_FILES = 100_000
-"""Layers times ranks; a larger product is a damaged count, not a list of missing files."""
+"""The most files (layers times ranks) that are plausible; more mean that a count is damaged."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Shape:
     """The properties of a model that decide which published file holds which weights.
 
     Attributes:
-        num_layers, tied: L, and whether the output is the embedding.
-        parts: N; imports record it under this name.
-        theta: names of the kernel's tensors, in the order of our columns; empty without a kernel.
-        geglu: the MLP's first layer has two halves.
-        summed_biases: row-parallel biases are summed over the ranks (`gpt_j_residual`).
-        row_output: the output projection is sharded by columns (`output_layer_parallelism: row`).
+        num_layers: the number L of transformer blocks.
+        tied: whether the output projection is the embedding's weight.
+        parts: the number N of tensor-parallel ranks.
+        theta: the names of the distance kernel's tensors, in the order of our columns; empty
+            without a distance kernel.
+        geglu: whether the MLP's activation is geglu, so that its first layer has two halves.
+        summed_biases: whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
+        row_output: whether the output projection is row-parallel (`output_layer_parallelism: row`).
     """
 
     num_layers: int
@@ -52,7 +54,7 @@ class Shape:
     row_output: bool = False
 
     def rule(self, name: str) -> str:
-        """How the shards of the published tensor `name` make one tensor."""
+        """Return the rule (see `layout`) by which shards of tensor `name` make one tensor."""
         return layout.rule(
             name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
         )
@@ -63,14 +65,17 @@ class Published:
     """A published checkpoint with its shards merged, under this project's names.
 
     Attributes:
-        weights: name -> tensor, as stored (dtype included).
-        buffers: published name -> tensor that the configuration implies.
-        shards: "position.published name" -> the shards that merging alters: replicas that differ
-            in the last digits, summed biases that are not equal.
-        step, schedule, args: the counters it was saved with; schedule is None if not recorded.
-        problems: what is missing, unknown or does not fit together. If there are any, the weights
-            are not complete.
-        notes: what a reader should know.
+        shape: the properties of the model, inferred from the files.
+        step: the number of optimizer steps taken.
+        weights: our name -> merged tensor, in the stored dtype.
+        buffers: published name -> stored tensor that the configuration determines.
+        shards: "position.published name" -> the original shards, if merging loses their values
+            (replicas that differ slightly, or summed biases that are not equal).
+        schedule: the recorded learning-rate schedule; None if missing.
+        args: the recorded configuration values that are integers or strings.
+        problems: one line for each thing that is missing, unknown or inconsistent. If there is any
+            line, the weights are not complete.
+        notes: lines that are printed for the user.
     """
 
     shape: Shape
@@ -84,27 +89,33 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """JSON values that an import records, so that an export can write the same files back."""
+        """Return the JSON values that an import records so that an export restores the files."""
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
 
 def is_published(checkpoint: Path) -> bool:
-    """Whether the folder `global_stepN` is in the published layout.
+    """Return whether the checkpoint folder `global_stepN` is in the published (GPT-NeoX) layout.
 
-    Pipelines of this code write `layer_*` files too, so our own files are looked for first.
+    This project's pipelines also write `layer_*` files, so a folder with any file that only this
+    project writes is not published.
     """
     ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
-    if ours:  # the second sign counts even if the record was lost
+    if ours:  # the `rng_rank` files show this even if `kerple.json` was lost
         return False
     return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
 
 
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
-    """Read and merge the folder `global_stepN`; check `problems` before using the weights.
+    """Read the published checkpoint folder `global_stepN` and merge the shards of its tensors.
+
+    The caller must check `problems` of the result before it uses the weights.
+
+    Args:
+        summed_biases: whether the model was trained with `gpt_j_residual`.
 
     Raises:
-        CheckpointError: a file cannot be opened, or asks to run code.
+        CheckpointError: a file cannot be read, or it contains more than tensors and plain values.
     """
     found = {}
     for path in checkpoint.iterdir():
@@ -145,7 +156,7 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
 
 
 def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool) -> Shape:
-    """The shape, as far as sizes of the first rank's tensors show it."""
+    """Return the model's `Shape` without theta, inferred from the first rank's tensors."""
 
     def matrices(*tensors: Any) -> bool:
         return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
@@ -166,7 +177,10 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Complete position -> its files by rank. Missing and unknown files become problems."""
+    """Return the tensors of each rank, by pipeline position, for positions with all files.
+
+    Missing and unknown files are added to `out.problems`.
+    """
     shape = out.shape
     expected = {
         (index, rank)
@@ -184,7 +198,7 @@ def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str
 
 @contextmanager
 def _collected(problems: list[str], where: str) -> Iterator[None]:
-    """Turn an error about tensors that do not fit together into one of `problems`."""
+    """Append a ValueError or RuntimeError of the `with` block to `problems` instead of raising."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -194,7 +208,10 @@ def _collected(problems: list[str], where: str) -> Iterator[None]:
 def _merge_position(
     index: int, group: list[dict[str, Tensor]], out: Published
 ) -> dict[str, Tensor]:
-    """One position's tensors, each from its shards."""
+    """Merge the shards of each tensor of one pipeline position; return the tensors by name.
+
+    Tensors that cannot be merged are added to `out.problems`.
+    """
     merged = {}
     for name in sorted(set().union(*group)):
         where = f"{layout.file_name(index, 0)}: {name}"
@@ -223,7 +240,10 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 
 
 def _check_width(out: Published) -> None:
-    """A square matrix that is not square shows that all files of one rank are missing."""
+    """Add a problem if attention's merged output matrix is not square.
+
+    In that case, all files of some tensor-parallel rank are missing.
+    """
     square = out.weights.get("layers.0.attention.dense.weight")
     if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
         out.problems.append(
@@ -233,7 +253,11 @@ def _check_width(out: Published) -> None:
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
-    """Add the kernel that all blocks share: theta, or slopes that are not trained."""
+    """Add the distance kernel that all blocks share to `out`, as theta or as untrained slopes.
+
+    Args:
+        kernels: block position -> the merged tensors of the distance kernel, by published name.
+    """
     if not any(kernels.values()):
         return
     first = min(kernels)
