@@ -71,7 +71,8 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """`arguments`: those of `BlockedCall`, first the five tensors."""
+        """Compute the attention output. `arguments` are those of `BlockedCall`, in the same
+        order."""
         inputs, ctx.numbers = arguments[:5], arguments[5:]
         call = BlockedCall(*arguments)
         kept = call.new_kept()

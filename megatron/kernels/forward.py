@@ -68,9 +68,10 @@ def forward_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute `out` and `lse`, one tile of query rows of one head per program.
+    """Compute the attention output and `lse`, one tile of query rows of one head per program.
 
-    Programs are ordered by sequence and head, then by tile, the last query rows first.
+    Programs are ordered by sequence and head, then by tile, the last query rows first. `lse` is
+    what the backward pass needs of the softmax.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
