@@ -15,7 +15,6 @@ of theta.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,12 +204,24 @@ def refused(backend: str, why: str, request: Request) -> AttentionError:
     )
 
 
-def attend(*inputs: Any, backend: str = "auto", **numbers: Any) -> Tensor:
+def attend(
+    q_BHTE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    pos: PositionalEmbedding,
+    theta_HN: Tensor | None = None,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    backend: str = "auto",
+) -> Tensor:
     """Choose a backend and call it at once, for tests, tools and notebooks; see `AttentionFn`."""
-    call = Call(*inputs, **numbers)
+    inputs = q_BHTE, k_BKSE, v_BKSE, pos, theta_HN
+    call = Call(*inputs, scale=scale, dropout_p=dropout_p, query_offset=query_offset)
     chosen = choose(
         backend,
-        call.pos,
+        pos,
         device_type=call.q_BHTE.device.type,
         dtype=call.q_BHTE.dtype,
         training=call.wants_gradients,

@@ -57,7 +57,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`. Invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
 
     @abstractmethod
-    def _count_bytes(self, table: np.ndarray) -> None:
+    def count_bytes(self, table: np.ndarray) -> None:
         """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
 
         The caller sets the number of the end-of-document token to 0.
@@ -119,7 +119,7 @@ class Tokenizer(ABC):
     @cached_property
     def _bytes_of_token(self) -> np.ndarray:
         table = np.zeros(self.vocab_size, np.int64)
-        self._count_bytes(table)
+        self.count_bytes(table)
         table[self.eod] = 0
         return table
 

@@ -54,7 +54,7 @@ class HFTokenizer(Tokenizer):
             ids, lambda run: self.reference.decode(run, skip_special_tokens=False)
         )
 
-    def _count_bytes(self, table: np.ndarray) -> None:
+    def count_bytes(self, table: np.ndarray) -> None:
         # In byte-level vocabularies, each character of a token stands for a byte, but added tokens
         # are ordinary text.
         added = self.reference.get_added_tokens_decoder()
@@ -151,7 +151,7 @@ class GPT2BPETokenizer(HFTokenizer):
                 )
         return [ids.astype(self.dtype) for ids in encoded]
 
-    def _count_bytes(self, table: np.ndarray) -> None:
+    def count_bytes(self, table: np.ndarray) -> None:
         for token, i in self._vocabulary.items():
             table[i] = len(token)  # a token has one character per byte
 

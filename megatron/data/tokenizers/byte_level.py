@@ -29,7 +29,7 @@ class ByteLevelTokenizer(Tokenizer):
             start = at + 1
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def _count_bytes(self, table: np.ndarray) -> None:
+    def count_bytes(self, table: np.ndarray) -> None:
         table[:256] = 1
 
     def _content(self) -> bytes:

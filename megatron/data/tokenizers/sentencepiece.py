@@ -41,7 +41,7 @@ class SPMTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.decode_runs(ids, self._pieces.decode)
 
-    def _count_bytes(self, table: np.ndarray) -> None:
+    def count_bytes(self, table: np.ndarray) -> None:
         for i in range(self.vocab_size):
             if self._pieces.is_byte(i):
                 table[i] = 1
