@@ -29,7 +29,10 @@ from megatron.kernels.forward import LOG2E
 
 @triton.jit
 def weights(s, i, j, distance, constants, c, lse, f_evaluate: tl.constexpr, MASKED: tl.constexpr):
-    """(what `evaluate` returns, softmax weights p) of a tile; with MASKED, p = 0 where i < j."""
+    """Return (the results of `evaluate`, the softmax weights p) for a tile.
+
+    With MASKED, p is 0 for future keys, that is, where i < j.
+    """
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
         e = f_evaluate(s, d, 0.0, distance, constants)

@@ -50,7 +50,7 @@ else:
 
     @triton.jit
     def instruction(text: tl.constexpr, x):
-        """One instruction for each number of x."""
+        """Return the results of one PTX instruction for each number of x."""
         return tl.inline_asm_elementwise(
             text,  # pyright: ignore[reportArgumentType] a constexpr str
             "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,

@@ -71,7 +71,7 @@ def forward_pass(
     """Compute the attention output and `lse`, one tile of query rows of one head per program.
 
     Programs are ordered by sequence and head, then by tile, the last query rows first. `lse` is
-    what the backward pass needs of the softmax.
+    saved for the backward pass.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
