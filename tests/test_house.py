@@ -107,6 +107,15 @@ def test_architectures_example_embedding_works(repo_root):
     torch.testing.assert_close(bias_HS, -theta_HN * torch.tensor([0.0, 1.0, 2.0]))
 
 
+def test_the_attention_pages_example_works(repo_root):
+    text = (repo_root / "docs" / "attention.md").read_text()
+    source = re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1]
+    namespace: dict = {}
+    exec(compile(source, "docs/attention.md", "exec"), namespace)
+    assert namespace["out"].shape == namespace["q"].shape
+    assert namespace["theta"].grad.abs().min() > 0
+
+
 def test_ruff_finds_nothing(repo_root):
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "."], cwd=repo_root, capture_output=True, text=True
