@@ -1,4 +1,4 @@
-"""Define the first layer, which returns the token vectors plus position vectors, and theta.
+"""Define the first layer. It returns two values: token plus position vectors, and theta.
 
 Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
 query-key distance. Theta is stored in this layer. The layer returns theta in at least fp32 together

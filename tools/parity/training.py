@@ -200,7 +200,8 @@ class TrainingCase:
         """Record theta under the name `kind`.
 
         If theta is None, record the fixed slopes of `kerple_power_original` instead, because
-        published files store these slopes as parameters. Other embeddings have nothing to record.
+        published files store these slopes as parameters. For any other embedding without theta,
+        nothing is recorded.
         """
         for name, tensor in models.positional_tensors(self.model, theta_HN).items():
             self._note(f"{kind}/{name}", tensor.detach().float().cpu().numpy().copy())

@@ -183,7 +183,7 @@ def _work(
     function: Callable[[Any], Any],
     items: Connection,
     answers: Connection,
-    near_ends: list[_Worker],
+    started_workers: list[_Worker],
     parent: int,
 ) -> None:
     """Run a worker process until its pipe is closed or the parent process ends.
@@ -191,8 +191,8 @@ def _work(
     Args:
         items: The pipe from which items are received.
         answers: The pipe to which results and errors are sent.
-        near_ends: All workers that were started so far. This process inherited the parent's ends of
-            their pipes and must close these ends.
+        started_workers: All workers that were started so far. This process inherited the parent's
+            ends of their pipes and must close these ends.
         parent: The process id of the parent process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -200,7 +200,7 @@ def _work(
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for worker in near_ends:  # else a pipe would stay open after its process died
+    for worker in started_workers:  # else a pipe would stay open after its process died
         worker.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers already use all cores
     queue: SimpleQueue = SimpleQueue()

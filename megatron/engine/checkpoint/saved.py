@@ -129,7 +129,7 @@ class Saved:
         """Check that the checkpoint records the same values as `run` in the fields `subjects`.
 
         Args:
-            subjects: names of fields of `RunDescription`, "model" or "data".
+            subjects: the fields of `RunDescription` to compare: "model", "data" or both.
 
         Raises:
             CheckpointError: an entry differs. The error message names every entry that differs.

@@ -75,8 +75,8 @@ HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
 def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
     """Restore this run's `HYPERPARAMETERS` and learning rate after the `with` block.
 
-    Load a checkpoint in the block. DeepSpeed then overwrites the hyperparameters in the optimizer
-    with those of the run that saved the checkpoint. Under ZeRO it also overwrites the learning rate
+    The caller loads a checkpoint inside the block. DeepSpeed then overwrites the hyperparameters
+    in the optimizer with those of the run that saved the checkpoint. Under ZeRO it also overwrites the learning rate
     that `schedule` wrote.
     """
     kept = [

@@ -32,7 +32,7 @@ class TrainedTheta:
         engine: the engine that trains theta.
         parameter: theta of this rank's heads, in the engine's model; None on a rank without theta.
         pos: the positional embedding, with the names and the bounds of theta's columns. Its
-            numerics decide whether the master is clamped too.
+            numerics decide whether theta's fp32 master copy is clamped as well.
         groups: the job's process groups; each tensor-parallel rank holds theta of its heads.
     """
 
