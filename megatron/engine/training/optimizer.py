@@ -76,8 +76,8 @@ def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
     """Restore this run's `HYPERPARAMETERS` and learning rate after the `with` block.
 
     The caller loads a checkpoint inside the block. DeepSpeed then overwrites the hyperparameters
-    in the optimizer with those of the run that saved the checkpoint. Under ZeRO it also overwrites the learning rate
-    that `schedule` wrote.
+    in the optimizer with those of the run that saved the checkpoint. Under ZeRO it also overwrites
+    the learning rate that `schedule` wrote.
     """
     kept = [
         {key: group[key] for key in HYPERPARAMETERS if key in group}
