@@ -44,7 +44,7 @@ Case = tuple[str, Run]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every case, print the results, and return the exit code (0, 1 or 2, see above)."""
+    """Run every case, print the results, and return the exit code (see the module docstring)."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="DIR")
@@ -127,7 +127,16 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace) -> Iterator[Case]:
-    """Yield the cases in `folder` itself, which are recognised by the names of its files."""
+    """Yield (name, function that runs the case) for each case in `folder`.
+
+    Cases in its subfolders are not included. A case is recognised by the file names in `files`.
+
+    Args:
+        folder: The folder to examine.
+        name: The name of the folder for the output.
+        files: The names of the files in `folder`.
+        args: The command line's arguments.
+    """
     # Modules are imported only for the cases that need them. Data cases run without torch, and data
     # and model cases run without DeepSpeed.
     if {"manifest.json", "config.yml"} <= files:
@@ -171,16 +180,17 @@ def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
 def sharded_case(
     folder: Path, name: str, files: set[str], tp: int, *, device: str, **options: Any
 ) -> Iterator[Result]:
-    """Check the model or the training steps of a case with one attention backend.
+    """Check one case of the kind `models` or `training`, with one attention backend.
 
     Args:
         folder: The folder of the case.
         name: The name of the case for the output.
-        files: The names of the files in `folder`.
+        files: The names of the files in `folder`. A case of the kind `models` has expected.npz.
         tp: The number of tensor-parallel ranks.
-        device: `cpu` or `cuda`, for a model.
-        options: `backend`, the attention backend, and `again`, whether another backend has already
-            been checked. If so, skip the numbers that do not depend on the backend.
+        device: The device for a case of the kind `models`, `cpu` or `cuda`.
+        options: Two options, `backend` and `again`. `backend` is the name of the attention backend.
+            `again` is true if this case was already checked with another backend. The results that
+            do not depend on the backend are then not checked again.
     """
     if "expected.npz" in files:
         from tools.parity.models import check_model

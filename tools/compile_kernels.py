@@ -149,7 +149,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return the rows of the wanted variants that have the same Triton version and tile as now.
+    """Return the rows of `wanted` variants that have the current Triton version and tile size.
 
     Compiling these variants again would give the same rows, provided that the source code of the
     Triton kernels has not changed.
@@ -164,7 +164,7 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 
 
 def build(variant: Variant) -> Row:
-    """Compile one variant as at run time, with pointers and strides that are divisible by 16."""
+    """Compile one variant for pointers and strides that are divisible by 16, as at run time."""
     tile, (pos, functions) = tile_of(variant), kernel_of(variant.kernel)
     fixed = {"group": 1} | constants(
         variant.which, functions, tile, variant.head_size, dropout=False, theta=pos.learnable

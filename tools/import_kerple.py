@@ -7,8 +7,8 @@ SRC is a folder unzipped from a release. SRC contains the file `latest` and the 
 `load` in a config or by `--load` of evaluate.py. Both options also accept SRC, without an import.
 The import merges the tensor-parallel shards once and checks that nothing is missing.
 
-The import reads the weights, the step and the learning-rate curve, but not the optimizer's state.
-Files whose pickled data would run code are refused.
+The import reads the weights, the step and the learning-rate schedule. It does not read the
+optimizer's state. Files whose pickled data would run code are refused.
 """
 
 from __future__ import annotations

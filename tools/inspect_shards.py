@@ -101,8 +101,9 @@ def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | N
 
     Args:
         shards: The shards to check.
-        manifest: Their manifest with the expected counts, or None to skip the counts.
-        vocab_size: The number of token ids, or None to skip the check of the tokens.
+        manifest: The manifest of the shards, with the expected counts. If it is None, the counts
+            are not checked.
+        vocab_size: The number of token ids. If it is None, the tokens are not checked.
 
     Raises:
         ShardError: The manifest has other counts, or a token is outside the vocabulary.

@@ -173,10 +173,10 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
-    """Return the path prefix of the run's shards, or several prefixes.
+    """Return the path prefix of the run's shards, or a tuple of several prefixes.
 
-    If `data_path` names a `builtin:` corpus that has no shards yet, the first process that calls
-    this function tokenises the corpus.
+    `data_path` may name a `builtin:` corpus. If this corpus has no shards yet, the first process
+    that calls this function tokenises the corpus.
 
     Raises:
         DataError: `data_path` is not set.

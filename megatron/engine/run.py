@@ -37,12 +37,12 @@ WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb
 def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> None:
     """Train a model as the config asks, save checkpoints of it, and evaluate it.
 
-    If the folder that the config names in `load` holds a checkpoint, the run continues from it.
+    If the config's folder `load` holds a checkpoint, the run continues from this checkpoint.
 
     Args:
         verbose: whether DeepSpeed prints its log messages.
-        allow_fallback: whether to start from the newest intact checkpoint if the one that the file
-            `latest` names is damaged; if false, a damaged checkpoint is an error.
+        allow_fallback: whether to start from the newest intact checkpoint if the checkpoint named
+            in the file `latest` is damaged. If false, a damaged checkpoint is an error.
 
     Raises:
         ConfigError, ShardError, CheckpointError, DivergedError: see `megatron.engine.errors`. Each

@@ -36,7 +36,7 @@ _NUMPY = [
 
 
 def safe_load(path: Path) -> Any:
-    """Load a file that `torch.save` wrote to the CPU, without running code that it contains.
+    """Load a `torch.save` file into CPU memory, without running code that the file contains.
 
     The tensors are memory-mapped unless the file was written by torch before 1.6.
 

@@ -53,9 +53,9 @@ class Text:
 def open_text(config: Config, tokenizer: Tokenizer) -> Text:
     """Open every shard that the config names, each file once.
 
-    If the config sets `data_path`, its one corpus is divided by `split`. If it sets
-    `train_data_paths` and so on, each split has its own corpora, and the result's `shards` are
-    the shards of train, valid and test, in this order.
+    If the config sets `data_path`, this single corpus is divided by `split`. Otherwise the config
+    sets `train_data_paths`, `valid_data_paths` and `test_data_paths`, so each split has its own
+    corpora. The result's `shards` are then the shards of train, valid and test, in this order.
 
     Raises:
         DataError: the shards cannot be read or were made with another tokenizer, or the config's

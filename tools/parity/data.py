@@ -62,7 +62,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
 
 
 def check_tokens(path: Path, name: str) -> Result:
-    """Tokenise the texts in tokenizer_cases.json (`path`), and compare the ids with the file's."""
+    """Tokenise the texts in the file `path`, and compare their ids with the ids in the file."""
     recorded, result = json.loads(path.read_text()), Result(name)
     cases, size = recorded["cases"], recorded["vocab_size"]
     result.expect("padded", padded_vocab_size(size, 128), recorded["padded"])
@@ -146,7 +146,7 @@ def _check_iterator(
 
 
 def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -> None:
-    """Add to `result` how many elements of two integer arrays differ; none may differ.
+    """Record the number of elements that differ between two integer arrays, with tolerance 0.
 
     Arrays of different shapes add a fault.
     """

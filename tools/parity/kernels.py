@@ -54,7 +54,7 @@ def check_kind(
     Args:
         kind: The name of the embedding in the published code.
         dtype: The dtype in which the published code computed.
-        probes: Maps the rest of the names, such as `L512`, to the published arrays.
+        probes: Maps each array's name without `KIND/DTYPE/`, such as `L512`, to the array.
         result: The result to complete and return.
     """
     numerics = WIDE if dtype == torch.float32 else PublishedNumerics(dtype)

@@ -5,7 +5,7 @@ The model is built by the code of train.py from the case's config, and its weigh
 the published code computed in bf16 are compared with `published_numerics: true` and `eager`.
 
 The norm, the sum and the first four values of each gradient are compared. Their errors are relative
-to the norm; that of the sum is also divided by the square root of the number of elements. Gradients
+to the norm. The error of the sum is also divided by the square root of the element count. Gradients
 of theta (the parameters of KERPLE or T5 embeddings) are compared in full. If the published run had
 several tensor-parallel ranks, the case may contain only the first rank's shard of each gradient.
 The norm of the word embedding's gradient shows whether it is a shard. The other gradients are then
@@ -267,8 +267,8 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
 def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
     """Convert theta, or a tensor of the same shape, to the published tensors of the first block.
 
-    The returned tensors contain all heads. If `theta_HN` is None, the result is the fixed slopes of
-    the embedding `kerple_power_original`, and {} for other embeddings.
+    The returned tensors contain all heads. If `theta_HN` is None, return the fixed slopes of the
+    embedding `kerple_power_original`. For other embeddings without theta, return {}.
     """
     if theta_HN is None:
         if model.pos.name != "kerple_power_original":

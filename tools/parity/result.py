@@ -33,7 +33,7 @@ class Result:
     refusal: str | None = None
 
     def add(self, quantity: str, error: float, tolerance: float) -> None:
-        """Record `error` for `quantity`, unless a greater error is recorded. NaN is infinite."""
+        """Record `error` for `quantity` unless a greater one is recorded. NaN counts as inf."""
         error = math.inf if math.isnan(error) else float(error)
         self.errors[quantity] = max(self.errors.get(quantity, (0.0, 0.0))[0], error), tolerance
 
@@ -64,7 +64,11 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether there is no fault, and at least one error, and all errors are tolerated."""
+        """Whether the case passed.
+
+        A case passes if at least one quantity was compared, every error is within its tolerance,
+        and there is no fault.
+        """
         if self.faults or not self.errors:
             return False
         return all(error <= tolerance for error, tolerance in self.errors.values())
@@ -82,13 +86,13 @@ class Result:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an `.npz` file by name."""
+    """Return the arrays of an `.npz` file by name."""
     with np.load(path, allow_pickle=False) as stored:
         return dict(stored)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of a case's `manifest.json`."""
+    """Return the content of a case's `manifest.json`."""
     return json.loads((folder / "manifest.json").read_text())
 
 

@@ -83,7 +83,7 @@ def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Resul
     Args:
         path: The path of derived_args.json.
         name: The name of the case for the results.
-        configs: The folder with the published config files; None means the folder of `path`.
+        configs: The folder with the published config files. None takes the folder of `path`.
     """
     cases = json.loads(path.read_text())
     for key, case in cases.get("derived", cases).items():

@@ -1,8 +1,8 @@
-"""Import a published (GPT-NeoX) checkpoint into our layout, and export one to that layout.
+"""Import published (GPT-NeoX) checkpoints into our layout, and export ours to the published layout.
 
-An imported checkpoint keeps all weights as stored. Its `kerple.json` records under `imported` what
-`export_checkpoint` needs to write the original files back, with the same names, shapes, dtypes and
-values of all tensors. No optimizer state is imported or exported.
+An import keeps the values of all weights. It also adds an entry `imported` to `kerple.json`. With
+this entry, `export_checkpoint` can write the original files again: all tensors have the same names,
+shapes, dtypes and values. No optimizer state is imported or exported.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
-    """Write the published folder `global_stepN` into the run folder `target`, in our layout.
+    """Convert the published checkpoint `source` to our layout, and save it in the folder `target`.
 
     Args:
+        source: the published checkpoint's folder, `global_stepN`.
+        target: the run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
         summed_biases: whether the model was trained with `gpt_j_residual`. The value matters only
             for a model with several tensor-parallel ranks.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, and the error message lists every problem;
-            or `target` already has a checkpoint of this step.
+        CheckpointError: `target` already has a checkpoint of this step, or `source` is not
+            complete. In the latter case, the error message lists every problem.
     """
     found = read(source, summed_biases=summed_biases)
     if found.problems:
@@ -67,7 +69,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
 
 
 def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -> Path:
-    """Write the newest checkpoint of the run folder `source` in the published layout.
+    """Convert the newest checkpoint of the run folder `source` to the published layout.
 
     Args:
         parts: the number of tensor-parallel ranks to export to; None takes the number of ranks with
@@ -125,7 +127,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return the unsharded tensors by (position in the published pipeline, published name)."""
+    """Return all unsharded tensors by key (position in the published pipeline, published name)."""
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -146,12 +148,12 @@ def _write_layers(
     placed: dict[tuple[int, str], Tensor],
     imported_shards: dict[str, list[Tensor]],
 ) -> None:
-    """Write the weights into `layer_XX-model_YY-model_states.pt` files in `folder`.
+    """Write the files `layer_XX-model_YY-model_states.pt`, which contain the weights, to `folder`.
 
     Args:
         placed: (pipeline position, published name) -> unsharded tensor.
-        imported_shards: "position.name" -> the original shards of a tensor that cannot be split
-            into them again.
+        imported_shards: "position.name" -> the original shards of a tensor. They are written
+            unchanged, because they cannot be restored from the merged tensor.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -168,7 +170,7 @@ def _write_layers(
 
 
 def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]) -> None:
-    """Write the files of the counters, `mp_rank_YY_model_states.pt`, without optimizer state.
+    """Write the counters to the files `mp_rank_YY_model_states.pt`, without optimizer state.
 
     GPT-NeoX loads such a checkpoint with `no_load_optim: true`.
     """

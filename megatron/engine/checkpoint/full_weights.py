@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 
 
 def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
-    """Return the fields `shapes`, `cuts` and `layers` of a `RunDescription` of `model`.
+    """Return the fields `shapes`, `cuts` and `layers` of the `RunDescription` for `model`.
 
     Every rank must call this function, each with its own shard of the model.
     """
@@ -45,7 +45,8 @@ def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
 def read_full(checkpoint: Path, record: Record) -> Weights:
     """Read every unsharded weight of a checkpoint, by name.
 
-    Weights have the dtype in which they are stored; for ZeRO-3 they are the fp32 masters.
+    Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32 copies
+    that the optimizer updates, so the result contains these copies.
 
     Raises:
         CheckpointError: a file is missing or damaged. The error message names the file.
@@ -83,7 +84,7 @@ def _read_stage3(checkpoint: Path, rank: int) -> Weights:
     """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter.
 
     The converter expects the files of one tensor-parallel rank, so it gets a folder with links to
-    those. Its console output is discarded, because it reports errors as exceptions.
+    these files. The converter raises its errors, so its console output is discarded.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -107,7 +108,7 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy this rank's shard of each unsharded weight into `model`.
+    """Slice this rank's shard out of each full weight, and copy it into `model`.
 
     Call this function before an engine is built from `model`.
     """

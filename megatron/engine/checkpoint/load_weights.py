@@ -27,15 +27,15 @@ def load_weights(
     """Copy the weights of `saved` into `model`, which must have the same parameters.
 
     If `model` is one rank's shard, only its slices of the weights are copied. Call this function
-    before an engine casts or shards the model, so that the fp32 masters start from the stored
-    values. Checkpoints of the published code may contain theta outside its bounds. Theta is
-    therefore clamped to the bounds, in the model's dtype.
+    before an engine casts or shards the model, so that the optimizer's fp32 copies start from
+    the stored values. Checkpoints of the published code may contain theta outside its bounds. Theta
+    is therefore clamped to the bounds, in the model's dtype.
 
     Args:
-        run: this run's description, compared with that of a checkpoint of this project; None
-            compares nothing.
-        groups: the job's process groups if the model is sharded. Every rank must then call this
-            function.
+        run: the description of this run. If this project trained the checkpoint, the checkpoint
+            must have the same model. None skips this check.
+        groups: the job's process groups. They are required if the model is sharded, and every rank
+            must then call this function.
 
     Returns:
         Lines to print for the user.
@@ -52,7 +52,7 @@ def load_weights(
     problems = unreadable + _merged_for_another_residual(saved, block.gpt_j_residual)
     problems += wrong_buffers(block, model.pos, buffers)
     problems += _differences(weights, shapes)
-    if not unreadable:  # otherwise weights are missing because files could not be read
+    if not unreadable:  # if files were unreadable, their weights are missing anyway
         missing = shapes.keys() - weights.keys()
         problems += [f"{name}: missing in the checkpoint" for name in missing]
     if problems:
@@ -65,7 +65,7 @@ def load_weights(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], list[str], list[str]]:
-    """(unsharded weights, buffers as in `Published`, problems of reading, notes for the user)."""
+    """Read `saved`, and return its full weights, buffers, problems and notes (see `Published`)."""
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
         return saved.weights(), buffers, [], []
@@ -80,9 +80,10 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return an error line if an import was merged for another `gpt_j_residual` than this one.
+    """Return an error line if `saved` was imported with another value of `gpt_j_residual`.
 
-    An import sums the tensor-parallel shards of some biases only if `gpt_j_residual` is set.
+    The import sums the shards of some biases if `gpt_j_residual` is set, and otherwise does not.
+    With the same value, the result is an empty list.
     """
     if saved.kind is not Kind.IMPORTED:
         return []

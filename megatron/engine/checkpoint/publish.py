@@ -1,8 +1,8 @@
 """Write checkpoint folders so that each one appears complete or not at all.
 
 A checkpoint is written into the folder `.unfinished-NAME`. The folder is flushed to disk and
-renamed to `NAME`. Only then is `NAME` written into the file `latest`. An older folder of the same
-name is renamed to `.replaced-NAME` before, and deleted at the end.
+renamed to `NAME`. Only then is `NAME` written into the file `latest`. If a folder `NAME` already
+exists, it is first renamed to `.replaced-NAME`, and deleted at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def publish(folder: Path, tag: str) -> None:
 def remove_unfinished(folder: Path) -> list[str]:
     """Delete the unfinished and replaced folders of a killed run, and return their names.
 
-    If the run was killed between two renames, the replaced checkpoint gets its name back instead.
+    If the run was killed before the new folder got its name, the folder `.replaced-NAME` is not
+    deleted but renamed to `NAME` again.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

@@ -21,7 +21,7 @@ LAYOUT_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The counters of a run, from which its data order can be continued.
+    """The counters of a run. A resumed run uses them to continue the order of the samples.
 
     Attributes:
         step: the number of optimizer steps taken.
@@ -44,8 +44,8 @@ class RunDescription:
         data: the values that determine the order of the samples.
         layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: parameter name -> unsharded shape.
-        cuts: name of a sharded parameter -> [dimension, blocks], see `Sharding` in
-            `megatron.parallel`.
+        cuts: name of a sharded parameter -> [dimension, blocks]. The class `Sharding` in
+            `megatron.parallel` defines both numbers.
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: the resolved configuration, as flat keys.
@@ -69,8 +69,8 @@ class Record(RunDescription):
     Attributes:
         version: the version of this project that wrote the checkpoint.
         progress: the counters of the run when the checkpoint was written.
-        imported: for a checkpoint imported from GPT-NeoX's format, the values from which an export
-            restores the original files (`Published.about`); otherwise None.
+        imported: the values from which an export restores the original files (`Published.about`),
+            if the checkpoint was imported from GPT-NeoX's format. Otherwise None.
         files: file name -> [bytes, CRC-32].
     """
 

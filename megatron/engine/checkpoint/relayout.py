@@ -1,4 +1,4 @@
-"""Resume in another layout, through DeepSpeed's universal checkpoint format.
+"""Resume a run in another parallel layout, through DeepSpeed's universal checkpoint format.
 
 DeepSpeed's converter writes one folder for each parameter, with the unsharded fp32 weight and
 optimizer moments. Every rank of the new layout reads its slices from these folders. For each way of
@@ -6,7 +6,8 @@ sharding, the converter gets a list of patterns that match parameter names. If t
 not support a pair of layouts, the run is refused before any file is read.
 
 This module also works around three faults of DeepSpeed 0.19. Converted ZeRO-3 files have no shapes,
-each ZeRO stage expects the counters under another file name, and loading changes the clipping norm.
+ZeRO-3 looks for the counters under another file name than ZeRO-1 and ZeRO-2 do, and loading a
+checkpoint changes the clipping norm.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def conversion_info(run: RunDescription) -> dict[str, Any]:
-    """Return patterns of parameter names for DeepSpeed's converter, by the way of sharding.
+    """Return the patterns of parameter names that DeepSpeed's converter needs, by kind of sharding.
 
     Each pattern matches one full parameter name.
     """
@@ -56,7 +57,7 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
 
     tied = {name for name in layers if layers.count(name) > 1}
     return {
-        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: 0.2,  # only names: no widths of slices
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: 0.2,  # in this version, patterns have no shapes
         constants.TP_REPLICATED_PARAMETER_PATTERNS: patterns(lambda n: n not in cuts),
         constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: patterns(
             lambda n: cuts.get(n) == [1, 1]
@@ -96,9 +97,9 @@ def convert(
 
     Args:
         scratch: the folder for the result; its previous content is removed.
-        cuts: the new sharding, as in `RunDescription`; None takes that of the checkpoint.
-        workers: the number of processes to use. Take 1, which converts in this process, if this
-            process has threads, because such a process must not fork.
+        cuts: the new sharding, as in `RunDescription`; None keeps the checkpoint's sharding.
+        workers: the number of processes to use. With 1, no new process is started. A process that
+            has threads must use 1, because such a process must not fork.
 
     Returns:
         The converted checkpoint's folder, `scratch/global_stepN`.
@@ -140,7 +141,7 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
 
 
 def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> None:
-    """Add to the converted files each tensor's shape and the dimension along which to shard it."""
+    """Add the shape and the sharded dimension of each tensor to the converted files."""
     step = None
     for name, shape in record.shapes.items():
         dim, blocks = cuts.get(name, (0, 1))
@@ -157,7 +158,7 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
             step = torch.load(folder / name / "step.pt", weights_only=False)
     common = torch.load(folder / "optimizer_state.pt", weights_only=False)
     inner = common.setdefault("optimizer_state_dict", {})
-    if step is None:  # ZeRO-3 stores one for all parameters
+    if step is None:  # ZeRO-3 stores one step for all parameters
         step = inner["state"][0]["step"]
         for name in record.shapes:
             torch.save(step, folder / name / "step.pt")
@@ -168,9 +169,10 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Replace the counter files of the old ranks by one under each name that DeepSpeed looks for.
+    """Replace the counter files of the old ranks by two copies of the first one.
 
-    ZeRO-1 and ZeRO-2 look for one name, and ZeRO-3 for another.
+    The copies have different names. One is the name for which DeepSpeed looks under ZeRO-1 and
+    ZeRO-2, and the other is the name for ZeRO-3.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = torch.load(stored[0], map_location="cpu", weights_only=False)
@@ -190,7 +192,7 @@ def restore(
     cuts: Mapping[str, Any],
     changed: str,
 ) -> None:
-    """Load the checkpoint `saved` of another layout into `engine`. Every rank must call this.
+    """Load the checkpoint `saved`, which has another layout. Every rank must call this function.
 
     Args:
         scratch: the folder in which the checkpoint is converted; it is removed afterwards.
@@ -224,5 +226,5 @@ def load(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     if clip is not None:
         optimizer.clip_grad = clip
     for state in optimizer.optimizer.state.values():
-        if torch.is_tensor(state.get("step")):  # ZeRO-3 shares one, and each group would count it
+        if torch.is_tensor(state.get("step")):  # each ZeRO-3 group would count a shared tensor
             state["step"] = state["step"].clone()

@@ -94,9 +94,10 @@ class Start:
 def restore(
     engine: deepspeed.DeepSpeedEngine, groups: Groups, saved: Saved, run: RunDescription, work: Path
 ) -> TrainingProgress:
-    """Load weights, optimizer, schedule and random streams of `saved`. Every rank must call this.
+    """Load the full training state of the checkpoint `saved`. Every rank must call this function.
 
-    If this run's layout differs from the checkpoint's, the main rank converts the checkpoint first,
+    The state consists of weights, optimizer, schedule and random streams. If this run's layout
+    differs from the checkpoint's, the main rank converts the checkpoint first,
     and dropout uses new random streams. DeepSpeed unpickles the files without restrictions, so a
     checkpoint from an untrusted source could run code.
 
@@ -140,8 +141,8 @@ def choose_start(
         allow_fallback: whether to skip damaged checkpoints and take the newest intact one.
 
     Raises:
-        CheckpointError: a checkpoint is damaged; `save` holds checkpoints of another run, which
-            this run would overwrite; or there is no checkpoint to evaluate.
+        CheckpointError: a checkpoint is damaged, there is no checkpoint to evaluate, or this run
+            would overwrite the checkpoints of another run in `save`.
     """
     save = config.checkpoint.save
     if save and config.training.train_iters > 0:
@@ -170,16 +171,17 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint in `folder` to start from (or None), and the damage found (or "").
 
-    Normally this is the checkpoint that the file `latest` names. Every rank must call this
+    The checkpoint is normally the one that the file `latest` names. Every rank must call this
     function.
 
     Args:
-        allow_fallback: whether to skip damaged checkpoints. The newest intact checkpoint before
-            `latest` is then taken or, if there is none, the newest intact checkpoint of all.
+        allow_fallback: whether to skip damaged checkpoints. If the checkpoint named in `latest` is
+            damaged, the newest intact checkpoint of an earlier step is taken. If there is none, the newest
+            intact checkpoint in `folder` is taken.
 
     Raises:
         CheckpointError: the checkpoint is damaged. The error message names the damaged file, the
-            damage, and the checkpoint before.
+            damage, and the previous checkpoint.
     """
 
     def look() -> tuple[list[Saved], Saved | None, str]:
@@ -246,7 +248,7 @@ def _decide(
 
 
 def _other_batch(config: Config, saved: Saved) -> str:
-    """Return a warning if `train_batch_size` differs from the checkpoint's; otherwise no text."""
+    """Return a warning if `train_batch_size` differs from the checkpoint's value, otherwise ""."""
     here = config.batch.train_batch_size
     there = saved.record.config.get("train_batch_size", here)
     if there == here:

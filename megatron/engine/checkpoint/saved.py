@@ -45,7 +45,7 @@ ADVICE = {
         "and another `save` to start a new run from its weights"
     ),
 }
-"""The remedies if a run differs from its checkpoint, by field of `RunDescription`."""
+"""What to do if a run differs from its checkpoint in a field of `RunDescription`, by field."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,10 @@ class Saved:
 
     @cached_property
     def counters(self) -> tuple[int, dict[str, Any] | None]:
-        """The number of optimizer steps taken, and a published run's learning-rate schedule.
+        """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        The schedule is None if the checkpoint is not from a published run or records none.
+        Only a checkpoint of the published code has a schedule here, imported or not. The schedule
+        is None for other checkpoints, or if the published checkpoint does not contain it.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
@@ -99,8 +100,8 @@ class Saved:
     def weights(self) -> Weights:
         """Read every unsharded weight by name. The checkpoint must not be in the published layout.
 
-        Weights have the dtype in which they are stored. For ZeRO-3, which stores only shards, the
-        result contains the joined fp32 masters.
+        Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32
+        copies that the optimizer updates, so the result contains these copies.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -110,7 +111,7 @@ class Saved:
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Read the `buffers` and `shards` of an imported checkpoint, as defined in `Published`.
 
-        Both are empty if the checkpoint was not imported.
+        Both dictionaries are empty if the checkpoint was not imported.
         """
         if self.kind is not Kind.IMPORTED:
             return {}, {}
@@ -165,7 +166,8 @@ def newest(folder: Path) -> Saved | None:
     """Return the checkpoint that the file `folder/latest` names; None if no such file exists.
 
     Raises:
-        CheckpointError: `latest` names no folder beside it, or `folder` is itself a checkpoint.
+        CheckpointError: the checkpoint named in `latest` does not exist in `folder`, or `folder` is
+            itself a checkpoint.
     """
     saved, problem = find_newest(folder)
     if problem:
@@ -176,7 +178,8 @@ def newest(folder: Path) -> Saved | None:
 def find_newest(folder: Path) -> tuple[Saved | None, str]:
     """Return the checkpoint that `folder/latest` names (or None), and a problem (or "").
 
-    There is a problem if `latest` names no folder beside it, or if `folder` is itself a checkpoint.
+    There is a problem if the checkpoint named in `latest` does not exist in `folder`, or if
+    `folder` is itself a checkpoint.
     """
     latest = folder / "latest"
     if not latest.is_file():

@@ -37,7 +37,7 @@ def save(
     *,
     keep_last: int | None = None,
 ) -> Saved:
-    """Write the state after `progress.step` steps into the run folder; every rank must call it.
+    """Write a checkpoint after `progress.step` steps. Every rank must call this function.
 
     Args:
         folder: the run folder; the checkpoint becomes its subfolder `global_stepN`.

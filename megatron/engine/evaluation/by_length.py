@@ -187,7 +187,7 @@ def evaluate_checkpoint(
 
 
 def _job(config: Config) -> AbstractContextManager[Groups]:
-    """Return the job that torchrun started; without torchrun, a job of this process alone."""
+    """Return a context manager that joins torchrun's job, or starts a job of this process alone."""
     if "RANK" in os.environ:
         return joined_job(backend=config.parallel.distributed_backend)
     return nullcontext(build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu")))

@@ -3,7 +3,7 @@
 For a length with n sequences of mean losses l_i (nats per target token):
 
     loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
-    bits_per_byte = loss / ln 2 * (target tokens / bytes they stand for)
+    bits_per_byte = loss / ln 2 * (target tokens / UTF-8 bytes of these tokens)
 
 The module `by_length` computes each `LengthResult`; this module only formats the results. The
 standard errors of perplexity and bits_per_byte are first-order approximations: perplexity * stderr,
@@ -72,7 +72,7 @@ def write_extrapolation(
         train_length: the sequence length in training, in tokens; the plot marks it.
         baselines: description -> the result of the same model with a short context. The table and
             the plot show these results, and the CSV does not. A model that uses its long context
-            has a lower perplexity than they have.
+            has a lower perplexity than these baselines.
         title: the title of the table and the plot.
 
     Raises:

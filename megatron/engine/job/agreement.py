@@ -41,7 +41,7 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
     """Check that `values` are the same on all ranks. Every rank must call this function.
 
     Args:
-        subject: what the values are, such as "config"; the error message names it.
+        subject: the name for the values in the error message, such as "config".
         values: this rank's values.
 
     Raises:
@@ -96,7 +96,7 @@ def seen_by_all(
     Every rank must call this function.
 
     Args:
-        look: reads something in `folder`, such as the names of its files.
+        look: a function that reads something in `folder`, such as file names, and returns it.
         folder: the folder that error messages name.
         expected: the value to wait for; None waits until all ranks have the value of rank 0.
 

@@ -39,7 +39,7 @@ from megatron.files import write_text
 GRACE = 5.0
 """The seconds that other processes have to end by themselves after a rank has failed."""
 CAUSE_WAIT = 3.0
-"""The seconds to wait until another rank's error is in the store; less than GRACE."""
+"""The seconds to wait until another rank's error is in the store. It must be less than GRACE."""
 POLL_INTERVAL = 1.0
 """The seconds between two reads of the store."""
 OPEN_TIMEOUT = 1800.0
@@ -55,7 +55,7 @@ LOST_CONTACT = re.compile(
     "|failed to recv|failed to send|connection refused|no data available",
     re.IGNORECASE,
 )
-"""The texts in errors of gloo, NCCL and the store that mean that another process has ended."""
+"""Matches the error texts of gloo, NCCL or the store that report the end of another process."""
 _IF_WRITABLE = contextlib.suppress(OSError)
 """Ignore errors of output (no reader, a full disk) in a process that is about to end anyway."""
 
@@ -123,7 +123,8 @@ def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
 
     Args:
         text: the error message.
-        lost: whether the error is only the loss of another process, which reports the cause.
+        lost: whether the error is only a lost connection to another process. That process then
+            reports the cause.
         code: the exit code of this process.
     """
     _ending.set()
@@ -207,8 +208,9 @@ def _connect(patience: float = 0.0, opens: bool = False) -> Store:
     The job's own connection cannot be used, because another thread may be blocked on it.
 
     Args:
-        patience: the seconds during which to try again.
-        opens: whether to create the store, because rank 0 failed before it did so.
+        patience: the seconds for which this call tries to connect again after a failure.
+        opens: whether this call must create the store. This is needed if rank 0 failed before
+            creating it.
 
     Raises:
         RuntimeError: no store responds.

@@ -1,6 +1,7 @@
 """Compute the slopes and frequencies that published (GPT-NeoX) checkpoints store as buffers.
 
-The configuration determines these values, so a stored buffer is only compared with them.
+The configuration determines these values. A model therefore loads no stored buffer, but the stored
+values are compared with those of the configuration.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from megatron.positional.rotary import frequencies
 def implied_buffers(
     block: BlockShape, pos: PositionalEmbedding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Compute the buffers that a published checkpoint of the model stores, by published name.
+    """Return the buffers of a published checkpoint of this model, by published name.
 
-    The buffers are rounded to `dtype`.
+    The buffers are computed from the configuration, and rounded to `dtype`.
     """
     sinusoidal, rotary, alibi = layout.BUFFERS
     if pos.kind == "input" and not pos.learnable:
@@ -39,7 +40,7 @@ def wrong_buffers(
 ) -> list[str]:
     """Return one line for each stored buffer that differs from the configuration's values.
 
-    Buffers that are not stored are no error.
+    A buffer that is missing from `stored` is no error.
 
     Args:
         stored: published name -> buffer.
@@ -48,7 +49,7 @@ def wrong_buffers(
     for name, tensor in stored.items():
         implied = implied_buffers(block, pos, tensor.dtype).get(name)
         if name == layout.FIXED:
-            tensor = tensor.clamp(min=0.01)  # as the published code does when it first runs
+            tensor = tensor.clamp(min=0.01)  # as the published code does in its first forward pass
         if (
             implied is None
             or implied.shape != tensor.shape

@@ -1,6 +1,6 @@
 """Read the step and the learning-rate schedule of a published (GPT-NeoX) checkpoint.
 
-Both are in the file `mp_rank_00_model_states.pt`. The file may be missing, and a value of an
+Both are in the file `mp_rank_00_model_states.pt`. A missing file is no error. A value of an
 unexpected type is treated as missing.
 """
 
@@ -15,7 +15,7 @@ from megatron.engine.safe_load import safe_load
 
 
 def client_state(checkpoint: Path) -> dict[str, Any]:
-    """Read `mp_rank_00_model_states.pt` in the folder `checkpoint`; empty if the file is missing.
+    """Return the content of `checkpoint/mp_rank_00_model_states.pt`, or {} if it does not exist.
 
     Raises:
         CheckpointError: the file cannot be read, or it contains more than tensors and plain values.
@@ -28,8 +28,8 @@ def load_mapping(path: Path) -> dict[str, Any]:
     """Read a dictionary with string keys from a file that `torch.save` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, contains more than tensors and plain values, or is
-            no dictionary with string keys.
+        CheckpointError: the file cannot be read, contains more than tensors and plain values, or
+            does not contain a dictionary with string keys.
     """
     loaded = safe_load(path)
     if not isinstance(loaded, dict) or any(not isinstance(name, str) for name in loaded):
@@ -40,7 +40,7 @@ def load_mapping(path: Path) -> dict[str, Any]:
 def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
     """Return the number of optimizer steps and the learning-rate schedule of a checkpoint.
 
-    The schedule is None if the checkpoint does not record a complete one.
+    The schedule is None if its record is missing or incomplete.
 
     Args:
         checkpoint: the checkpoint's folder, `global_stepN`.
@@ -52,7 +52,7 @@ def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
 def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
     """Return the recorded schedule in the form that `AnnealingLR.load_state_dict` takes.
 
-    None if the schedule is missing or incomplete.
+    The result is None if the recorded schedule is missing or incomplete.
 
     Args:
         client: the result of `client_state`.
@@ -65,7 +65,9 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def step_of(client: dict[str, Any], checkpoint: Path) -> int:
-    """Return the number of optimizer steps as recorded or, if missing, as in the folder's name.
+    """Return the number of optimizer steps that the checkpoint records.
+
+    If the checkpoint records no number, return the number in its folder's name, or 0 without one.
 
     Args:
         client: the result of `client_state`.
@@ -76,12 +78,12 @@ def step_of(client: dict[str, Any], checkpoint: Path) -> int:
 
 
 def mapping(client: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the dictionary `client[name]`, or an empty one if it is missing or no dictionary."""
+    """Return `client[name]` if it exists and is a dictionary, otherwise {}."""
     value = client.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def count(values: dict[str, Any], name: str) -> int | None:
-    """Return the integer `values[name]`, or None if it is missing, not an integer or below 1."""
+    """Return `values[name]` if it exists and is a positive integer, otherwise None."""
     value = values.get(name)
     return value if isinstance(value, int) and value > 0 else None

@@ -1,21 +1,22 @@
 """Define the published (GPT-NeoX) checkpoint layout: its files and the shards of its tensors.
 
-GPT-NeoX saves a pipeline of L + 5 positions. For each position that has tensors, each of N
-tensor-parallel ranks writes `layer_XX-model_YY-model_states.pt` (two digits at least):
+GPT-NeoX divides a model into L + 5 pipeline positions XX. For each position that has tensors, each
+tensor-parallel rank YY writes one file, `layer_XX-model_YY-model_states.pt`:
 
     XX = 0            embedding           word_embeddings, position_embeddings
     XX = 2 ... L+1    blocks              norms, attention, mlp; the distance kernel's parameters
     XX = L+3          final norm          norm
-    XX = L+4          output projection   final_linear; no such file when it is tied to XX = 0
+    XX = L+4          output projection   final_linear; no file if tied to the embedding
 
 Positions 1 and L+2 only transpose activations. Linear weights are [out, in]. A distance kernel is a
-bias or factor that depends only on the query-key distance. N shards make one tensor by a rule:
+bias or factor that depends only on the query-key distance. The N shards of a tensor are merged
+by one of these rules:
 
     rows        concatenated on dimension 0: vocabulary, heads, inner width
     columns     concatenated on dimension 1: the input of a row-parallel layer
     halves      geglu's first layer: each shard is [value | gate], and the halves are concatenated
     replicated  the same in every shard
-    summed      added up: row-parallel biases with `gpt_j_residual`, each of which GPT-NeoX adds
+    summed      added up: row-parallel biases with `gpt_j_residual`, where every rank adds its bias
 
 Legend: L layers, N tensor-parallel ranks, H heads.
 """
@@ -69,9 +70,9 @@ def positions(num_layers: int, tied: bool) -> list[int]:
 
 
 def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
-    """Return the rule by which the shards of a published tensor make one tensor.
+    """Return the rule by which the shards of a published tensor are merged into one tensor.
 
-    The rules are "rows", "columns", "halves", "replicated" and "summed" (see the module docstring).
+    The rule is "rows", "columns", "halves", "replicated" or "summed" (see the module docstring).
 
     Args:
         name: the tensor's published name.
@@ -126,7 +127,8 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
         name: the tensor's name in error messages.
 
     Raises:
-        CheckpointError: the size of the split dimension is not divisible as needed.
+        CheckpointError: the size of the split dimension is not a multiple of `count`, or of
+            2 * `count` by the rule "halves".
     """
     if count == 1:
         return [tensor]
@@ -148,9 +150,10 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 
 
 def our_name(index: int, name: str, num_layers: int) -> str | None:
-    """Return this project's name of a published tensor; None if the tensor has no such name.
+    """Return this project's name of a published tensor, or None if the tensor is unknown.
 
-    None is for unknown tensors and for the distance kernel's, which are merged into theta instead.
+    Each tensor of the distance kernel is only a part of this project's theta. For such a tensor,
+    the result is None as well.
 
     Args:
         index: the tensor's position in the published pipeline.
@@ -168,7 +171,10 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
 
 
 def published_place(name: str, num_layers: int) -> tuple[int, str]:
-    """Return (pipeline position, published name) of our tensor `name`; inverts `our_name`."""
+    """Return (pipeline position, published name) of our tensor `name`.
+
+    This function is the inverse of `our_name`.
+    """
     head, _, rest = name.partition(".")
     if head == "embedding":
         return 0, rest
@@ -181,10 +187,10 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 
 
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return theta, or theta's gradient, as the published tensors of a block, by published name.
+    """Split theta, or theta's gradient, into a block's published tensors, by published name.
 
     Args:
-        theta_HN: theta, one row for each head.
+        theta_HN: theta or its gradient, with one row for each head.
         names: the published names of theta's columns.
     """
     if list(names) == [TABLE]:

@@ -27,7 +27,7 @@ from megatron.engine.neox import counters, layout
 from megatron.model.embedding import THETA
 
 MOST_FILES = 100_000
-"""The most files (layers times ranks) that are plausible; more mean that a count is damaged."""
+"""The largest plausible number of files. A larger one means that a count is damaged."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Shape:
     row_output: bool = False
 
     def rule(self, name: str) -> str:
-        """Return the rule (see `layout`) by which shards of tensor `name` make one tensor."""
+        """Return the rule (see `layout`) by which the shards of the tensor `name` are merged."""
         return layout.rule(
             name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
         )
@@ -69,8 +69,9 @@ class Published:
         step: the number of optimizer steps taken.
         weights: our name -> merged tensor, in the stored dtype.
         buffers: published name -> stored tensor that the configuration determines.
-        shards: "position.published name" -> the original shards, if merging loses their values
-            (replicas that differ slightly, or summed biases that are not equal).
+        shards: "position.published name" -> the original shards of a tensor. A tensor is
+            included only if its shards cannot be restored from the merged tensor (replicas that
+            differ slightly, or summed biases that are not equal).
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
         problems: one line for each thing that is missing, unknown or inconsistent. If there is any
@@ -89,7 +90,7 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """Return the JSON values that an import records so that an export restores the files."""
+        """Return the values that an export needs to restore the files. An import records them."""
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
@@ -97,11 +98,11 @@ class Published:
 def is_published(checkpoint: Path) -> bool:
     """Return whether the checkpoint folder `global_stepN` is in the published (GPT-NeoX) layout.
 
-    This project's pipelines also write `layer_*` files, so a folder with any file that only this
-    project writes is not published.
+    Both GPT-NeoX and this project write `layer_*` files. Only this project writes `kerple.json` and
+    `rng_rank_*.pt`, so a folder with one of these files is not in the published layout.
     """
     ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
-    if ours:  # the `rng_rank` files show this even if `kerple.json` was lost
+    if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not
         return False
     return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
 
@@ -177,9 +178,10 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return the tensors of each rank, by pipeline position, for positions with all files.
+    """Return, by pipeline position, a list with the tensors of each rank.
 
-    Missing and unknown files are added to `out.problems`.
+    A position with a missing file is left out. Each missing or unknown file adds a line to
+    `out.problems`.
     """
     shape = out.shape
     expected = {
@@ -210,7 +212,7 @@ def _merge_position(
 ) -> dict[str, Tensor]:
     """Merge the shards of each tensor of one pipeline position; return the tensors by name.
 
-    Tensors that cannot be merged are added to `out.problems`.
+    Each tensor that cannot be merged adds a line to `out.problems`.
     """
     merged = {}
     for name in sorted(set().union(*group)):
@@ -253,7 +255,9 @@ def _check_width(out: Published) -> None:
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
-    """Add the distance kernel that all blocks share to `out`, as theta or as untrained slopes.
+    """Add the distance kernel's tensors to `out`, as theta or as untrained slopes.
+
+    The tensors must be the same in all blocks. Otherwise a problem is added to `out` instead.
 
     Args:
         kernels: block position -> the merged tensors of the distance kernel, by published name.

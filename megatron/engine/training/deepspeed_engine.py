@@ -104,8 +104,8 @@ def engine_config(
     `gradient_clipping` is always set, because parts of DeepSpeed clip at 1.0 by default.
 
     Args:
-        micro_batch: the sequences in a micro-batch.
-        accumulation: the micro-batches per step.
+        micro_batch: the number of sequences in a micro-batch.
+        accumulation: the number of micro-batches per step.
         world_size: the number of replicas of the model that read different sequences or tokens.
         precision: "fp32", "bf16" or "fp16".
         zero_options: other entries of DeepSpeed's section `zero_optimization`.

@@ -155,7 +155,9 @@ def _json_line(row: Mapping[str, int | float]) -> str:
 
 
 def _keep_complete_rows(path: Path, last_step: int | None) -> None:
-    """Rewrite `path` atomically without incomplete lines, later steps and final results.
+    """Remove incomplete lines, rows of later steps and rows of final results from the file `path`.
+
+    The file is replaced atomically.
 
     Args:
         last_step: rows of steps after this one are dropped; None drops no row because of its step.

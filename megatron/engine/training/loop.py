@@ -58,7 +58,7 @@ class LoopSettings:
         return self.exit_interval is not None and step % self.exit_interval == 0
 
     def saves_after(self, step: int) -> bool:
-        """Return whether the config asks for a checkpoint after `step`, even if not the last."""
+        """Return whether the config's intervals or extra steps ask for a checkpoint after `step`."""
         at_interval = bool(self.save_interval) and step % self.save_interval == 0
         return at_interval or step in self.extra_save_iters
 
@@ -190,9 +190,10 @@ class TrainingLoop:
         Args:
             batches: micro-batches of this rank, int64 [B, T + 1].
             first_step: the number of steps that were taken before.
-            validate: step -> validation loss or None. It is called every `eval_interval` steps.
-            save: writes a checkpoint of the given step. It is called every `save_interval` steps,
-                at `extra_save_iters` and at the end.
+            validate: a function from the step to the validation loss or None. It is called every
+                `eval_interval` steps.
+            save: a function that writes a checkpoint after the given step. It is called every
+                `save_interval` steps, after each step in `extra_save_iters`, and at the end.
 
         Raises:
             DivergedError: the loss or a weight is not finite. No checkpoint is written then.

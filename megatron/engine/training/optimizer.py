@@ -122,7 +122,7 @@ def mark_sharded_gradients(model: nn.Module) -> None:
     DeepSpeed's 16-bit optimizer clips by a gradient norm summed over the tensor-parallel ranks. To
     count replicated gradients once, only the first rank adds them. Other ranks add the gradients
     with the attribute `model_parallel`, but DeepSpeed sets this attribute only on parameters.
-    Without this function it would clip by the norm of the first rank's shard.
+    Without this function DeepSpeed would clip by the norm of the first rank's shard.
     """
     for param in model.parameters():
         if param.grad is not None and sharding_of(param) is not None:

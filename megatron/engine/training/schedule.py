@@ -32,7 +32,7 @@ class Schedule:
     Attributes:
         start_lr: the rate at the end of the warm-up.
         end_iter: the step E at which the decay would end without warm-up.
-        warmup_iter: the steps W of the warm-up, perhaps a fraction (0.01 of 150 steps is 1.5).
+        warmup_iter: the number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
         decay_style: one of `STYLES`.
         min_lr: the least rate after the warm-up.
     """

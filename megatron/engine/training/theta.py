@@ -1,9 +1,9 @@
-"""Clamp theta to its bounds during training, and read its fp32 master.
+"""Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
-Theta [heads, n] are the learned parameters of a distance kernel (a bias or factor that depends only
-on the query-key distance). The master is the fp32 copy that the optimizer updates. After each
-optimizer step, the master and the model's copy are clamped to the bounds. Each ZeRO stage stores
-the master in another place, so this module distinguishes several cases.
+Theta [heads, n] contains the learned parameters of a distance kernel (a bias or factor that depends
+only on the query-key distance). The master is the fp32 copy that the optimizer updates. After each
+optimizer step, the master and the model's copy are clamped to the bounds. The ZeRO stages store
+the master in different places, so this module distinguishes several cases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
 MOST_COLUMNS = 4
-"""The log shows up to this many parameters per head by name, and a larger table as one range."""
+"""The log shows the range of each parameter per head, or one range if there are more than this."""
 
 
 class TrainedTheta:
@@ -103,7 +103,7 @@ class TrainedTheta:
             self._unsharded_master(theta).data.copy_(value_HN)
 
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
-        """Return the fp32 master without ZeRO (stage 0), not a copy.
+        """Return the fp32 master itself (not a copy) in a run without ZeRO.
 
         In fp32 training the master is theta itself. In 16-bit training the master is in the fp32
         list of DeepSpeed's optimizer.
