@@ -97,7 +97,7 @@ def print_counts(shards: ShardReader, manifest: dict | None) -> None:
 
 
 def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | None) -> None:
-    """Check the counts of documents and tokens, and that every token is inside the vocabulary.
+    """Check the numbers of documents and tokens, and check that the vocabulary has every token.
 
     Args:
         shards: The shards to check.

@@ -114,7 +114,7 @@ def check_samples(folder: Path, name: str) -> Result:
 
 
 def check_iterators(folder: Path, name: str) -> Iterator[Result]:
-    """Check the folder `iterators`, and yield one result for each run and split."""
+    """Check `folder`, a folder iterators, and yield one result for each run and split."""
     runs, batches = read_manifest(folder), read_arrays(folder / "batches.npz")
     shards = _shards(folder)
     for key, run in runs.items():

@@ -76,7 +76,7 @@ def require_divisible(config: Config, vocab_size: int, ranks: int) -> None:
 
 
 def position_name(name: str) -> str:
-    """Return a published parameter name with its pipeline position.
+    """Return a published parameter name in the form that begins with a pipeline position.
 
     The name of a tied word embedding (`tied_modules.embed.*`) becomes `0.*`. Other names already
     begin with their position and are returned unchanged.

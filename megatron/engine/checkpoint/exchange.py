@@ -214,7 +214,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the values that GPT-NeoX compares with its own configuration on loading."""
+    """Return the values to record. On loading, GPT-NeoX compares them with its configuration."""
     m = config.model
     return {
         "num_layers": m.num_layers,

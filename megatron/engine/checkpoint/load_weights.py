@@ -98,7 +98,7 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
 
 
 def _differences(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return one line for each stored weight that the model lacks or has in another shape."""
+    """Return one line for each stored weight that is unknown to the model or has a wrong shape."""
     return [
         f"{name}: not in this model"
         if name not in shapes

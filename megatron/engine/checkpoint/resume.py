@@ -176,8 +176,8 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
 
     Args:
         allow_fallback: whether to skip damaged checkpoints. If the checkpoint named in `latest` is
-            damaged, the newest intact checkpoint of an earlier step is taken. If there is none, the newest
-            intact checkpoint in `folder` is taken.
+            damaged, the newest intact checkpoint of an earlier step is taken. If there is none,
+            the newest intact checkpoint in `folder` is taken.
 
     Raises:
         CheckpointError: the checkpoint is damaged. The error message names the damaged file, the

@@ -85,8 +85,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        Only a checkpoint of the published code has a schedule here, imported or not. The schedule
-        is None for other checkpoints, or if the published checkpoint does not contain it.
+        The schedule is recorded only in published checkpoints and in imports of them. It is None
+        for other checkpoints, and if the record is missing or incomplete.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)

@@ -6,11 +6,11 @@ For a length with n sequences of mean losses l_i (nats per target token):
     bits_per_byte = loss / ln 2 * (target tokens / UTF-8 bytes of these tokens)
 
 The module `by_length` computes each `LengthResult`; this module only formats the results. The
-standard errors of perplexity and bits_per_byte are first-order approximations: perplexity * stderr,
-and bits_per_byte * stderr / loss.
+standard errors of perplexity and bits_per_byte are first-order approximations. The first is
+perplexity * stderr, and the second is bits_per_byte * stderr / loss.
 
-The functions import matplotlib themselves, because the import takes half a second. They use no
-pyplot, because a bare `Figure` draws with Agg, needs no display and leaves no global state.
+matplotlib is imported inside the functions, because the import takes half a second. pyplot is not
+used, because a bare `Figure` draws with Agg, needs no display and leaves no global state.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class LoopSettings:
         return self.exit_interval is not None and step % self.exit_interval == 0
 
     def saves_after(self, step: int) -> bool:
-        """Return whether the config's intervals or extra steps ask for a checkpoint after `step`."""
+        """Return whether the config asks for a checkpoint after `step`."""
         at_interval = bool(self.save_interval) and step % self.save_interval == 0
         return at_interval or step in self.extra_save_iters
 

@@ -1,8 +1,8 @@
 """Build the optimizer and its parameter groups; compute gradient norms and check the weights.
 
-As in GPT-NeoX, biases and norm weights have no weight decay. Theta, the learned parameters of the
-positional embedding, has none either, unless `weight_decay_positional` is set. The published code
-decayed theta.
+As in GPT-NeoX, biases and norm weights have no weight decay. Theta contains the learned parameters
+of the positional embedding. Theta has weight decay only if `weight_decay_positional` is set. In the
+published code, theta always had weight decay.
 """
 
 from __future__ import annotations
