@@ -2,8 +2,7 @@
 
 A distance kernel is a bias or a factor that depends only on the query-key distance. All backends
 have the same signature. `eager` is the specification, and every other backend is tested against
-`eager`. `choose` selects a backend once at start-up. `attend` selects a backend and calls it at
-once.
+`eager`. `choose` selects a backend once at start-up. `attend` selects a backend for a single call.
 """
 
 from megatron.attention.choice import AttentionError, AttentionFn, attend, choose

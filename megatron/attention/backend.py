@@ -1,4 +1,4 @@
-"""Define what an attention backend is: a function of a `Call` that may refuse some requests.
+"""Define attention backends. A backend computes attention for a `Call`, and may refuse requests.
 
 Legend: see `choice`.
 """
@@ -50,7 +50,7 @@ class Call:
 
     @property
     def layout(self) -> tuple:
-        """The shapes, dtypes, devices and numbers of the call, on which its checks depend."""
+        """The properties of the call on which `choice.check` depends, such as shapes and dtypes."""
         tensors = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
         shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
         numbers = (self.scale, self.dropout_p, self.query_offset)
@@ -66,7 +66,7 @@ class Request:
         device_type: "cpu" or "cuda".
         dtype: The dtype of q, k and v.
         training: Whether gradients are needed.
-        dropout: Whether softmax weights are dropped.
+        dropout: Whether dropout is applied to the softmax weights.
         head_size: The head size E, or None if E is not known.
     """
 
@@ -87,7 +87,8 @@ class Backend:
         function: Computes the output [B, H, T, E] of a call. The call must have no keys after the
             last query, that is, S = query_offset + T.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
-        remark: Returns what the log adds if the backend serves a request.
+        remark: Returns a text for the log if the backend serves a request. The text may
+            be empty.
         grouped: Whether k and v may have fewer heads than q.
     """
 
@@ -108,8 +109,8 @@ def weighted(pos: PositionalEmbedding) -> bool:
 class _NoSecondDerivative(torch.autograd.Function):
     """Makes a second backward pass raise an error instead of returning zeros.
 
-    `apply(run, *tensors)` returns the results of `run()` and marks them as differentiable in
-    `tensors`.
+    `apply(run, *tensors)` returns the results of `run()` and marks the results as
+    differentiable with respect to `tensors`.
     """
 
     @staticmethod
@@ -127,7 +128,7 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """Decorate a backward pass that is not differentiable, so that its derivative raises an error.
 
     torch's `once_differentiable` raises an error only if the gradient of the output requires a
-    gradient. Otherwise it would silently treat the result as a constant.
+    gradient. Otherwise `once_differentiable` silently treats the result as a constant.
     """
 
     def marked(ctx: Any, grad: Tensor) -> tuple:

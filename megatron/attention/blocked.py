@@ -36,8 +36,9 @@ from megatron.attention.tiles import QueryTile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
 KEPT_SHARE = 1.5
-"""P is kept for the backward pass if it is at most this many times as large as q, k, v and the
-output together, that is, for up to about 10 times head size positions. Memory stays linear in T."""
+"""The largest size of P with which P is kept for the backward pass. The unit is the size of q, k, v
+and the output in total. P is kept up to a sequence length of about 10 times the head size.
+Therefore memory stays linear in T."""
 
 
 def blocked(call: Call) -> Tensor:
@@ -66,7 +67,7 @@ def blocked(call: Call) -> Tensor:
 class _BlockedAttention(torch.autograd.Function):
     """Autograd function of blocked attention.
 
-    It saves its inputs, and the attention probabilities P if they are small.
+    It saves its inputs. It also saves the attention probabilities P if P is small.
     """
 
     @staticmethod
@@ -153,7 +154,7 @@ class BlockedCall:
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
         """Return contiguous views [m, R, n] of buffers for this tile.
 
-        m counts sequences times heads, R query rows and n keys. The first view is for the
+        m is the number of sequences times heads. The first view is for the
         probabilities P. It lies in `kept`, or in the first buffer if `kept` is None. The other
         views are those of the other buffers, in order.
         """
@@ -164,9 +165,9 @@ class BlockedCall:
         return found
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
-        """Return the matrix product of `a_mXY` and `b_mYE`, which the next call overwrites.
+        """Return the matrix product of `a_mXY` and `b_mYE`. The next call overwrites the result.
 
-        The result is a contiguous [m, X, E], because a batched product into contiguous memory is
+        The result [m, X, E] is contiguous, because a batched product into contiguous memory is
         several times faster than a product into a slice.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E

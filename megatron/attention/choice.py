@@ -28,7 +28,7 @@ BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND for module in (eager, blocked, fused, sdpa, flex)
 }
 AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
-"""The backends that `auto` tries on each device. It takes the first that serves the request."""
+"""The backends that `auto` tries on each device, in order, until one serves the request."""
 
 
 class AttentionError(ValueError):
@@ -42,7 +42,7 @@ class AttentionFn:
         backend: The chosen backend.
         reason: Why the backend was chosen, for the log.
         request: The request for which the backend was chosen. Calls may differ from the request in
-            dtype, device, gradients or dropout if the backend serves them. Otherwise they raise
+            dtype, device, gradients or dropout. A call that the backend does not serve raises
             `AttentionError`.
     """
 
@@ -108,8 +108,8 @@ class AttentionFn:
     def _check_layout(self, call: Call) -> None:
         """Check a call, unless it has the same layout as the previous call.
 
-        The layout is all shapes, dtypes, devices and numbers. Within a training step, all layers
-        have the same layout.
+        The layout consists of all shapes, dtypes, devices and numeric arguments. Within a training
+        step, the calls of all layers have the same layout.
         """
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)

@@ -9,7 +9,7 @@ rounding of the released code.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
 
-Caution: this backend materialises the [B, H, T, S] scores and w and b as [H, T, S], several times.
+Caution: several tensors of the size of the scores [B, H, T, S] are materialised at a time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
 
     Args:
         scores_BHTS: The scaled query-key products. All later steps are computed in their dtype.
-        theta_HN: The parameters of the distance kernel, in the dtype in which it is to be
-            evaluated, or None without a distance kernel.
+        theta_HN: The parameters of the distance kernel, or None if there is no distance kernel.
+            The distance kernel is evaluated in the dtype of `theta_HN`.
     """
     dtype, device = scores_BHTS.dtype, scores_BHTS.device
     query_T = torch.arange(call.q_BHTE.shape[2], device=device) + call.query_offset

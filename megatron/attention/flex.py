@@ -1,9 +1,10 @@
 """Compute attention by torch's FlexAttention, with a score_mod made from the embedding's formula.
 
-A distance kernel is a bias b or a factor w that depends only on the query-key distance. Its torch
-formula is read as an expression (`trace`), which is evaluated at each score's distance with the
-parameters theta of the score's head. If the formula has no expression, its values are tabulated
-over distances, and each score looks up its entry.
+A distance kernel is a bias b or a factor w that depends only on the query-key distance. A score_mod
+is a function that FlexAttention applies to each score. The embedding's torch formula is read as an
+expression (`trace`). The score_mod evaluates the expression at the score's distance, with the
+parameters theta of the score's head. If the formula has no expression, the values of the formula
+are tabulated over distances, and the score_mod looks up the entry for the score's distance.
 
 On CUDA this backend is compiled. It adds up theta's gradient with one atomic addition per score,
 which is slow and not repeatable bit for bit. Prefer the backend `fused`. `flex` is for comparison
@@ -62,7 +63,7 @@ def score_mod_of(
     """Return FlexAttention's score_mod for an embedding, or None without a distance kernel.
 
     The score_mod evaluates the embedding's formula. If the formula cannot be expressed, the
-    score_mod looks its values up in tables.
+    score_mod looks up the values of the formula in tables.
     """
     if pos.kind != "distance" or theta_HN is None:
         return None
@@ -90,9 +91,9 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: int) -> ScoreMod:
-    """Return a score_mod that looks bias and factor up in tables.
+    """Return a score_mod that looks up the bias and the factor in tables.
 
-    The tables are over the distances 0 ... length - 1.
+    The tables have one entry for each distance 0 ... length - 1.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
@@ -108,7 +109,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: i
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """Return the embedding's formula as expressions, or None if it has no expression."""
+    """Return the embedding's formula as expressions, or None if the formula has none."""
     try:
         return read(pos)
     except Unreadable:
@@ -118,7 +119,7 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
     """Return FlexAttention's `kernel_options` for head size `size`.
 
-    Return None where torch's defaults fit.
+    Return None if torch's default options are suitable.
     """
     if pos.kind != "distance" or formula_of(pos) is not None:
         return None
@@ -128,9 +129,9 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
     """Return options with fewer pipeline stages, for a distance kernel that is tabulated.
 
-    The compiled loop prefetches the looked-up values like keys and values, one fp32 tile [128, 128]
-    for each stage. With torch's default of three stages, the loop needs more shared memory than an
-    H100 has (torch 2.11).
+    The compiled loop prefetches one tile of table entries, fp32 [128, 128], for each stage, in
+    addition to keys and values. With torch's default of three stages, the loop needs more shared
+    memory than an H100 has (torch 2.11).
     """
     if size > 64 or weighted(pos):
         return {"fwd_num_stages": 1, "bwd_num_stages": 2}
@@ -139,7 +140,10 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def causal_mask(queries: int, keys: int, offset: int, device: torch.device) -> Any:
-    """Return the block mask of causal attention, which excludes blocks with only future keys."""
+    """Return FlexAttention's block mask for causal attention.
+
+    The block mask excludes all blocks that have only future keys.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

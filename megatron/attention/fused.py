@@ -7,14 +7,16 @@ bit. The embedding's torch formula is translated into Triton device functions (`
 distances once per call. Autograd then propagates the gradient of the table through the formula to
 theta (`megatron.kernels.tabulated`).
 
-Memory in addition to the results: two numbers per query and head, one number per column of theta
-and Triton program, and the table, if there is one.
+In addition to the results, memory is needed for two numbers per query and head. Each Triton program
+also needs one number for each column of theta. If the formula is tabulated, memory is also needed
+for the table.
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta, W
 numbers per head that describe the distance kernel: either the N columns of theta or table entries.
 
-Caution: fp64 is refused. bf16 is refused in Triton's interpreter, which computes it wrongly. A head
-size that is not a power of two costs as much as the next power of two.
+Caution: fp64 is refused. In Triton's interpreter bf16 is also refused, because the interpreter
+computes bf16 wrongly. A head size that is not a power of two costs as much as the next power of
+two.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ OLDEST = (8, 0)
 
 @lru_cache(maxsize=64)
 def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
-    """Return the Triton device functions of an embedding, and a text on how they were made.
+    """Return the Triton device functions of an embedding, and a text about them for the log.
 
-    The text is "evaluated in registers", or "tabulated" with the reason.
+    The text is either "evaluated in registers", or "tabulated" and the reason.
     """
     from megatron.kernels import codegen, tabulated
 

@@ -4,7 +4,7 @@ The formula is that of `eager`. Scores, biases and factors have the dtype of the
 rounded after each operation. Query-key products are scaled before they are rounded, by one
 `baddbmm`.
 
-In the configuration this backend is called `eager`. `choice` uses it in place of `eager` if the
+In the configuration this backend is called `eager`. `choice` uses this backend if the
 embedding's numerics are `PublishedNumerics`.
 
 Legend and caution: see `eager`.

@@ -3,12 +3,13 @@
 A distance kernel is a bias or a factor that depends only on the query-key distance. Without a
 distance kernel, this backend serves every request. A bias becomes an additive mask [1, H, T, S] in
 fp32. q, k and v are then converted to fp32, because a bf16 mask would round the bias. With a bias
-the backend serves evaluation only, because the gradient of the mask would need [B, H, T, S]. A
+the backend serves evaluation only, because the gradient of the mask would be [B, H, T, S]. A
 factor is refused, because a mask cannot multiply.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
 
-Caution: memory is quadratic with a bias. Several queries at an offset need a boolean [T, S] mask.
+Caution: memory is quadratic if there is a bias. Without a bias, a boolean mask [T, S] is needed if
+there are several queries and the first query is not at position 0.
 """
 
 from __future__ import annotations

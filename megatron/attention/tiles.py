@@ -1,9 +1,9 @@
 """Define which queries of which heads the blocked attention computes together.
 
-A tile is R query rows of some heads, with the n keys that the last of these queries sees. The
-tile's scores are [sequences, heads, R, n]. They should be few enough to stay in the processor's
-cache while half a dozen operations read them, and enough to hide the cost of calling these
-operations.
+A tile consists of R query rows of some heads, and of the n keys that are visible to the last of
+these queries. The tile's scores are [sequences, heads, R, n]. A tile should be small enough for its
+scores to stay in the processor's cache while half a dozen operations read them. It should be large
+enough to hide the cost of calling these operations.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BUFFER_ELEMENTS = 1 << 20
-"""The number of scores of a tile, 4 MB in fp32. A quarter of this number or four times this number
-changes the measured time by at most 10%."""
+"""The number of scores in a tile (4 MB in fp32). If this number is made four times smaller or
+larger, the measured time changes by at most 10%."""
 MIN_ROWS, MAX_ROWS = 32, 128
 MAX_ROW_ELEMENTS = 1 << 23
-"""The largest R x S of one head (32 MB in fp32). It makes R smaller if rows are very long."""
+"""The largest number of scores of one head in a tile (32 MB in fp32). If rows are very long, this
+limit reduces the number R of rows."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class QueryTile:
 
     Attributes:
         index: The number of the tile, which determines its dropout mask.
-        start: The offset of the tile in a buffer of all tiles' scores.
+        start: The offset of the tile in a buffer that holds the scores of all tiles.
         batch: The number of sequences.
         heads: The heads, as a slice of the H heads. They are the same in each sequence.
-        items: The sequences and heads together, as a slice of the flattened B H.
-        rows: The query rows, as a slice of the T queries, counted from the last query.
+        items: The pairs of sequence and head, as a slice of the flattened dimension B H.
+        rows: The query rows, as a slice of the T queries in reversed order.
         keys: The number n of keys. The tile's first row is its last query, which sees all n keys.
     """
 
@@ -63,9 +64,9 @@ class QueryTile:
 def block_rows(queries: int, keys: int) -> int:
     """Return the number R of query rows of a tile.
 
-    R is 32 to 128, so that matrix products are efficient. R is at most half of the queries (if that
-    is at least 32), so that some future keys are never computed. R is smaller if rows are very
-    long.
+    R is usually 32 to 128, so that matrix products are efficient. R is at most half of the number
+    of queries (if this half is at least 32), so that some future keys are never computed. If rows
+    are very long, R is smaller.
     """
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))

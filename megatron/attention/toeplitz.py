@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 class DistanceVector:
-    """The values of a bias or a factor at distances 0 ... S-1, which `block` views as a matrix.
+    """The values of a bias or a factor at distances 0 ... S-1. `block` views them as a matrix.
 
     Args:
         values_HS: The values at distances 0 ... S-1.
@@ -49,7 +49,7 @@ class DistanceVector:
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
         """Return the matrix [heads, rows, keys] of `rows` query rows and `keys` keys, as a view.
 
-        The last query of the block is number keys - 1. The rows are in reversed order.
+        The last query of the block has the number keys - 1. The rows are in reversed order.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))

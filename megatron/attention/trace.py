@@ -1,8 +1,9 @@
 """Read a distance kernel's torch formula as a symbolic expression.
 
 A distance kernel is a bias or a factor that depends only on the query-key distance. `read` runs the
-embedding's methods `bias` and `weight` on a few numbers under torch's tracer. It translates the
-recorded operations into sympy, with one symbol for the distance and one for each column of theta.
+embedding's methods `bias` and `weight` on a few numbers under torch's tracer. Then `read`
+translates the recorded operations to sympy, with a symbol for the distance and for each column of
+theta.
 The expression is used to generate the Triton device functions with their derivatives
 (`megatron.kernels.codegen`) and FlexAttention's score_mod (`flex`).
 
@@ -56,7 +57,7 @@ class Formula:
 def read(pos: PositionalEmbedding) -> Formula:
     """Return the embedding's formula as symbolic expressions.
 
-    The formula of an embedding that is no distance kernel has bias 0 and factor 1.
+    If the embedding is not a distance kernel, the returned formula has bias 0 and factor 1.
 
     Raises:
         Unreadable: The formula has no expression. Its values can still be tabulated.
@@ -86,7 +87,7 @@ def assumed(low: float) -> dict[str, bool]:
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
-    Values, theta's gradient and the accuracy in fp32 are compared.
+    The values, theta's gradient and the rounding errors in fp32 are compared with the embedding's.
 
     Raises:
         Unreadable: The formula and the embedding differ.
@@ -113,16 +114,16 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Convert a function of d and theta's columns into a function of theta and d."""
+    """Convert a function of d and of each column of theta to a function of theta and d."""
     return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
 
 
 def sample(
     function: Callable[..., Tensor | None], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Evaluate `function` in `dtype`, and return its values and a gradient of theta, both in fp64.
+    """Evaluate `function` in `dtype`. Return its values and theta's gradient, both in fp64.
 
-    The gradient is that of a sum of the values with unequal weights.
+    The gradient is the gradient of a weighted sum of the values, in which the weights differ.
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
@@ -167,14 +168,18 @@ def torch_text(expression: Any) -> str:
 
 
 class Columns(tuple):
-    """Some neighbouring columns of theta, which represent a tensor [H, len]."""
+    """Neighbouring columns of theta. A tuple of n columns represents a tensor [H, n]."""
 
 
 class Reader:
     """Interprets the graph of operations that torch's tracer records for a function.
 
-    A value in the graph is a sympy expression (the same for all heads and distances), `Columns` of
-    theta, a list of expressions, or a plain Python value.
+    A value in the graph is one of:
+
+    - a sympy expression, which is the same for all heads and distances;
+    - `Columns` of theta;
+    - a list of expressions;
+    - a plain Python value.
     """
 
     def __init__(self, distance: sympy.Symbol, theta: tuple[sympy.Symbol, ...]):
@@ -221,7 +226,7 @@ class Reader:
         return self.scalar(values[node])
 
     def scalar(self, value: Any) -> Any:
-        """Return a value of the graph as a sympy expression that can be an operand."""
+        """Convert a value in the graph to a single sympy expression."""
         import sympy
 
         if isinstance(value, int | float):
@@ -233,7 +238,7 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
-        """Return the value of one operation of the graph."""
+        """Return the value of one operation in the graph."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if name in SAME:
             return args[0]

@@ -1,13 +1,13 @@
 """Compute the backward pass of fused causal attention in two Triton kernels, without atomics.
 
-    p_ij  = 2^(c y_ij - lse_i)              recomputed from the inputs: nothing quadratic was kept
+    p_ij  = 2^(c y_ij - lse_i)              recomputed, because it was not stored
     ds_ij = p_ij (do_i . v_j - delta_i)     delta_i = do_i . o_i
     dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
 
 `query_pass`: each program handles M query rows of one head. It sums dq and theta's gradients in
-registers and writes its sums for theta to a row of `sums`. The host adds these rows up in fixed
-order. This Triton kernel also computes delta.
+registers and writes its sums for theta to one row of the tensor `sums`. `launch` adds up these rows
+in fixed order. `query_pass` also computes delta.
 
 `key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
 share these keys.
@@ -29,7 +29,7 @@ from megatron.kernels.forward import LOG2E
 
 @triton.jit
 def weights(s, i, j, distance, constants, c, lse, f_evaluate: tl.constexpr, MASKED: tl.constexpr):
-    """Return (the results of `evaluate`, the softmax weights p) for a tile.
+    """Return the results of `evaluate` and the softmax weights p for a tile.
 
     With MASKED, p is 0 for future keys, that is, where i < j.
     """
@@ -184,7 +184,7 @@ def key_pass(
 ):  # fmt: skip
     """Compute the gradients of k and v, one tile of keys of one key head per program.
 
-    The first keys' tiles start first, because the most query rows see these keys.
+    The tiles of early keys start first, because the most query rows see these keys.
     """
     tiles = tl.cdiv(keys, N)
     key_heads = heads // group

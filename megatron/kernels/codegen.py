@@ -1,9 +1,9 @@
 """Generate Triton device functions, with derivatives, from the expression of a distance kernel.
 
 A distance kernel is a factor w or a bias b that depends only on the query-key distance d. The logit
-of a query and a key is x = scale s w(d) + b(d), where s is their product. The function `evaluate`
+of a query q and a key k is x = scale s w(d) + b(d) with s = q . k. The function `evaluate`
 returns y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each theta_k. The
-term is dx/dtheta_k without its factor that depends only on theta and scale. The Triton kernels sum
+term is dx/dtheta_k without the factors of theta and scale alone. The Triton kernels sum
 the terms over scores, and `finish` multiplies the sums by these factors.
 
 The generated code is fast for three reasons:
@@ -11,8 +11,8 @@ The generated code is fast for three reasons:
 - Logarithms and exponentials have base 2, for which a GPU has single instructions. The constants
   ln 2 and log2 e are multiplied into the factors of theta.
 - `prepare` computes everything that depends on neither s nor d, once per Triton program.
-- d is the difference di - dj of a row vector and a column vector, so an affine A + B d costs one
-  subtraction per score: (A + B di) - B dj. Both vectors are small, so no digits are lost.
+- d is the difference di - dj of a row vector and a column vector, so A + B d with constants A and
+  B costs one subtraction per score: (A + B di) - B dj. As di and dj are small, no digits are lost.
 
 Powers d^p (and their products with a logarithm) are 0 at d = 0, as in torch's derivative of pow.
 Sources are stored in `linecache`, where Triton and tracebacks find them.

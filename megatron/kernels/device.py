@@ -103,7 +103,7 @@ def load_rows(
     base, first, limit, stride, MASKED: tl.constexpr, ROWS: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return ROWS rows of a tensor from row `first` on, padded to [ROWS, P].
+    """Return the ROWS rows of a tensor that start with row `first`, padded to [ROWS, P].
 
     The tensor has `limit` rows and E columns. With MASKED, rows from `limit` on are zeros. Without
     MASKED, all loaded rows must exist. Columns from E on are always zeros. The offset of row
@@ -127,7 +127,7 @@ def load_rows(
 def store_rows(
     base, tile, first, limit, stride, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """Store a tile as the rows from `first` on of a tensor with `limit` rows and E columns.
+    """Store a tile in a tensor of `limit` rows and E columns, starting at row `first`.
 
     Rows and columns outside the tensor are skipped.
     """
@@ -143,19 +143,19 @@ def table_distance(i, j, m0, n0, offset, queries):
     """Return the distances i - j within a tile, clamped to the indices of a table.
 
     The distance of a future key becomes 0. Rows past the last query get the distances of the last
-    query. `i` is relative to n0. The compiler removes the call if its result is not used.
+    query. `i` and `j` are relative to n0. The compiler removes the call if its result is unused.
     """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
-    """Return the dropout mask [M, N] of the queries from `query` on and the keys from `key` on.
+    """Return the dropout mask [M, N] of M queries starting at `query` and N keys starting at `key`.
 
     An entry is true (kept) with probability threshold / 2^24. `key` must be a multiple of 4.
 
     The random generator is Philox in counter mode. A score's random bits depend only on the seed,
-    on its sequence and head (`item`), on its query and on its key. They do not depend on the
+    on its sequence and head (`item`), on its query and on its key. The bits do not depend on the
     tiling, so every Triton kernel draws the same mask. One call of the generator serves four keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))

@@ -28,7 +28,7 @@ LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Products and sums may be fused. This is Triton's default, set here in case it changes."""
+"""Products and sums may be fused. This is set here in case Triton's default changes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Setting:
         return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], heavy)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
-        """Return the numeric arguments of every Triton kernel, by name."""
+        """Return a dictionary of the numeric arguments that all Triton kernels share."""
         heads, queries = q_BHTE.shape[1:3]
         keep = 1.0 - self.dropout_p
         return {
@@ -161,7 +161,7 @@ def forward(
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor,
     rows_HW: Tensor, seed: Tensor | None, setting: Setting,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse): the attention output, and logarithms that the backward pass needs.
+    """Return the attention output `out`, and logarithms `lse` for the backward pass.
 
     `out` is [B, H, T, E] in q's dtype. `lse` is [B, H, T] fp32 and holds the logarithms to base 2
     of the softmax's denominators.

@@ -2,20 +2,20 @@
 
 A distance kernel is a bias b or a factor w that depends only on the query-key distance d. Any torch
 function of d can be tabulated, for example T5's buckets, or a formula that `codegen` cannot
-express. "Theta" is then a row of numbers per head. The row holds b(d) / scale for d = 0 ... S-1, or
-w(d), or the former followed by the latter. Theta's gradient is the gradient of the table. Autograd
-propagates it to the parameters from which the table was computed. The gradient at distance d is
+express. "Theta" is then one row of numbers per head. The row holds b(d) / scale for all distances
+if there is a bias, followed by w(d) for all distances if there is a factor. Autograd propagates
+theta's gradient to the parameters from which the table was computed. The gradient at distance d is
 
     sum of scale ds_ij over i - j = d  (of b / scale)     sum of scale ds_ij s_ij  (of w)
 
 `table_pass` computes this gradient, without atomics and in fixed order. A program walks over the
-square tiles [R, R] whose upper left corners are at one distance D, a multiple of R. Row r and
+square tiles [R, R] whose upper left corners are at the same distance D, a multiple of R. Row r and
 column c of such a tile are at distance D + r - c. The program rotates each row r so that column c
 moves to column e = (r - c) mod R. The entries of column e are then at distance D + e (where
 e <= r) or at distance D + e - R (where e > r). Summing these two groups of each column separately
 gives the sum over each distance.
 
-Legend: see `forward`; G number of tiles of distances.
+Legend: see `forward`. In addition, G is the number of tiles of distances.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _Four = tuple[int, int, int, int]
 
 
 def sizes(forward: _Four, query: _Four, key: _Four, table: _Four) -> TileSizes:
-    """Return the `TileSizes` of the four kernels, whose tiles are tuples (M, N, warps, stages)."""
+    """Return the `TileSizes` of the four Triton kernels. Each tuple is (M, N, warps, stages)."""
     return TileSizes(Tile(*forward), Tile(*query), Tile(*key), Tile(*table))
 
 

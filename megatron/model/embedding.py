@@ -1,4 +1,4 @@
-"""Define the first layer. It returns two values: token plus position vectors, and theta.
+"""Define the first layer. It returns the sum of token and position vectors, and theta.
 
 Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
 query-key distance. Theta is stored in this layer. The layer returns theta in at least fp32 together
@@ -42,9 +42,10 @@ def initial_theta(plan: Plan) -> torch.Tensor:
 
 
 class FixedTheta(nn.Module):
-    """A theta that is not trained (such as ALiBi's slopes). It moves with the model but stays fp32.
+    """A theta that is not trained (such as ALiBi's slopes).
 
-    A plain buffer would be rounded to bf16 when the engine casts the module.
+    It moves to devices with the model, but stays fp32. A plain buffer would be rounded to bf16 when
+    the engine casts the module.
     """
 
     value: torch.Tensor

@@ -81,10 +81,10 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def _losses_in_pieces(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Return the losses [B, T] without gradients, for one piece of the sequence after another.
+        """Return the losses [B, T] without gradients, one piece of the sequence at a time.
 
         Thus the logits of a long sequence never exist all at once. Under sequence parallelism, each
-        piece holds the same range of every rank's positions. R is the number of ranks.
+        piece holds the same range of every rank's positions. In the code, R is the number of ranks.
         """
         ranks = self.split.tp_slices
         width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * ranks * self.shape.vocab_size))

@@ -66,7 +66,7 @@ class ScaleNorm(nn.Module):
 
 
 def norm_layer(shape: BlockShape, tp: TensorGroup) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Return the class and the constructor arguments of the norm that `shape` names.
+    """Return the class and the constructor arguments of the norm `shape.norm`.
 
     Raises:
         ValueError: The name is not `layernorm`, `rmsnorm` or `scalenorm`.
@@ -83,6 +83,6 @@ def norm_layer(shape: BlockShape, tp: TensorGroup) -> tuple[type[nn.Module], dic
 
 
 def build_norm(shape: BlockShape, tp: TensorGroup = ALONE) -> nn.Module:
-    """Build the norm that `shape` names; see `norm_layer`."""
+    """Build the norm `shape.norm`; see `norm_layer`."""
     kind, arguments = norm_layer(shape, tp)
     return kind(**arguments)

@@ -65,9 +65,10 @@ class GPTShape:
         vocab_size: The padded vocabulary size V.
         max_positions: The number of rows of a trained position table (`learned`).
         tie_weights: Whether the output layer uses the matrix of the token embedding.
-        init_method, output_init_method: Names of init methods, see `megatron.model.init`. The
-            second is for the layers that write to the residual stream.
-        position_offset: Added to every position before the lookup in a trained table (OPT uses 2).
+        init_method, output_init_method: The names of init methods (see `megatron.model.init`). The
+            second method is for the layers that write to the residual stream.
+        position_offset: The number that is added to every position before the lookup in a trained
+            table (2 in OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
         row_parallel_output: Whether to shard an untied output layer by its inputs ("row" in the
             published code) instead of by tokens. The computed function is the same.

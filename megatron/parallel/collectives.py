@@ -104,17 +104,17 @@ def _collective(
 
 
 copy_to = _collective(_same, _sum)
-"""Takes (x, group). Returns `x` unchanged; the backward pass sums the gradient over the group."""
+"""Takes (x, group). Returns `x` unchanged. The backward pass sums the gradient over the group."""
 reduce_from = _collective(_sum, _same)
 """Takes (x, group). Returns the sum of all ranks' partial tensors `x`, on every rank."""
 gather_from = _collective(_join, _slice)
-"""Takes (x, group, dim). Returns the ranks' slices `x`, joined along `dim`.
+"""Takes (x, group, dim). Returns the slices `x` of all ranks, joined along `dim`.
 
-All ranks must compute the same with the result. Otherwise use `all_gather`."""
+All ranks must use the result in the same way. Otherwise use `all_gather`."""
 scatter_to = _collective(_slice, _join)
 """Takes (x, group, dim). Returns this rank's slice of `x` along `dim`."""
 all_gather = _collective(_join, _sum_slice)
-"""Takes (x, group, dim). Returns the ranks' slices `x`, joined along `dim`.
+"""Takes (x, group, dim). Returns the slices `x` of all ranks, joined along `dim`.
 
 Each rank may use the result differently, because the backward pass sums the ranks' gradients."""
 reduce_scatter = _collective(_sum_slice, _join)
@@ -137,10 +137,10 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the hidden states of all positions, the input of a layer that is sharded by outputs.
+    """Return the input of a layer that is sharded by outputs: the hidden states of all positions.
 
-    Under sequence parallelism the ranks' positions are gathered. Otherwise every rank already has
-    them.
+    Under sequence parallelism, the positions of all ranks are gathered. Otherwise every rank
+    already has all positions.
     """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 

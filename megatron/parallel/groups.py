@@ -1,4 +1,4 @@
-"""Describe a job's process groups as frozen values that are passed to the code that needs them.
+"""Describe a job's process groups as frozen dataclasses, which are passed as arguments.
 
 Ranks are counted as in GPT-NeoX and in DeepSpeed's topology. Tensor-parallel ranks are innermost:
 
@@ -45,7 +45,7 @@ class TensorGroup:
         return self.sequence_parallel and self.size > 1
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors `tensor` of all ranks in the order of ranks, without gradients.
+        """Return a list of every rank's `tensor`, in the order of ranks, without gradients.
 
         All ranks must pass the same shape.
         """
@@ -135,7 +135,7 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create the groups of ranks that differ only along `axes`, and return this rank's."""
+        """Create the groups of ranks that differ only along `axes`, and return this rank's own."""
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
@@ -149,7 +149,7 @@ class Groups:
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks in `replicas`: the data-parallel times the context-parallel size."""
+        """The number of ranks in `replicas`, `data_size` times the size of the context group."""
         return self.data_size * self.context.size
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -170,14 +170,14 @@ class Groups:
             dist.barrier()
 
     def gather_from_job(self, value: Any) -> list[Any]:
-        """Return the list of all ranks' `value`, on every rank.
+        """Return a list of every rank's `value`, on every rank.
 
         Values are pickled, so they should be small.
         """
         return _gather_objects(value, self.world_size, None)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
-        """Return the list of all stages' `value`, on every stage.
+        """Return a list of every stage's `value`, on every stage.
 
         Values are pickled, so they should be small.
         """

@@ -73,11 +73,11 @@ class RowLinear(nn.Linear):
         mark_sharding(self.weight, Sharding(1), tp)
 
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
-        """Return the sum of all ranks' products.
+        """Return the sum of x_r W_r^T + b / size over the ranks r.
 
         Args:
-            partial: Return this rank's addend instead. The caller must sum the addends over the
-                ranks.
+            partial: Whether to return only this rank's term of the sum. The caller must then sum
+                these terms over the ranks.
         """
         if self.scatter:
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x

@@ -95,6 +95,9 @@ def local_slice(param: Tensor, full: Tensor) -> Tensor:
 
 
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
-    """All-gather `shard` over `tp`, and join the slices in the way `param` is sharded."""
+    """Return the full tensor, joined from the slices `shard` of all ranks.
+
+    The tensor is sharded over `tp` in the same way as `param`.
+    """
     sharding = sharding_of(param)
     return shard if sharding is None or tp.size == 1 else sharding.join(tp.gather(shard))

@@ -29,12 +29,13 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
-    """Build the embedding `name` with its `options`, rounding as `numerics` prescribes.
+    """Build the embedding called `name` with these `options`; `numerics` prescribes its rounding.
 
     Raises:
-        PositionalError: No file has this name (the error message suggests the nearest name), the
-            file does not define exactly one embedding, or an option is unknown or has the wrong
-            type.
+        PositionalError: No file of this package has the name `name`. The error message suggests
+            the nearest name.
+        PositionalError: The file does not define exactly one embedding.
+        PositionalError: An option is unknown or has the wrong type.
     """
     if name not in names():
         hint = did_you_mean(name, names())

@@ -2,11 +2,11 @@
 
 An embedding is one class in one file. It has one of four kinds, which differ in what they change:
 
-- `distance`: a distance kernel, that is, a bias b (`bias`) or a factor w (`weight`), or both, that
-  depend only on the query-key distance and are computed from the parameters theta;
-- `rotary`: a rotation of queries and keys;
-- `input`: a vector that is added to the token embedding;
-- `none`: no change.
+- `distance`: the attention scores, by a distance kernel. A distance kernel is a bias b (`bias`), a
+  factor w (`weight`), or both. They depend only on the query-key distance and the parameters theta;
+- `rotary`: queries and keys, which are rotated;
+- `input`: the token embedding, to which a vector is added;
+- `none`: nothing.
 
 The attention logit of query position i and key position j <= i in head h, at distance d = i - j, is
 
@@ -41,8 +41,8 @@ class ThetaParameter:
 
     Attributes:
         name: The name in published checkpoints (`bias_p`, `wei_a`, ...).
-        low, high: The closed bounds, or +-inf for none. Theta is projected into the bounds after
-            each optimizer step.
+        low, high: The closed bounds. A bound of +-inf means that there is none. Theta is projected
+            into the bounds after each optimizer step.
         scale: Initial values are drawn as `scale * U(0, 1)` and projected into the bounds.
     """
 
@@ -53,12 +53,12 @@ class ThetaParameter:
 
 
 def factor(name: str) -> ThetaParameter:
-    """Describe a factor of a KERPLE kernel: drawn from U(0, 1), kept >= 0.01."""
+    """Describe a coefficient of a KERPLE kernel, drawn from U(0, 1) and kept >= 0.01."""
     return ThetaParameter(name, low=0.01)
 
 
 def power(name: str) -> ThetaParameter:
-    """Describe an exponent of a KERPLE kernel: drawn from 2 U(0, 1), kept in [0.01, 2]."""
+    """Describe an exponent of a KERPLE kernel, drawn from 2 U(0, 1) and kept in [0.01, 2]."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
 
 
@@ -106,7 +106,7 @@ class PositionalEmbedding:
         return low_N, high_N
 
     def within_bounds(self, theta_HN: Tensor) -> Tensor:
-        """Return theta with each column clamped to bounds that are exact in theta's dtype."""
+        """Return theta with each column clamped to its bounds in theta's dtype."""
         pairs = zip(theta_HN.unbind(1), self.parameters, strict=True)
         return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 

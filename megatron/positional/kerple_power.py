@@ -1,9 +1,8 @@
 """Define KERPLE's power distance kernel, b_h(d) = -a d^p with a > 0 and 0 < p <= 2.
 
 The released code calls this kernel `kerple_power_ap_` (arXiv 2205.09921). The bias is conditionally
-positive definite for these p. With p = 1 it is ALiBi with a learned slope. At d = 0 the bias is 0,
-and its derivative with respect to p is 0 as well, because torch's derivative of pow is 0 where the
-formula d^p log d would be 0 log 0.
+positive definite for these p. With p = 1 it is ALiBi with a learned slope. At d = 0 the bias is 0.
+There the derivative with respect to p contains d^p log d = 0 log 0, which torch evaluates as 0.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """Embedding by a trained position table, which the model adds.
+    """Embedding by a trained position table.
 
-    This class computes nothing. The model creates the table for every embedding of kind `input`
-    with `learnable` set.
+    This class computes nothing. The model creates the table and adds the table's rows, as for every
+    embedding of kind `input` with `learnable` set.
     """
 
     kind = "input"

@@ -26,8 +26,8 @@ class Rpe(PositionalEmbedding):
 
     Args:
         num_buckets: The number K of buckets, at least 2.
-        max_distance: The distance from which all distances share the last bucket. It must be
-            above K // 2. Some shorter distances may be in the last bucket, too.
+        max_distance: All distances of at least `max_distance` share the last bucket. Some shorter
+            distances may be in the last bucket, too. `max_distance` must be above K // 2.
         scale: The factor on the table. sqrt(head size) reproduces GPT-NeoX.
     """
 
