@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron import entry
 from megatron.config.command_line import config_parser, load_or_exit
 
-# Overrides of every evaluation: each rank holds the full model, in whichever layout it was trained.
+# Overrides for every evaluation. Each rank holds the full model, even if the model was trained with
+# another parallel layout.
 LAYOUT = (
     "pipe_parallel_size=1",
     "model_parallel_size=1",

@@ -8,9 +8,9 @@
 
 The first command downloads a known corpus into data/openwebtext2/ and writes the shards
 openwebtext2_text_document.bin and .idx there. If --input is added to the first command, your copy
-of the corpus is read instead of a download. The second command writes data/NAME_text_document.bin
-and .idx. The third tokenises a corpus that needs no download, and the fourth only tests download
-addresses.
+of the corpus is read instead of a download. The second command reads your files and writes the
+shards data/NAME_text_document.bin and .idx. The third tokenises a corpus that needs no download.
+The fourth only tests whether the download addresses of a corpus are reachable.
 
 Give the path of the shards without its suffix as `data_path` in a config. A .json manifest beside
 the shards describes the tokens. If a run is stopped or killed, give the same command again to
@@ -89,7 +89,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End the command at arguments that do not fit; fill in the name and the partition."""
+    """Check the arguments, exit at a wrong one, and fill in the name and the partition."""
     dataset, name, mirror = arguments.dataset, arguments.name or arguments.dataset, arguments.mirror
     if mirror and "://" not in mirror:
         parser.error(f"--mirror {mirror}: is not an address; write e.g. https://HOST/FOLDER")

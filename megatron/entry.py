@@ -38,8 +38,8 @@ def run(main: "Callable[[], int]") -> "NoReturn":
     """Call `main` and exit with the code that it returns.
 
     If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command exits
-    with `NOBODY_READS` and prints no traceback. SIGPIPE stays ignored, as Python sets it, because
-    the signal's default action would also kill a training job at every broken socket.
+    with `NOBODY_READS` and prints no traceback. SIGPIPE stays ignored, which is Python's default.
+    The signal's default action would kill a training job whenever a socket breaks.
     """
     try:
         try:
@@ -65,7 +65,7 @@ def run(main: "Callable[[], int]") -> "NoReturn":
 def refuse(text: str, code: int) -> "NoReturn":
     """Print `text`, the reason why the command cannot run, and exit with `code`.
 
-    In a process of a distributed job, end the other processes of the job too.
+    If this process belongs to a distributed job, end all processes of the job.
     """
     if "RANK" in os.environ:
         from megatron.engine.job import failure
@@ -79,7 +79,7 @@ def refuse(text: str, code: int) -> "NoReturn":
 def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
     """Return a decorator for `main` that prints expected errors without a traceback.
 
-    An exception of the types `known`, or an OSError, is printed after `error:`, and `main` returns
+    An OSError, or an exception of a type in `known`, is printed after `error:`, and `main` returns
     exit code 1. A BrokenPipeError is raised again, because `run` handles that error.
     """
 

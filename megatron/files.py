@@ -12,7 +12,7 @@ UNFINISHED = ".unfinished"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; when the `with` block ends, rename that file to `path`.
+    """Yield a temporary path to write. When the `with` block ends, rename that file to `path`.
 
     If the block raises an exception, `path` is left unchanged and the temporary file is removed.
     """
@@ -27,13 +27,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` atomically by `text`, encoded as UTF-8."""
+    """Atomically replace the content of the file `path` with `text`, encoded as UTF-8."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the content of `path` atomically by `content`."""
+    """Atomically replace the content of the file `path` with `content`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 

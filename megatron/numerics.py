@@ -1,4 +1,4 @@
-"""Choose where 16-bit numbers are rounded: one strategy object is passed to all code that computes.
+"""Define strategies for where to round 16-bit numbers. All code that computes gets the same one.
 
 With `WIDE`, the default, positional embeddings, norms and softmax are computed at least in fp32.
 `PublishedNumerics` (config key `published_numerics`) rounds where the released KERPLE code rounds,
@@ -30,9 +30,10 @@ class Numerics:
 
     @property
     def projects_master(self) -> bool:
-        """Whether theta is clamped to its bounds in the fp32 master weights too.
+        """Whether the fp32 master copy of theta is clamped to the bounds of theta.
 
-        If not, only the model's 16-bit copy of theta is clamped.
+        Theta stands for the learned parameters of positional embeddings. The model's 16-bit copy of
+        theta is always clamped.
         """
         return True
 
@@ -79,7 +80,7 @@ class PublishedNumerics(Numerics):
         return value.to(self.dtype).to(value)
 
     def log1p(self, x: Tensor) -> Tensor:
-        return torch.log(1 + x)  # 1 + x is rounded too
+        return torch.log(1 + x)  # 1 + x is rounded before the logarithm
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         product = F.linear(x, weight)  # rounded before the bias is added

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the name in `known` that is most similar to `word`, ignoring case.
 
-    Returns None if no name reaches the similarity `cutoff` (from 0 to 1, see `difflib`).
+    Return None if the similarity of every name is below `cutoff`. Similarities are from 0 to 1, as
+    in `difflib`.
     """
     names = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
@@ -17,6 +18,6 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return `did you mean NAME? ` with a trailing space, or "" if no known name is similar."""
+    """Return the text `did you mean NAME? ` (with the space), or "" if no known name is similar."""
     near = nearest(word, known, cutoff=cutoff)
     return f"did you mean {near}? " if near else ""

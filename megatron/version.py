@@ -1,3 +1,3 @@
-"""Define the project's version, which checkpoints record and the Python package carries."""
+"""Define the version of the project, which checkpoints and the Python package record."""
 
 __version__ = "0.1.0"

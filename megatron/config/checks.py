@@ -41,9 +41,9 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
 def _derive_batch(values: Values) -> Iterator[Found]:
     """Complete the batch sizes so that train = micro x accumulation x data-parallel size.
 
-    `train_batch_size` and either of the other two sizes may be missing. If gradient accumulation is
-    not determined by the given sizes, the number of accumulation steps becomes 1. Sizes that do not
-    satisfy the equation are yielded as a problem.
+    At least the train or the micro size must be given. If the given sizes do not determine the
+    number of accumulation steps, that number becomes 1. If the given sizes do not satisfy the
+    equation, yield a problem.
     """
     total, micro, steps = _BATCH
     if not all(name in values for name in _BATCH):
@@ -247,7 +247,8 @@ def _builtin(given: str | tuple[str, ...]) -> Found | None:
 def _blended(*given: tuple) -> Found | None:
     """Check `*_data_paths` and `*_data_weights` by GPT-NeoX's rules.
 
-    Paths are required for all three splits or for none. Weights, if given, are one for each path.
+    Paths must be given for all three splits or for none. If weights are given for a split, each of
+    its paths must have one weight.
     """
     paths, weights = given[:3], given[3:]
     if any(paths) and not all(paths):

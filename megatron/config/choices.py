@@ -39,7 +39,7 @@ PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power__ap": "kerple_power_mul",
     "kerple_power_ap_ap": "kerple_power_add_mul",
 }
-"""Maps names of embeddings in the published KERPLE code to this project's, if they differ."""
+"""Maps embedding names of the published KERPLE code to the names here, where these differ."""
 positional_name = one_of(POSITIONAL_NAMES, aliases=PUBLISHED_POSITIONAL_NAMES)
 PositionalName = Annotated[str, BeforeValidator(positional_name)]
 

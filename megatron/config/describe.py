@@ -12,7 +12,8 @@ from megatron.config.schema import Config
 def describe(config: Config) -> str:
     """Return the config as text: each value with its origin, the derived values, and the notes.
 
-    An origin is the file and line, or the override, that set the value, or `default` or `derived`.
+    The origin of a value is one of: the file and line that set it, the override that set it,
+    `default`, `derived`.
     """
     lines = ["configuration from " + (", ".join(config.sources) or "overrides only")]
     for title, section in config.sections():

@@ -59,7 +59,7 @@ class FrozenDict(dict):
 
 
 def show(value: Any) -> str:
-    """Format a value for error messages: `the text 'abc'`, `true`, `null` or `[1, 2]`."""
+    """Format a value for error messages, e.g. as `the text 'abc'`, `true`, `null` or `[1, 2]`."""
     if isinstance(value, str):
         return f"the text {value!r}"
     if value is None or isinstance(value, bool):
@@ -128,7 +128,7 @@ def number(
     Args:
         low: The lower bound, or None for no lower bound.
         high: The greatest allowed number, or None for no upper bound.
-        above: If true, numbers must be above `low`. If false, `low` itself is allowed too.
+        above: If true, numbers must be above `low`. If false, they may equal `low`.
         write: An example of a valid value for the error message.
     """
     expected = "a number" + _bounds(low, high, above)

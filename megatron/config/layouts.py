@@ -17,11 +17,11 @@ _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size"
 
 Relation = Callable[..., "Found | None"]
 RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
-"""Pairs (names of fields, function that checks their values), which `checks.relations` calls."""
+"""Pairs (field names, check). `checks.relations` calls each check with the fields' values."""
 
 
 def relation(*names: str) -> Callable[[Relation], Relation]:
-    """Return a decorator that adds a check of the fields `names` to `RELATIONS`.
+    """Return a decorator that adds a check of the fields with these names to `RELATIONS`.
 
     The decorated function takes the values of these fields, and returns their problem or None.
     """

@@ -87,7 +87,7 @@ class _Builder:
 
     Args:
         name: The file or override to name in problems.
-        lines: Whether problems also name the line, which is useless for an override.
+        lines: Whether problems name the line in the file. False for an override.
     """
 
     def __init__(self, name: str, *, lines: bool) -> None:

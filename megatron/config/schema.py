@@ -101,8 +101,8 @@ class DataConfig(Section):
     # A prefix (the path of shards without .bin or .idx), a glob of prefixes, a list of prefixes and
     # globs, or builtin:python-stdlib.
     data_path: Paths | None = None
-    # Alternative to data_path and split: the corpora of each split, sampled in proportion to the
-    # weights (default: equal weights).
+    # An alternative to data_path and split: the corpora of each split. Samples are taken from them
+    # in proportion to the weights, which are equal by default.
     train_data_paths: PathList = ()
     valid_data_paths: PathList = ()
     test_data_paths: PathList = ()
@@ -137,7 +137,7 @@ class OptimizerConfig(Section):
     eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8
     momentum: Annotated[Amount, Key("optimizer.params.momentum")] = 0.0
     weight_decay: Amount = 0.01  # the published code's default; gpt-neox: 0.1
-    # Not in GPT-NeoX: apply weight decay to theta too, the parameters of KERPLE and T5 embeddings.
+    # Not in GPT-NeoX: whether weight decay applies to theta, the parameters of KERPLE and T5.
     weight_decay_positional: Flag = False
     gradient_clipping: Amount = 1.0  # 0 = off; gpt-neox's default; published code: off
 

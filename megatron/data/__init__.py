@@ -1,1 +1,1 @@
-"""Everything from text to training batches: corpora, tokenizers, token shards, samples."""
+"""Turn text into training batches, by way of corpora, tokenizers, token shards and samples."""

@@ -11,7 +11,7 @@ class DataError(Exception):
 
 
 class ShardError(DataError):
-    """A token shard (a `.bin`/`.idx` pair) is missing, damaged, of another format, or in use."""
+    """A token shard (a `.bin`/`.idx` pair) is missing, damaged or in use, or has another format."""
 
 
 class TokenizerError(DataError):
@@ -28,7 +28,7 @@ class DataExhausted(DataError):
 
 @contextmanager
 def needs_package(package: str, feature: str, error: type[DataError]) -> Iterator[None]:
-    """Turn an ImportError in the block into an `error` that tells the user to install `package`."""
+    """If the `with` block raises ImportError, raise an `error` that asks to install `package`."""
     try:
         yield
     except ImportError:

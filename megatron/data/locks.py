@@ -1,4 +1,4 @@
-"""File locks between processes that need the same files: one process writes, the others wait.
+"""Provide file locks, so that one process writes a shared file while the other processes wait.
 
 The locks use `flock`, because the operating system releases such a lock when its process dies. Some
 network file systems have no locks, or do not share them between machines. On such a file system,
@@ -22,8 +22,8 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
         wait: If another process holds the lock, wait until that process releases it.
 
     Returns:
-        True if this process now holds the lock; False if another process holds it (only without
-        `wait`); None if the file system has no locks.
+        True if this process now holds the lock. False if another process holds the lock, which is
+        possible only if `wait` is False. None if the file system has no locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -34,7 +34,7 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock on the file `path` during the block; wait first if another process holds it.
+    """Wait until no other process holds the lock on `path`, then hold it during the `with` block.
 
     The lock file is not removed afterwards, because other processes may be waiting for it.
     """

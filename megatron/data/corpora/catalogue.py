@@ -1,13 +1,13 @@
 """The downloadable corpora with their addresses, licences and alternatives.
 
 The catalogue gives the size and SHA-256 of a file only where these are certain. For other files,
-the size of the download is compared with the one that the server reports, and the shard's manifest
-records the SHA-256 of the input.
+the length of the download is compared with the size that the server reports, and the shard's
+manifest records the SHA-256 of the input.
 
 Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore each
-corpus also lists mirrors, and data sets of the Hugging Face hub for `--input hub:ID`. A corpus with
-a `pile_set` can also be extracted from shards of the complete Pile, because it consists of their
-records with this `meta.pile_set_name`.
+corpus lists mirrors, and data sets of the Hugging Face hub that can be read with `--input hub:ID`.
+A corpus with a `pile_set` consists of the records of the complete Pile whose `meta.pile_set_name`
+has this value. So that corpus can be extracted from the archives of the complete Pile.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ _UNCOPYRIGHTED = "monology/pile-uncopyrighted"
 
 
 def _pile_set(name: str, *urls: str, licence: str = _MIXED, hub: str = _UNCOPYRIGHTED) -> Corpus:
-    """Describe one of the Pile's data sets that is stored in one archive.
+    """Return the `Corpus` for a data set of the Pile that is stored in one archive.
 
     Args:
-        name: The `meta.pile_set_name` of its records.
-        urls: The addresses of the archive.
+        name: The `meta.pile_set_name` of the records of the data set.
+        urls: The addresses from which the archive can be downloaded.
+        licence: The licence of the text.
+        hub: The id of a data set on the Hugging Face hub that contains the same text.
     """
     return Corpus((RemoteFile(urls),), licence, name, (hub,))
 
@@ -142,10 +144,10 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
     """Return the corpus with this name.
 
     Args:
-        others: Further names to list in the error message.
+        others: Names that the error message lists in addition to those in `CORPORA`.
 
     Raises:
-        CorpusError: the name is not in `CORPORA`. The message suggests the most similar name.
+        CorpusError: the name is not in `CORPORA`. The error message suggests a similar name.
     """
     if name in CORPORA:
         return CORPORA[name]

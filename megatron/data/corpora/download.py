@@ -25,7 +25,7 @@ from megatron.data.prepare.progress import ProgressBar
 
 _BLOCK = 1 << 20
 _TIMEOUT = 60.0  # seconds to wait for the next byte
-_ATTEMPTS = 5  # give up an address after so many attempts in a row without a new byte
+_ATTEMPTS = 5  # attempts in a row without a new byte before an address is given up
 _NOTHING_LEFT = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE  # the file ends before the range
 
 
@@ -49,7 +49,7 @@ def download(
     Args:
         file: The file and its addresses, which are tried in order.
         path: The path to write.
-        mirror: The address of a folder with the file, tried first.
+        mirror: The address of a folder that contains the file. It is tried first.
         force: Download the file even if `path` exists.
         advice: Text for the end of the error message if no address has the file.
 
@@ -57,8 +57,8 @@ def download(
         The SHA-256 (hex) of the downloaded file, or "" if `path` existed.
 
     Raises:
-        CorpusError: no address has the file (the message lists the reply of each), `path` cannot be
-            written, or `path` exists with the wrong size.
+        CorpusError: no address has the file, `path` cannot be written, or `path` exists with the
+            wrong size. In the first case, the error message lists the reply from each address.
     """
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
         if path.exists() and not force:
@@ -83,10 +83,11 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
     """Send a HEAD request to each address of `file`.
 
     Args:
-        mirror: The address of a folder with the file, asked first.
+        mirror: The address of a folder that contains the file. It is checked first.
 
     Yields:
-        The address, whether the server has the file, and the size or error that it reported.
+        (address, found, text), where `found` is whether the server has the file, and `text` is the
+        size or the error that the server reported.
     """
     for url in _addresses(file, mirror):
         try:
@@ -155,7 +156,7 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
 
 
 def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None:
-    """Request the bytes that `part` lacks and append them to it.
+    """Request the bytes that `part` still lacks, and append these bytes to `part`.
 
     Args:
         version: The file that stores the version of `part` (an ETag or a date). If the server has

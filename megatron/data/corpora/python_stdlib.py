@@ -1,6 +1,6 @@
-"""Corpora that need no download. The only one is `python-stdlib`, Python's standard library.
+"""Build corpora that need no download. `python-stdlib`, Python's standard library, is the only one.
 
-Its documents are the `.py` files of the standard library, about 10 MB in total. It leaves out
+Its documents are the `.py` files of the standard library, about 10 MB in total. Not included are
 tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, and files that
 differ between machines. Documents are ordered by a hash of their path, because `split` divides them
 into consecutive ranges. In this order each range is a random mixture, and the order is the same on
@@ -31,15 +31,15 @@ NAMES = ("python-stdlib",)
 _TESTS = {"idle_test", "test", "tests"}
 _PACKAGES = {"dist-packages", "site-packages"}
 _SKIPPED_FOLDERS = {"__pycache__", "encodings", "lib-dynload"} | _TESTS | _PACKAGES
-# The first differs between machines, the second between Linux distributions, and the third is a
-# large data table.
+# The files of the first pattern differ between machines, and those of the second pattern between
+# Linux distributions. The third file is a large data table.
 _SKIPPED_FILES = ("_sysconfigdata*.py", "sitecustomize.py", "pydoc_data/topics.py")
 
 
 def resolve_data_path(
     data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Return the prefix of the shards if `data_path` is "builtin:NAME", the name of a corpus.
+    """Replace a `data_path` "builtin:NAME" by the prefix of the shards of the built-in corpus NAME.
 
     The corpus is tokenised first if its shards do not exist. Any other path is returned unchanged.
 
@@ -99,7 +99,7 @@ def stdlib_root() -> Path:
 
 
 def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
-    """Tokenise Python's standard library into the shard with this prefix."""
+    """Tokenise Python's standard library, and write the shard whose prefix is `prefix`."""
     root, files = stdlib_root(), stdlib_files()
     if not files:
         raise CorpusError(

@@ -49,14 +49,14 @@ class Place:
 
 @dataclass
 class Chunk:
-    """A piece of an input, which contains either JSON lines, or documents, or a fault.
+    """A piece of an input. It contains one of three things: JSON lines, documents, or a fault.
 
     Attributes:
         where: The path of the input, or of the archive member.
         first: The number of the first line in `lines`.
         lines: Complete lines, one JSON record each.
-        texts: A list of documents, each as its place (for error messages) and its content.
-        fault: Why the input could not be read further; the chunk then contains no text.
+        texts: A pair (place, content) for each document. Error messages name the place.
+        fault: The reason why the input could not be read further, or None.
         position: The number of bytes of the input that were read when the chunk was complete.
         source: The index of the input in the list of inputs.
         number: The number of the chunk in its input, from 1.
@@ -119,7 +119,7 @@ def text_chunks(texts: Iterable[tuple[str, bytes]], where: str) -> Iterator[Chun
 def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield the items in lists of about `CHUNK_BYTES` bytes and at most `MAX_TEXTS` items.
 
-    If `items` raises an error, yield the items before the error as a last list, then raise it.
+    If `items` raises an error, yield the items before it as a last list, then raise the error.
 
     Args:
         size_of: The function that returns the size of an item in bytes.
@@ -147,12 +147,12 @@ def damage_as_fault(
     errors: tuple[type[Exception], ...] = DAMAGE,
     message: str = "is truncated or damaged",
 ) -> Iterator[None]:
-    """Turn an error in the block into a `Fault`.
+    """Raise a `Fault` if the `with` block raises one of `errors`.
 
     Args:
         place: The position of the reader, which the text of the fault names.
-        errors: The types of errors to turn into a fault; by default those of a damaged file.
-        message: The start of the reason.
+        errors: The types of errors to replace by a fault. By default, a damaged file raises them.
+        message: The start of the reason that the fault gives.
 
     Raises:
         Fault: the block raised one of `errors`.

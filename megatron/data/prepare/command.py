@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run `command`. Print an error that the user can correct without a traceback.
+    """Run `command`. For an error that the user can correct, print the text but no traceback.
 
     Returns:
         The return value of `command`, or 1 after such an error, or 130 after Ctrl-C.

@@ -39,7 +39,7 @@ class _Readable(io.RawIOBase):
 
 
 class CountedFile(_Readable):
-    """A file that is read from its start, counted and hashed.
+    """A file that counts and hashes its bytes while they are read from start to end.
 
     Attributes:
         position: The number of bytes read so far.
@@ -85,7 +85,7 @@ class ZstdStream(_Readable):
                     raise EOFError("the zstandard data ends inside a frame: truncated")
                 return 0
             if self._frame is None:
-                # Most archives need a window of 8 MiB, but those made with `--long` up to 2 GiB.
+                # Most archives need a window of 8 MiB, but `--long` archives need up to 2 GiB.
                 decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
                 self._frame = decompressor.decompressobj()
             self._out = memoryview(self._frame.decompress(data))
@@ -100,8 +100,8 @@ class ZstdStream(_Readable):
 class _SmallReads(_Readable):
     """The decompressed content of a stream, read with many small reads.
 
-    The decompressors of Python's standard library lose the data of the read that fails at a
-    truncation. With small reads, little data is lost.
+    At the end of a truncated file a read fails, and the decompressors of Python's standard library
+    lose the data of that read. With small reads, little data is lost.
     """
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
@@ -131,7 +131,7 @@ def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception |
     """Read `size` bytes, or fewer if the stream ends or is damaged.
 
     Returns:
-        The bytes, and the error that ended the reading, or None if the stream is not damaged.
+        (bytes, error), where `error` is None if the stream is not damaged.
     """
     pieces, missing = [], size
     while missing:
@@ -155,7 +155,7 @@ def hash_file(path: str | os.PathLike) -> str:
 def read_out(stream: io.RawIOBase | io.BufferedIOBase) -> None:
     """Read `stream` to its end and discard the data.
 
-    Checksums are stored at the end, and some truncations are only detected there.
+    Checksums are stored at the end, and some truncations are detected only there.
     """
     while stream.read(_BUFFER):
         pass

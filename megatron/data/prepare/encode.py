@@ -25,7 +25,8 @@ class EncodeOptions:
     """Options for encoding a record.
 
     Attributes:
-        keys: The keys of a JSON record whose texts are encoded. Each key gets its own shard.
+        keys: The keys under which a JSON record holds the texts to encode. Each key gets its own
+            shard.
         append_eod: End each document with the tokenizer's end-of-document token.
         ftfy: Repair wrongly decoded characters with the `ftfy` library before encoding.
         pile_sets: Keep only records whose `meta.pile_set_name` is in this tuple. If the tuple is
@@ -55,7 +56,7 @@ class Encoded:
         sizes: For each key, the number of tokens in each document, int32 [documents].
         tokens: For each key, the tokens of all documents, [sum of `sizes`].
         counts: The numbers of `COUNTS` for this chunk.
-        faults: For each faulty record, its place and what is wrong.
+        faults: A text for each faulty record, with the record's place and the reason.
     """
 
     source: int
@@ -119,10 +120,11 @@ class Encoder:
     def _values(self, line: str, out: Encoded) -> list[str]:
         """Return the texts of a JSON record, one for each key.
 
-        Return an empty list if the record belongs to a data set of the Pile that is not selected.
+        Return an empty list if `pile_sets` does not select the record.
 
         Raises:
-            CorpusError: the record has no such texts.
+            CorpusError: the record is not a JSON object with a text for each key, or `pile_sets` is
+                given and the record has no `meta.pile_set_name`.
         """
         record = json.loads(line)
         keys, sets = self.options.keys, self.options.pile_sets
@@ -171,7 +173,7 @@ def _value(record: dict, key: str) -> str:
 
 
 def _describe(error: Exception, place: str) -> str:
-    """Return a text that names the place of a faulty record and what is wrong with the record."""
+    """Return a text with the place of a faulty record and the reason why it is faulty."""
     match error:
         case UnicodeDecodeError():
             if not place.rpartition(":")[2].isdigit():

@@ -1,9 +1,9 @@
 """The journal of a preparation run, a file that lets an interrupted run continue.
 
-PREFIX.journal records the inputs, tokenizer and options of the run. Every few seconds it is updated
-with the last chunk that was written, and with the numbers of documents and tokens that the .part
-files contained at that moment. A resumed run truncates the .part files to these numbers and
-continues with the next chunk. Therefore its shards equal those of an uninterrupted run.
+PREFIX.journal records the inputs, tokenizer and options of the run. Every few seconds the journal
+is updated with the number of the last chunk in the .part files, and with the numbers of documents
+and tokens in these files. A resumed run truncates the .part files to these numbers and continues
+with the next chunk. Therefore its shards equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Journal:
         seconds: The time between two updates of the journal.
 
     Attributes:
-        refused: Why `read` did not return the state in an existing journal, or None.
+        refused: The reason why `read` did not return the state of an existing journal, or None.
     """
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Output of a long preparation run: the progress bar, and texts about skipped records."""
+"""Show the progress of a long preparation run, and describe skipped records."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_LISTED = 10  # at most so many skipped records or inputs are printed
+_LISTED = 10  # the largest number of skipped records or inputs that are printed
 
 
 class ProgressBar:
     """A progress bar on stderr, which appears at the first call of `show`.
 
-    It shows the time left, documents per second, and megabytes of text per second.
+    The bar shows the time left, documents per second, and megabytes of text per second.
 
     Args:
         total: The number of bytes of all inputs, or 0 if it is unknown.
@@ -42,16 +42,16 @@ class ProgressBar:
         """Update the bar.
 
         Args:
-            read: The number of bytes of the inputs that are done.
-            counts: The totals of `documents` and `text_bytes` so far, which in a resumed run
-                include those of the interrupted run.
+            read: The number of bytes of the inputs that have been processed.
+            counts: The totals of `documents` and `text_bytes` so far. In a resumed run, they
+                include the totals of the interrupted run.
         """
         if self._quiet:
             return
         read = max(0, min(read, self._total or read))
         now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
         if self._bar is None:  # a bar without total has no truth value
-            from tqdm import tqdm  # imported late: by then the workers are running
+            from tqdm import tqdm  # imported here, after the workers were started
 
             # A log file gets a line every 15 seconds instead of five per second.
             interval = 0.2 if sys.stderr.isatty() else 15.0
@@ -81,7 +81,7 @@ def describe_nothing(inputs: list[str], causes: dict[str, int]) -> str:
 
 
 def describe_skipped(path: str | os.PathLike, faults: int) -> str:
-    """Return a text with the number of skipped records and the first of them.
+    """Return a text with the number of skipped records and a list of the first few.
 
     Args:
         path: The file that lists all skipped records, one per line.

@@ -24,7 +24,7 @@ from megatron.data.prepare.read_tables import read_hub, read_parquet
 from megatron.data.prepare.sources import Source, kind_of
 
 Member = tuple[str, Callable[[], Any]]
-"""Place of an archive's member, and the function that opens it."""
+"""A pair (the place of an archive member, the function that opens the member)."""
 
 
 def read_source(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
@@ -45,7 +45,7 @@ def read_source(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[
 class _TarFile(tarfile.TarFile):
     """A tar archive that reports whether its end mark was read.
 
-    Without this, a truncated archive would seem complete, because `tarfile` does not check the end.
+    `tarfile` itself does not check for the end mark, so a truncated archive would seem complete.
 
     Attributes:
         ended: Whether the end mark was read.
@@ -55,7 +55,7 @@ class _TarFile(tarfile.TarFile):
 
 
 class _TarEntry(tarfile.TarInfo):
-    """A tar header. If the end mark is read instead of a header, `ended` of the archive is set."""
+    """A tar header. Reading the end mark instead of a header sets `_TarFile.ended` to True."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -67,9 +67,9 @@ class _TarEntry(tarfile.TarInfo):
 
 
 def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> Callable:
-    """Turn a reader of one stream into a reader of a source.
+    """Return a reader of sources that calls `read`, a reader of streams.
 
-    The returned reader opens, decompresses and hashes the source's file.
+    The returned reader opens, decompresses and hashes the file of the source.
     """
 
     def reader(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
@@ -130,7 +130,7 @@ def _read_member(member: Member) -> tuple[str, bytes]:
 def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """Yield the chunks of an archive in the DatArchive format of lm_dataformat.
 
-    In this format, each document follows its length in bytes, written as 16 decimal digits.
+    In this format, each document is preceded by its length in bytes, as 16 decimal digits.
     """
     path = place.name
 

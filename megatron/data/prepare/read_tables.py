@@ -20,15 +20,18 @@ _BUFFER = 1 << 20
 
 
 def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    """Yield the chunks of a parquet file, with each row as a JSON record.
+    """Yield the chunks of a parquet file. Each row becomes one JSON record.
 
-    The record contains the columns `keys`, and the column `meta` if the file has it.
+    The record contains the columns that are named in `keys`. If the file has a column named `meta`,
+    the record contains that column in addition.
 
     Args:
+        source: The source to read, whose path is that of the parquet file.
+        keys: The names of the columns that will be encoded.
         facts: A dict to which the SHA-256 of the file is added at the end.
 
     Raises:
-        Fault: the file is damaged, or lacks one of the columns `keys`.
+        Fault: the file is damaged, or one of the columns that are named in `keys` is missing.
         CorpusError: `pyarrow` is not installed.
     """
     with needs_package("pyarrow", f"{source.path}: reading parquet", CorpusError):
@@ -60,11 +63,13 @@ def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator
 
 
 def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    """Yield the chunks of a data set that the `datasets` library opens, each row a JSON record.
+    """Yield the chunks of a data set that the `datasets` library opens.
+
+    Each row becomes one JSON record.
 
     Args:
-        source: A source whose path is `hub:ID[:SPLIT]`, for the Hugging Face hub, or a folder that
-            `datasets` wrote.
+        source: The source to read. Its path is `hub:ID[:SPLIT]` for a data set of the Hugging Face
+            hub, or otherwise the path of a folder that `datasets` wrote.
         facts: A dict to which the number of rows is added at the end.
 
     Raises:
@@ -99,7 +104,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
 
 
 def _record_chunks(rows: Iterable[Mapping], where: str) -> Iterator[Chunk]:
-    """Yield chunks with the rows of a table as JSON lines.
+    """Yield chunks in which each row of a table is one JSON line.
 
     Worker processes encode these chunks like those of a .jsonl file.
     """

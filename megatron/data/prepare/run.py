@@ -6,7 +6,8 @@ the tokens in order. Empty documents are left out and counted, as in GPT-NeoX's
 continues that run. For any number of workers and interruptions, the files are the same.
 
 A run can encode one of N partitions. The bytes of the inputs are divided into N equal ranges, and
-partition I takes the chunks that end in range I. Merged, the partitions equal the complete shard.
+partition I takes the chunks that end in range I. Merging the shards of all partitions gives the
+shard of the complete run.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ from megatron.data.tokenizers.base import Tokenizer
 class PrepareOptions:
     """Options of a preparation run.
 
-    `on_error` is "stop", to stop at a faulty record or file, or "skip", to skip and list it.
-    `partition` (i, n) selects the i-th of n partitions, from 1. `checkpoint_seconds` is the time
-    between updates of the journal. `quiet` turns off the progress bar.
+    Attributes:
+        encode: The options for encoding a record.
+        workers: The number of worker processes. If it is 1, this process encodes the text.
+        on_error: "stop" to stop at a faulty record or file, or "skip" to skip and list it.
+        partition: (i, n) selects partition i of n. Partitions are numbered from 1.
+        checkpoint_seconds: The time between two updates of the journal.
+        quiet: Show no progress bar.
     """
 
     encode: EncodeOptions = EncodeOptions()
@@ -168,7 +173,8 @@ class _Run:
                 continue
             for number, chunk in enumerate(self._read(source, self.facts[index]), 1):
                 chunk.source, chunk.number = index, number
-                # The chunk belongs to the partition in which it ends; the very end to the last.
+                # A chunk belongs to the partition whose range contains the end of the chunk. The
+                # end of the last input belongs to the last partition.
                 ends_at = end - source.size + chunk.position
                 found = min(partitions - 1, ends_at * partitions // max(1, self.total))
                 if found > wanted:
@@ -270,7 +276,10 @@ class _Run:
         ]
 
     def _described(self, error: OSError | DataError) -> DataError:
-        """Return `error` with a text that also gives the work kept and a path if it lacks one."""
+        """Return `error` with the number of documents that are kept added to its text.
+
+        If an OSError names no file, the prefix of the first shard is added as well.
+        """
         kept = ""
         if self.journal.exists:
             documents = json.loads(self.journal.path.read_text())["state"]["counts"]["documents"]

@@ -50,7 +50,7 @@ class Source:
         path: A file, a folder, or `hub:ID[:SPLIT]`.
         kind: One of the kinds in the module docstring.
         size: The number of bytes, or 0 if it is unknown.
-        paths: The files of a source of kind text, in order; empty for other kinds.
+        paths: The files of the source in order if its kind is text, otherwise an empty list.
     """
 
     path: str
@@ -88,7 +88,8 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
         inputs: Paths of files or folders, glob patterns, and `hub:ID[:SPLIT]`.
 
     Raises:
-        CorpusError: inputs are missing, empty or of unknown kind. The message lists all of them.
+        CorpusError: an input is missing, is empty or has an unknown kind. The error message lists
+            all such inputs.
     """
     sources: list[Source] = []
     faults: list[str] = []

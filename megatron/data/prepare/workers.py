@@ -5,10 +5,10 @@ Workers are forked, so they share objects of the function, such as a vocabulary,
 process. Enter the `with` block, which forks the workers, before any thread starts.
 
 Each worker has two pipes, one for items and one for results. The worker's ends of both pipes are
-open in that worker only, so when it dies, its pipes are closed. The parent's next read or write on
-them then fails with a CorpusError and does not wait forever. (A queue that workers share has a lock
-and a pipe, and a dying worker can leave the lock taken or an item half written.) Workers die
-together with the parent process.
+open in that worker only, so when the worker dies, its pipes are closed. The parent's next read or
+write on these pipes then raises a CorpusError instead of waiting forever. (A queue that workers
+share has a lock and a pipe, and a dying worker can leave the lock taken or an item half written.)
+If the parent process dies, the operating system kills the workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from megatron.data.errors import CorpusError
 
 _AHEAD = 2  # items that a worker has at a time: the current one and the next
-_IN_PROGRESS = 3  # items per worker that are sent and whose results are not yet yielded
+_IN_PROGRESS = 3  # items per worker that were sent and whose results were not yet yielded
 _PIPE_BYTES = 1 << 20  # enough for a chunk of text or for its tokens
 _SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _END = object()
@@ -84,7 +84,7 @@ class Workers:
             yield from map(self.function, items)
             return
         items, more = iter(items), True
-        answers: dict[int, _Answer] = {}  # by number of the item, until they are yielded
+        answers: dict[int, _Answer] = {}  # results by item number, until they are yielded
         yielded = sent = 0
         while more or yielded < sent:
             idlest = min(self._workers, key=lambda worker: len(worker.numbers))
@@ -129,7 +129,7 @@ class _Worker:
         items_far_end, self._items = context.Pipe(duplex=False)
         self.answers, answers_far_end = context.Pipe(duplex=False)
         for pipe in (self._items, answers_far_end):
-            with suppress(OSError):  # over the user's limit; small pipes are only slower
+            with suppress(OSError):  # fails above the user's limit; a small pipe is only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.numbers: deque[int] = deque()
         args = (function, items_far_end, answers_far_end, [self, *others], os.getpid())
@@ -159,10 +159,10 @@ class _Worker:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Turn the error of a closed pipe in the block into a CorpusError.
+        """Replace an error of the `with` block by a CorpusError if a pipe is closed.
 
         Raises:
-            CorpusError: a pipe is closed, because the worker died.
+            CorpusError: a pipe is closed because the worker died.
         """
         try:
             yield
@@ -200,7 +200,7 @@ def _work(
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for worker in started_workers:  # else a pipe would stay open after its process died
+    for worker in started_workers:  # otherwise a pipe would stay open after its process died
         worker.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers already use all cores
     queue: SimpleQueue = SimpleQueue()

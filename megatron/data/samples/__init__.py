@@ -1,1 +1,1 @@
-"""Training samples: the order of samples, data sets that read samples from shards, the loader."""
+"""Define the order of training samples, and load batches of samples from token shards."""

@@ -39,7 +39,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
     """Return the weights scaled to the sum 1.
 
     Raises:
-        DataError: a weight is negative or not finite, or all are 0.
+        DataError: a weight is negative or not finite, or all weights are 0.
     """
     total = sum(weights)
     if not (weights and math.isfinite(total) and total > 0 and min(weights) >= 0):
@@ -48,7 +48,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Return the normalised weights that follow from the sizes of the corpora.
+    """Return the normalised weights that follow from the numbers of documents in the corpora.
 
     The module docstring gives the formula.
 
@@ -78,16 +78,21 @@ def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
 
 
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
-    """Return the number of the corpus that each sample is taken from, as uint8 [size].
+    """Return, for each sample, the number of the corpus from which it is taken.
 
     Each choice needs the counts of all earlier choices, so a plain implementation is a loop. Here a
     long order is cut into segments, which are computed in parallel from guessed counts. After a few
     steps a wrong guess has no effect any more, because each step chooses the corpus that most lacks
-    samples. If the counts at the start of a segment still differ from the counts at the end of the
-    segment before it, the segment is computed again from these. So the result equals the loop's.
+    samples. If the counts guessed for the start of a segment still differ from the counts at the
+    end of the previous segment, the segment is computed again from the latter counts. Therefore
+    the result equals that of the loop.
 
     Args:
         weights: float64, normalised to the sum 1.
+        size: The number of samples.
+
+    Returns:
+        The numbers of the corpora, uint8 [size].
 
     Raises:
         DataError: there are more corpora than a byte can number.
@@ -151,11 +156,12 @@ class BlendedDataset:
         weights: The weights of the corpora, with any sum above 0.
         num_samples: The number of samples for which the indices of the corpora are built.
         name: The name of the split ("train", ...), for error messages.
-        extend_to: The length of the data set, if this is larger than `num_samples`. Samples beyond
-            `num_samples` are chosen by the same rule and do not change earlier samples.
+        extend_to: The length of the data set if `extend_to` is larger than `num_samples`. Otherwise
+            the length is `num_samples`. Samples beyond `num_samples` are chosen by the same rule
+            and do not change earlier samples.
 
     Attributes:
-        choices: uint8 [length], the number of the corpus that each sample is taken from.
+        choices: uint8 [length], the number of the corpus from which each sample is taken.
 
     Raises:
         DataError: a weight is negative or not finite, all weights are 0, or there are more than 254
@@ -191,7 +197,7 @@ class BlendedDataset:
         return self._length
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples with the numbers `indices` [n], as int64 [n, seq_length + 1].
+        """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
 
         Raises:
             DataExhausted: an index is outside the data set.

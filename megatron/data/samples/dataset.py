@@ -3,16 +3,16 @@
 Sample i = 0, 1, ... of `TokenDataset` holds seq_length + 1 tokens. Its inputs are all tokens except
 the last, and its labels are all tokens except the first.
 
-GPT-NeoX's data set never uses the last sample of its index, even if it then has one sample too few
-and training ends a batch early. Its length is `published_length`. `TokenDataset` always has at
-least `num_samples` samples.
+GPT-NeoX's data set never uses the last sample of its index, even if the data set then has one
+sample too few and training ends a batch early. `published_length` is the length of GPT-NeoX's data
+set. `TokenDataset` always has at least `num_samples` samples.
 
 GPT-NeoX's order depends on the number of samples for which its index was built, so an index for
 more `train_iters` would reorder samples that were already consumed. To train longer, give the
-recorded `num_samples` and a larger `extend_to`. The samples of the index for `num_samples` then
-come first, followed by further blocks. Block k = 1, 2, ... is GPT-NeoX's order of one epoch with
-seed + k (or of more epochs if one epoch is shorter than a sample). Increasing `extend_to` never
-changes earlier samples. No sample occurs twice in the index, nor twice in a block.
+`num_samples` that the checkpoint records, and a larger `extend_to`. The samples of the index for
+`num_samples` then come first, followed by further blocks. Block k = 1, 2, ... is GPT-NeoX's order
+of one epoch with seed + k (or of more epochs if one epoch is shorter than a sample). Increasing
+`extend_to` never changes earlier samples. No sample occurs twice in the index or twice in a block.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class TokenDataset:
     The data set covers complete epochs, so it may have more than `num_samples` samples.
 
     Args:
-        documents: (start, end), the numbers of the split's first document and of the one after its
-            last.
+        documents: (start, end). The split includes document `start` and excludes document `end`.
         num_samples: The least number of samples. The order of the samples depends on this number,
             so a checkpoint must record it.
         name: The name of the split ("train", ...), for error messages and for the names of cache
             folders.
         cache_dir: The folder in which the sample index is stored and then memory-mapped. With None,
             the index exists only in memory.
-        extend_to: If larger than `num_samples`, the least number of samples; see the module
-            docstring.
+        extend_to: The least number of samples that the data set must have. If more samples are
+            needed than the index for `num_samples` has, further blocks of samples are added after
+            that index, as the module docstring explains. If it is None, no blocks are added.
 
     Raises:
         ShardError: the split has no documents or no tokens, or the numbers in the shards are not
@@ -95,11 +95,11 @@ class TokenDataset:
 
     @property
     def index(self) -> SampleIndex:
-        """The index that GPT-NeoX builds for `num_samples` samples, without the blocks after it."""
+        """The index that GPT-NeoX builds for `num_samples` samples, without any added blocks."""
         return self._blocks[0]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples with the numbers `indices` [n], as int64 [n, seq_length + 1].
+        """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
 
         Raises:
             DataExhausted: an index is outside the data set.
@@ -119,7 +119,10 @@ class TokenDataset:
         return out_NT
 
     def _fill(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
-        """Write the samples with the numbers `numbers_N` in `index` into the rows of `out_NT`."""
+        """Look up the samples numbered `numbers_N` in `index`.
+
+        The samples are written to the rows of `out_NT`.
+        """
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]
         # A sample consists of one piece from each of several consecutive documents. Piece p of the

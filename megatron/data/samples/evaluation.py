@@ -22,14 +22,14 @@ def eval_sequences(
 ) -> np.ndarray:
     """Return n evaluation sequences of some documents, as int64 [n, length + 1].
 
-    n is the largest number of sequences that the documents fill and that have at most `max_tokens`
-    targets together.
+    n is the largest number for which n * length + 1 tokens are in the documents and n * length is
+    at most `max_tokens`.
 
     Args:
-        documents: (start, end), the numbers of the first document and of the one after the last.
+        documents: (start, end). The range includes document `start` and excludes document `end`.
         length: The number of targets in a sequence.
-        max_tokens: The largest number of targets. To compare several lengths on the same targets,
-            give what `eval_span` returns.
+        max_tokens: The largest number of targets in all sequences. To compare several lengths on
+            the same targets, pass the return value of `eval_span`.
 
     Raises:
         ShardError: the documents are too short for one sequence.
@@ -55,11 +55,12 @@ def eval_span(
 
     Sequences of every length then cover the same targets. If the text is shorter than the least
     common multiple of `lengths`, return the number of targets that sequences of the longest length
-    cover. A shorter length may then leave out less than one of its sequences at the end. If the
-    text is shorter than one sequence of the longest length, return 0.
+    cover. Sequences of a shorter length then cover all of these targets except a remainder at the
+    end, which is shorter than one of these sequences. If the text is shorter than one sequence of
+    the longest length, return 0.
 
     Args:
-        documents: (start, end), the numbers of the first document and of the one after the last.
+        documents: (start, end). The range includes document `start` and excludes document `end`.
     """
     available = max(0, min(max_tokens, len(tokens_of(shards, documents)) - 1))
     multiple = math.lcm(*lengths)

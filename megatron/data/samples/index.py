@@ -49,7 +49,7 @@ class SampleIndex:
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return E of the module docstring, the fewest complete epochs with `num_samples` samples."""
+    """Return the fewest epochs that give `num_samples` samples (E in the module docstring)."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
@@ -58,9 +58,8 @@ class IndexArguments(NamedTuple):
 
     Attributes:
         sizes: The number of tokens in each document of the shards, int32.
-        documents: (start, end), the numbers of the split's first document and of the one after its
-            last.
-        num_samples: The least number of samples. With 0, the index covers one epoch.
+        documents: (start, end). The split includes document `start` and excludes document `end`.
+        num_samples: The least number of samples. If it is 0, the index covers one epoch.
         seq_length: The number of inputs in a sample, which has `seq_length` + 1 tokens.
         seed: The seed of the two shuffles.
     """
@@ -118,10 +117,11 @@ def cut_samples(
 ) -> np.ndarray:
     """Find every `seq_length`-th token in the concatenated documents.
 
-    Token t belongs to the first document that ends after t. So its place in `doc_idx` is the number
-    of documents that end at or before t. If there are few cuts, a binary search finds the places.
-    If there are many, the documents that end between neighbouring cuts are counted (`bincount`) and
-    the counts are summed. Documents are handled in chunks, so the extra memory is constant.
+    Token t belongs to the first document that ends after t. So the place of token t in `doc_idx` is
+    the number of documents that end at or before t. If there are few cuts, a binary search finds
+    the places. If there are many, the documents that end between neighbouring cuts are counted
+    (`bincount`) and the counts are summed. Documents are handled in chunks, so the extra memory is
+    constant.
 
     Args:
         sizes: The number of tokens in each document of the shards.

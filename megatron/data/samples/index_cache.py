@@ -1,4 +1,4 @@
-"""A disk cache of sample indices, so that the processes of a machine and later runs share them.
+"""Cache sample indices on disk, for all processes of a machine and for later runs.
 
 The name of an index folder contains a hash of everything that the index depends on. The folder is
 written under a temporary name and then renamed, so it is never incomplete. The arrays are
@@ -32,8 +32,8 @@ _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 def cache_folder(data_folder: Path) -> Path:
     """Return the folder for cached sample indices, and create it if it does not exist.
 
-    The folder is `index_cache` inside `data_folder`, the folder of the shards. If that cannot be
-    written, return a folder of this user in the machine's directory for temporary files.
+    The folder is `index_cache` inside `data_folder`, the folder of the shards. If that folder
+    cannot be written, return a folder of the current user in the system's temporary folder.
     """
     folder = data_folder / "index_cache"
     try:
@@ -71,7 +71,7 @@ def cached_sample_index(
 
 
 def _load(folder: Path) -> SampleIndex | None:
-    """Memory-map the sample index in `folder`. Return None if it is missing or unreadable."""
+    """Memory-map the sample index in `folder`. Return None if a file is missing or unreadable."""
     if not folder.is_dir():
         return None
     try:
@@ -83,9 +83,9 @@ def _load(folder: Path) -> SampleIndex | None:
 
 
 def _store(index: SampleIndex, folder: Path) -> SampleIndex:
-    """Store `index` in `folder` and return it memory-mapped, or unchanged if storing it fails."""
-    # `files.replacing` would not do, because its temporary names contain only the process id, which
-    # two machines that share the folder may both use.
+    """Store `index` and return it memory-mapped from `folder`. If that fails, return `index`."""
+    # `files.replacing` is not used, because its temporary names contain only the process id. Two
+    # machines that share the folder may have processes with the same id.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         unfinished.mkdir(parents=True)
@@ -95,8 +95,8 @@ def _store(index: SampleIndex, folder: Path) -> SampleIndex:
             flush(path)
         os.rename(unfinished, folder)
     except OSError as error:
-        # If the folder exists, another process stored the index first, because the file system has
-        # no locks.
+        # If the folder exists, another process stored the index first. This can happen on a file
+        # system without locks.
         if not folder.is_dir():
             print(f"{folder}: the sample index cannot be kept: {error}", file=sys.stderr)
             return index

@@ -30,7 +30,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
-        """Return the samples with the numbers `indices` [n], as int64 [n, seq_length + 1].
+        """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
 
         Raises:
             DataExhausted: an index is outside the data set.
@@ -44,7 +44,7 @@ def checked_indices(
     """Return `indices` as int64 [n], after checking that `samples` contains all of them.
 
     Args:
-        remedy: What the user can do; the end of the error message.
+        remedy: Advice to the user for the end of the error message.
 
     Raises:
         DataExhausted: an index is outside the data set.

@@ -1,8 +1,8 @@
 """The training loader, which decides which samples a rank reads at which step.
 
 Samples are consumed in the order 0, 1, 2, .... In each micro-step, the `dp` data-parallel ranks
-together take the next micro * dp samples, where `micro` is the micro-batch size. Rank r takes
-numbers r * micro to (r + 1) * micro - 1 of these. A global batch consists of consecutive
+take the next micro * dp samples in total, where `micro` is the micro-batch size. Of these samples,
+rank r takes the numbers r * micro to (r + 1) * micro - 1. A global batch consists of consecutive
 micro-steps, one for each gradient accumulation step g:
 
     sample(step, g, r, row) = step * global_batch + g * micro * dp + r * micro + row
@@ -25,19 +25,18 @@ from megatron.data.samples.interface import Samples
 class TrainLoader:
     """An iterator over this rank's micro-batches, each int64 [micro_batch, seq_length + 1].
 
-    Its only state is `consumed_samples`, the number of samples that all ranks together have
-    consumed.
+    Its only state is `consumed_samples`, the number of samples that all ranks have consumed in
+    total.
 
     Args:
         global_batch: The number of samples in a global batch.
         micro_batch: The number of samples in a micro-batch of one rank.
-        vocab_size: The tokenizer's vocabulary size. Every token must be smaller, because on a GPU a
-            larger token causes a device assert that does not name the cause.
+        vocab_size: The tokenizer's vocabulary size. Every token id must be smaller than this. On a
+            GPU, a larger id would cause a device assert that does not name the cause.
 
     Attributes:
-        micro_steps: The number of micro-steps in a global batch, that is, of gradient accumulation
-            steps.
-        step_samples: The number of samples that all ranks together read in a micro-step.
+        micro_steps: The number of micro-steps (gradient accumulation steps) in a global batch.
+        step_samples: The number of samples that all ranks read in a micro-step, in total.
 
     Raises:
         ValueError: from the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
@@ -138,7 +137,7 @@ def published_start(
     reach the number of complete micro-steps in the data set.
 
     Args:
-        loader: gives the data set, the batch sizes and `micro_steps`.
+        loader: The loader whose data set, batch sizes and `micro_steps` are used.
         split: "train", "valid" or "test".
     """
     micro_steps_done = iteration * loader.micro_steps

@@ -18,8 +18,8 @@ def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
         num_documents: The number of documents to divide.
 
     Returns:
-        For each of train, valid and test the pair (start, end), the numbers of its first document
-        and of the one after its last.
+        The pairs (start, end) for training, validation and test. Each range includes document
+        `start` and excludes document `end`.
 
     Raises:
         DataError: `split` is not a list of finite weights >= 0 with a sum above 0.

@@ -42,5 +42,5 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
-    """Append `suffix` to `prefix`, which may contain dots (`Path.with_suffix` would cut at one)."""
+    """Return `prefix` + `suffix`. `Path.with_suffix` would cut a prefix that contains a dot."""
     return Path(os.fspath(prefix) + suffix)

@@ -20,8 +20,8 @@ class Shards(Protocol):
     """Read access to the tokens of n documents. The caller must not write to the arrays.
 
     Attributes:
-        prefix: The common path of the .bin and .idx file. For several shards, a text for error
-            messages that lists the path of each.
+        prefix: The path of the .bin and .idx files without the suffix. For several shards, it is a
+            text that lists their prefixes, for error messages.
         folder: The folder that contains the files of the shard, or of the first of several shards.
         dtype: The little-endian dtype of the tokens.
         sizes: int32 [n], the number of tokens in each document.
@@ -39,7 +39,7 @@ class Shards(Protocol):
     def tokens(self) -> Tokens: ...
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         ...
 
 
@@ -49,7 +49,7 @@ def tokens_of(shards: Shards, documents: tuple[int, int]) -> np.ndarray:
     The array is a view, not a copy, if the documents lie in one shard.
 
     Args:
-        documents: (start, end), the number of the first document and of the one after the last.
+        documents: (start, end). The range includes document `start` and excludes document `end`.
 
     Raises:
         ValueError: the shards do not contain all these documents.

@@ -124,7 +124,8 @@ class _JoinedTokens:
     """Several token arrays that can be sliced as if they were concatenated.
 
     Attributes:
-        starts: The index at which each array starts in the concatenation, then its total length.
+        starts: The index at which each array starts in the concatenation. The last entry is the
+            length of the concatenation.
     """
 
     def __init__(self, arrays: list[np.ndarray], dtype: np.dtype) -> None:

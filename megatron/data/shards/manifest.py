@@ -58,11 +58,12 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
 
 
 def partition_of(manifest: dict | None) -> dict | None:
-    """Return which partition of a run the shard contains, or None if it is not a partition.
+    """Return the manifest's entry `partition`, or None if the shard is not a partition of a run.
 
-    The result is a dict with four keys. `part` is the number of the partition, from 1 to `of`,
-    the number of partitions. `begin` and `end` are the first and last chunk of the partition, each
-    as [number of the input, number of the chunk in that input], or None if there is no chunk.
+    The entry is a dict with four keys. `part` is the number of the partition, counted from 1. `of`
+    is the number of partitions. `begin` and `end` are the first and last chunk of the partition.
+    Each of these two is the pair [number of the input, number of the chunk in that input], or None
+    if the partition has no chunk.
     """
     return ((manifest or {}).get("source") or {}).get("partition")
 

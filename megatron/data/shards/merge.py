@@ -27,8 +27,9 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
         The numbers of documents and tokens in the new shard.
 
     Raises:
-        ShardError: `output` exists, the shards have no document, or differ in dtype or tokenizer,
-            or are some but not all partitions of a run, or the disk is full.
+        ShardError: `output` exists, the disk is full, or the shards cannot be merged. They cannot
+            be merged if all of them are empty, if they differ in dtype or tokenizer, or if they
+            are some but not all partitions of a run.
     """
     if Path(f"{output}.idx").exists():
         raise ShardError(f"{output}.idx: exists already; remove it, or choose another name")
@@ -83,7 +84,7 @@ def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]
 
     Args:
         prefixes: The prefixes of the shards, for error messages.
-        partitions: For each shard what `manifest.partition_of` returns.
+        partitions: The return value of `manifest.partition_of` for each shard.
 
     Raises:
         ShardError: a partition is missing or out of order, or the partitions do not fit together.

@@ -80,7 +80,7 @@ class ShardReader:
             The number of documents, the number of entries of doc_idx, and the dtype of the tokens.
 
         Raises:
-            ShardError: the header is truncated, or that of another format.
+            ShardError: the header is truncated, or the file has another format.
         """
         if header.startswith(OLD_MAGIC):
             raise ShardError(
@@ -108,7 +108,7 @@ class ShardReader:
         """Map the .bin file into memory and return its tokens.
 
         Raises:
-            ShardError: the size of the .bin file is not the one that the .idx file describes.
+            ShardError: the .bin file does not have the size that follows from the .idx file.
         """
         with open(self._bin, "rb") as file:
             found = os.fstat(file.fileno()).st_size

@@ -68,7 +68,7 @@ class ShardWriter:
             raise ShardError(
                 f"{self._part}: another process is writing this data set; wait for it to end"
             )
-        # `rewind` truncates the files, not this method, because a new run may continue them.
+        # Do not truncate the files here, because a new run may continue them with `rewind`.
         self._sizes = _open(self._idx_part)
         self._found = (self._file.seek(0, os.SEEK_END), self._sizes.seek(0, os.SEEK_END))
         self._rewound = False
@@ -87,7 +87,7 @@ class ShardWriter:
                 self.abort()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether the .part files, when opened, contained at least so many items.
+        """Return whether the .part files contained at least these documents when they were opened.
 
         `rewind` can continue the files of an earlier writer only if this is True.
 
@@ -101,7 +101,7 @@ class ShardWriter:
         )
 
     def rewind(self, documents: int, tokens: int) -> None:
-        """Truncate the .part files to their first documents and continue writing after these.
+        """Keep the first documents of the .part files, delete the rest, and continue writing there.
 
         Args:
             documents: The number of documents to keep.
@@ -178,9 +178,9 @@ class ShardWriter:
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Append pointers and doc_idx to the sizes in the .idx part, then write its header.
+        """Append pointers and doc_idx to the sizes in the .idx part, then write the .idx header.
 
-        The memory that this needs does not grow with the number of documents.
+        The memory use does not grow with the number of documents.
         """
         n, itemsize, address = self.documents, self.dtype.itemsize, 0
         self._sizes.flush()

@@ -88,7 +88,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`, with U+FFFD for each id outside the vocabulary.
 
         Args:
-            decode: The function that decodes each run of ids in the vocabulary.
+            decode: The function that decodes consecutive ids, all of which are in the vocabulary.
         """
         ids = np.asarray(ids, dtype=np.int64)
         unknown = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
@@ -113,7 +113,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex) that two tokenizers share only if they give the same ids."""
+        """Return a SHA-256 (hex), which two tokenizers share only if they give the same ids."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property
@@ -154,7 +154,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error in a block that reads a tokenizer's file into a TokenizerError."""
+    """Replace any error of a `with` block that reads a tokenizer's file by a TokenizerError."""
     try:
         yield
     except Exception as error:  # the libraries raise bare Exceptions

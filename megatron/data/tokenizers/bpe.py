@@ -102,8 +102,9 @@ class GPT2BPETokenizer(HFTokenizer):
         self._published = gpt2.are_published_files(vocabulary, self._merge_bytes)
         gpt2_merges = self._published or gpt2.are_published_merges(self._vocabulary, self._merges)
         self.backend = fast_bpe.choose(backend, gpt2_merges)
-        # The published files are known to fit together, and training encodes no text. So the
-        # encoder is built at the first text, except for these cases.
+        # Build the encoder now, to find out whether the files fit together and the backend works.
+        # The published files are known to fit. With these, the encoder is built at the first text,
+        # because training encodes no text.
         if not self._published or backend != "auto":
             self.load()
 

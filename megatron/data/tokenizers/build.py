@@ -28,9 +28,9 @@ def build_tokenizer(
     """Build a tokenizer from the name of its type and the paths of its files.
 
     Args:
-        type: One of `TYPES`, GPT-NeoX's names, in upper or lower case.
-        vocab_file: The path of the vocab.json, tokenizer.json or .model; not used by the tokenizers
-            that work on bytes.
+        type: One of GPT-NeoX's names, which are listed in `TYPES`. Case is ignored.
+        vocab_file: The path of the vocab.json, tokenizer.json or .model file. The tokenizers that
+            work on bytes ignore it.
         merge_file: The path of the merges.txt, for GPT2BPETokenizer only.
         backend: The library that encodes, for GPT2BPETokenizer only; one of `fast_bpe.BACKENDS`.
 

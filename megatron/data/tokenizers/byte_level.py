@@ -10,7 +10,7 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, utf8
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """A tokenizer whose ids are the UTF-8 bytes of the text; 256 ends a document."""
+    """A tokenizer whose ids are the UTF-8 bytes of the text. The id 256 ends a document."""
 
     name = "ByteLevelTokenizer"
     vocab_size = 257

@@ -24,16 +24,16 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT
 Encode = Callable[[list[str]], list[np.ndarray]]
 BACKENDS = ("auto", "tiktoken", "tokenizers", "gigatoken")
 
-# GPT-2's pattern that splits text into words before merging. All branches except runs of white
-# space need no backtracking, which makes it twice as fast as the usual pattern with equal matches.
+# GPT-2's pattern that splits text into words before merging. This pattern is twice as fast as
+# the usual one, because only runs of white space need backtracking. Both match the same words.
 _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\S)|\s"
 # A text with a run of white space of this length is encoded by the reference library, because
 # tiktoken's matcher fails on runs of several times this length (its stack holds a million entries).
 _LONG_RUN = 250_000
 CHECK_FIRST = 1 << 16
-"""Characters at the start of the text of each process, all of which `CheckedBatches` compares."""
+"""Each process compares all texts until it has compared this number of characters."""
 CHECK_EVERY = 64
-"""The ratio of all characters to compared characters after the first `CHECK_FIRST`.
+"""After the first `CHECK_FIRST` characters, about one character in `CHECK_EVERY` is compared.
 
 Single texts are compared, not whole batches, because the texts of a batch resemble each other.
 """
@@ -56,7 +56,7 @@ DIFFICULT_TEXTS = (
 
 
 def choose(backend: str, gpt2_merges: bool) -> str:
-    """Return the backend to use: `backend` itself, or the one that "auto" stands for.
+    """Return the backend that "auto" selects if `backend` is "auto", otherwise `backend`.
 
     Args:
         backend: One of `BACKENDS`.
@@ -119,7 +119,7 @@ def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
     long_run = re.compile(rf"\s{{{_LONG_RUN}}}")
 
     def encode(texts: list[str]) -> list[np.ndarray]:
-        # `encode_to_numpy` gives the same ids as `encode_ordinary`, but no Python integer for each.
+        # `encode_to_numpy` gives the ids of `encode_ordinary` without a Python integer for each id.
         return [
             reference([text])[0]
             if len(text) >= _LONG_RUN and long_run.search(text)
@@ -180,8 +180,8 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 def _byte_of_symbol() -> dict[str, int]:
     """Return a dict from the character that stands for a byte in GPT-2's vocabulary to that byte.
 
-    A printable byte is represented by the character with the same code, and the n-th other byte by
-    the character U+0100 + n.
+    A printable byte is represented by the character with the same code, and the n-th other byte,
+    counted from 0, by the character U+0100 + n.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

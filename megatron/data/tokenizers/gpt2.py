@@ -29,7 +29,7 @@ def are_published_files(vocabulary: bytes, merges: bytes) -> bool:
 
 
 def are_published_merges(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """Return whether `merges` are GPT-2's and the ids in `vocabulary` follow their order."""
+    """Return whether `merges` are GPT-2's and the ids in `vocabulary` follow the merges' order."""
     digest = hashlib.sha256(json.dumps(merges).encode()).hexdigest()
     return digest == _MERGES_HASH and all(
         vocabulary["".join(pair)] == 256 + i for i, pair in enumerate(merges)
