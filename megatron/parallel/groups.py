@@ -149,7 +149,7 @@ class Groups:
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks in `replicas`, `data_size` times the size of the context group."""
+        """The number of ranks in `replicas`. It is `data_size` times the context group's size."""
         return self.data_size * self.context.size
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:

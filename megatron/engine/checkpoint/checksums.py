@@ -37,8 +37,8 @@ def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
 def damage(folder: Path, groups: Groups) -> str | None:
     """Return which file of the checkpoint `folder` is damaged and how; None if all are intact.
 
-    If several files are damaged, the result describes the first one by path. Every rank must call
-    this function, and every rank gets the same result.
+    If several files are damaged, the result describes the one whose path sorts first. Every
+    rank must call this function, and every rank gets the same result.
     """
     problem = _damage_seen_by(folder, groups.rank, groups.world_size)
     return min((found for found in groups.gather_from_job(problem) if found), default=None)

@@ -215,7 +215,7 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
 def _decide(
     config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
 ) -> Start:
-    """Decide where to start. `usable` returns the newest usable checkpoint of a folder or None."""
+    """Decide where to start. `usable` returns a folder's newest usable checkpoint, or None."""
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))
     fresh = TrainingProgress(0, 0, train_samples)
