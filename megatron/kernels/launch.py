@@ -136,7 +136,12 @@ def launch(
     )
     arguments |= {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        PASSES[which][(programs,)](**arguments)
+        start(PASSES[which], programs, arguments)
+
+
+def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
+    """Start a Triton kernel. The search for tile sizes replaces this function to compile only."""
+    function[(programs,)](**arguments)
 
 
 def cdiv(count: int, size: int) -> int:

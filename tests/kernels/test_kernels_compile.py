@@ -9,6 +9,7 @@ from dataclasses import astuple, fields, replace
 
 import pytest
 
+from tests.helpers import background
 from tests.helpers.paths import ROOT
 from tools import compile_kernels as tool
 
@@ -16,17 +17,12 @@ WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTER
 
 
 @pytest.mark.timeout(600)
-def test_a_dozen_variants_compile_and_spill_nothing(tmp_path):
+@pytest.mark.background
+def test_a_dozen_variants_compile_and_spill_nothing():
     """Each pass of each, for Ampere and Hopper."""
-    done = subprocess.run(
-        [sys.executable, "tools/compile_kernels.py", "--sample", "--out", str(tmp_path / "x.csv")],
-        cwd=ROOT,
-        env=WITHOUT_INTERPRETER,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = tool.read_rows(tmp_path / "x.csv")
+    code, output = background.result("test_a_dozen_variants_compile_and_spill_nothing")
+    assert code == 0, output
+    rows = tool.read_rows(background.COMPILED)
     assert len(tool.SAMPLE) == 12 and len(rows) == len(list(tool.variants(sample=True))) == 38
     assert all(32 <= row.registers <= 255 and row.shared > 0 for row in rows)
     assert {row.target for row in rows} == {"sm_80", "sm_86", "sm_90"}
