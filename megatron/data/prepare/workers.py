@@ -57,6 +57,9 @@ class Workers:
             try:
                 for _ in range(self.count):
                     self._workers.append(_Worker(self.function, self._workers))
+            except OSError:  # no process or no memory is left
+                self.__exit__()
+                raise
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron import files
 from megatron.files import flush, write_text
 
 UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
@@ -52,6 +53,7 @@ def publish(folder: Path, tag: str) -> None:
 def remove_unfinished(folder: Path) -> list[str]:
     """Delete the unfinished and replaced folders of a killed run, and return their names.
 
+    Temporary files of `megatron.files` in `folder` are deleted too, but their names not returned.
     If the run was killed before the new folder got its name, the folder `.replaced-NAME` is not
     deleted but renamed to `NAME` again.
     """
@@ -59,6 +61,8 @@ def remove_unfinished(folder: Path) -> list[str]:
         final = folder / replaced.name.removeprefix(REPLACED)
         if not final.exists():  # killed between the two renames: the old one is still the newest
             replaced.rename(final)
+    for file in folder.glob(f".*{files.UNFINISHED}"):
+        file.unlink(missing_ok=True)
     leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)

@@ -121,11 +121,18 @@ def restore(
         changed = ", ".join(changes) or "weights are sharded differently"
         relayout.restore(engine, groups, saved, work / f"{UNFINISHED}universal", run.cuts, changed)
         return saved.record.progress
-    loaded, _ = engine.load_checkpoint(str(saved.folder), tag=saved.tag)
+    try:
+        loaded, _ = engine.load_checkpoint(str(saved.folder), tag=saved.tag)
+        path = saved.path / f"rng_rank_{groups.rank:05d}.pt"
+        set_rng_state(torch.load(path, weights_only=True))
+    except Exception as error:  # any error: checkpoints of early versions have no checksums
+        raise CheckpointError(
+            f"{saved.path}: cannot be loaded on rank {groups.rank} ({type(error).__name__}: "
+            f"{error}); if a file is damaged, write the name of an older checkpoint into "
+            f"{saved.folder / 'latest'}"
+        ) from error
     if loaded is None:
         raise CheckpointError(f"{saved.path}: DeepSpeed found nothing to load there")
-    path = saved.path / f"rng_rank_{groups.rank:05d}.pt"
-    set_rng_state(torch.load(path, weights_only=True))
     return saved.record.progress
 
 

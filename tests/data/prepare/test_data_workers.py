@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 
@@ -93,3 +95,19 @@ def test_a_worker_that_exits_is_an_error():
     with pytest.raises(CorpusError, match=r"a worker process died \(exit code 3"):  # noqa: SIM117
         with Workers(exit_at_five, 2) as workers:
             list(workers.map(range(100)))
+
+
+def test_workers_that_have_started_end_if_another_cannot_start(monkeypatch):
+    fork, children = os.fork, []
+
+    def fork_twice():
+        if len(children) == 2:
+            raise BlockingIOError("no process is left")
+        if child := fork():
+            children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", fork_twice)
+    with pytest.raises(BlockingIOError), Workers(len, 3):
+        pass
+    assert len(children) == 2 and not multiprocessing.active_children()

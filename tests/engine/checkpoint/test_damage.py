@@ -156,3 +156,16 @@ def test_train_stops_at_damage_and_goes_on_when_allowed(finished, copy):
     assert f"resuming from {copy / 'global_step3'} (passed over: " in text
     assert digest(copy) == digest(run)
     assert rows(copy) == rows(run)
+
+
+def test_damage_that_an_early_record_does_not_cover_is_named(finished, copy):
+    """Checkpoints of early versions have no checksums."""
+    record = json.loads((copy / "global_step6" / "kerple.json").read_text())
+    del record["checksum"], record["files"]
+    (copy / "global_step6" / "kerple.json").write_text(json.dumps(record))
+    path = copy / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:3000])
+    where = ["-o", f"save={copy}", "-o", f"load={copy}", "-o", "train_iters=7"]
+    text = call("train.py", finished[0], *where, code=1)
+    assert "global_step6: cannot be loaded on rank 0" in text and "Traceback" not in text
+    assert f"write the name of an older checkpoint into {copy / 'latest'}" in text
