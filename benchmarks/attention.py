@@ -4,7 +4,7 @@
     python benchmarks/attention.py --device cuda --tiles --out benchmarks/results/attention_tiles
     python benchmarks/attention.py --device cpu --out runs/attention
 
-Needs torch, and on a GPU triton. `attention_gpu` says what is measured there and how,
+Needs torch, and on a GPU triton. `attention_gpu` describes the measurements on a GPU,
 `attention_tiles` how tile sizes are searched, `attention_cpu` what a CPU run compares.
 `--device interpreter` walks the GPU's way at a tiny size without a GPU, to see that it works; its
 times mean nothing.

@@ -5,7 +5,7 @@
   `flex table`: on a captured [H, T] table of its values;
 - `sdpa flash`, `sdpa cudnn`: torch's causal attention, which has no kernel of distance;
 - `sdpa efficient, mask`: torch's memory-efficient attention with kerple_log as a mask;
-- `published`: the released code's way: baddbmm, the [H, T, T] kernel computed anew, add, mask,
+- `published`: the released operations: baddbmm, the [H, T, T] kernel in each layer, add, mask,
   softmax, bmm, all materialised (without its dropout module, which costs even more).
 
 Legend: B batch, H heads, T positions, E head size, N columns of theta.

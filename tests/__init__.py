@@ -1,1 +1,1 @@
-"""Tests, and what they share (`tests.helpers`)."""
+"""Tests. `tests.helpers` contains the code that several tests share."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron import files
+from megatron.files import UNFINISHED as UNFINISHED_FILE
 from megatron.files import flush, write_text
 
 UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
@@ -61,7 +61,7 @@ def remove_unfinished(folder: Path) -> list[str]:
         final = folder / replaced.name.removeprefix(REPLACED)
         if not final.exists():  # killed between the two renames: the old one is still the newest
             replaced.rename(final)
-    for file in folder.glob(f".*{files.UNFINISHED}"):
+    for file in folder.glob(f".*{UNFINISHED_FILE}"):
         file.unlink(missing_ok=True)
     leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
     for path in leftovers:
