@@ -97,12 +97,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = f"needs a CUDA GPU: run `{GPU_COMMAND}` on a machine that has one"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the long commands of selected tests; see `tests/helpers/background.py`."""
-    slow = [item.name for item in session.items if item.get_closest_marker("background")]
-    if slow and not session.config.option.collectonly:
-        from tests.helpers import background
-
-        background.start(slow)

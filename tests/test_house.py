@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import background
-
+TESTS = "pytest -q -n 3 --dist loadfile"
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && PATH=$PWD/.venv/bin:$PATH "
 
 
@@ -25,7 +24,7 @@ def test_readmes_first_two_code_blocks_are_the_two_commands(repo_root):
     first, second = code_blocks((repo_root / "README.md").read_text())[:2]
     train = SETUP.format(".") + ".venv/bin/python train.py configs/quickstart.yml\n"
     assert first == train
-    assert second == SETUP.format("'.[dev]'") + ".venv/bin/python -m pytest -q\n"
+    assert second == SETUP.format("'.[dev]'") + ".venv/bin/python -m " + TESTS + "\n"
 
 
 def test_ci_runs_readmes_test_command_in_an_environment_of_its_own(repo_root):
@@ -33,7 +32,7 @@ def test_ci_runs_readmes_test_command_in_an_environment_of_its_own(repo_root):
     assert script.stat().st_mode & 0o111 == 0o111
     text = script.read_text()
     command = code_blocks((repo_root / "README.md").read_text())[1].strip().rpartition("/")[2]
-    assert command == "python -m pytest -q"
+    assert command == "python -m " + TESTS
     assert f"\n{command} || status=$?\n" in text and text.rstrip().endswith('exit "$status"')
     assert "install -q --disable-pip-version-check -e '.[dev]'\n" in text
     assert 'export PATH="$work/venv/bin:$PATH"' in text
@@ -134,10 +133,9 @@ def basedpyright(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.background
-def test_the_types_are_right():
+def test_the_types_are_right(repo_root):
     """Everything that pyproject.toml names: megatron/, tools/ and the commands."""
-    _, report = background.result("test_the_types_are_right")
+    report = basedpyright(repo_root)
     assert report.rstrip().endswith("0 errors, 0 warnings, 0 notes"), report
 
 
