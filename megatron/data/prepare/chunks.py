@@ -39,7 +39,7 @@ class Place:
     """The current position of a reader in its input, for error messages.
 
     Attributes:
-        name: `file`, `file:record`, `file!member` or `file!member:record`, where a member is a file
+        name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
             inside an archive. Records are numbered from 1. The reader updates `name` while it
             reads.
     """
@@ -106,7 +106,7 @@ def line_chunks(stream: io.BufferedReader, where: str) -> Iterator[Chunk]:
 
 
 def text_chunks(texts: Iterable[tuple[str, bytes]], where: str) -> Iterator[Chunk]:
-    """Yield chunks of documents.
+    """Group complete documents into chunks, and yield the chunks.
 
     Args:
         texts: The place and content of each document.

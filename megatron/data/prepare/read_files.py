@@ -67,9 +67,9 @@ class _TarEntry(tarfile.TarInfo):
 
 
 def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> Callable:
-    """Return a reader of sources that calls `read`, a reader of streams.
+    """Turn `read`, a function that reads an open stream, into a function that reads a source.
 
-    The returned reader opens, decompresses and hashes the file of the source.
+    The returned function opens, decompresses and hashes the source's file, and then calls `read`.
     """
 
     def reader(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:

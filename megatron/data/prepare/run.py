@@ -276,9 +276,9 @@ class _Run:
         ]
 
     def _described(self, error: OSError | DataError) -> DataError:
-        """Return `error` with the number of documents that are kept added to its text.
+        """Return an error whose text also says how many documents the next run can keep.
 
-        If an OSError names no file, the prefix of the first shard is added as well.
+        For an OSError that names no file, the text starts with the prefix of the first shard.
         """
         kept = ""
         if self.journal.exists:

@@ -6,9 +6,9 @@ process. Enter the `with` block, which forks the workers, before any thread star
 
 Each worker has two pipes, one for items and one for results. The worker's ends of both pipes are
 open in that worker only, so when the worker dies, its pipes are closed. The parent's next read or
-write on these pipes then raises a CorpusError instead of waiting forever. (A queue that workers
-share has a lock and a pipe, and a dying worker can leave the lock taken or an item half written.)
-If the parent process dies, the operating system kills the workers.
+write on these pipes then raises a CorpusError instead of waiting forever. (If all workers shared
+one queue, a dying worker could leave its lock taken or an item half written.) If the parent process
+dies, the operating system kills the workers.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Worker:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Replace an error of the `with` block by a CorpusError if a pipe is closed.
+        """Raise a CorpusError if the `with` block fails because a pipe is closed.
 
         Raises:
             CorpusError: a pipe is closed because the worker died.

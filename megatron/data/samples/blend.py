@@ -6,9 +6,9 @@ are normalised to the sum 1, and c_d counts how often corpus d was chosen before
     d        = the first corpus with the largest  w_d max(i, 1) - c_d    in float64
     sample i = sample number c_d of corpus d
 
-Each choice depends only on earlier choices. Therefore a longer order begins with every shorter one.
-For N requested samples, the sample index of corpus d is built for ceil(1.005 N w_d) samples with
-the run's seed.
+Each choice depends only on earlier choices, so the first samples do not depend on how many follow.
+Each corpus has a sample index of its own (see `index.py`). For a blend of N samples, the index of
+corpus d is built for ceil(1.005 N w_d) samples with the run's seed.
 
 With `weight_by_num_documents`, the weights follow from the exponent alpha and the number of
 documents n_d of each corpus:
@@ -80,12 +80,14 @@ def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     """Return, for each sample, the number of the corpus from which it is taken.
 
-    Each choice needs the counts of all earlier choices, so a plain implementation is a loop. Here a
-    long order is cut into segments, which are computed in parallel from guessed counts. After a few
-    steps a wrong guess has no effect any more, because each step chooses the corpus that most lacks
-    samples. If the counts guessed for the start of a segment still differ from the counts at the
-    end of the previous segment, the segment is computed again from the latter counts. Therefore
-    the result equals that of the loop.
+    The result equals that of a plain loop, which needs the counts of all earlier choices for each
+    choice. For speed, a long order is cut into segments that are computed in parallel:
+
+    1. Guess the counts some choices before the start of each segment, and make these choices. They
+       correct most wrong guesses, because each one takes the corpus that most lacks samples.
+    2. Compute all segments from the counts of step 1.
+    3. Compare the counts at the start of each segment with those at the end of the segment before
+       it. Where they differ, compute the segment again from the latter. Repeat until all agree.
 
     Args:
         weights: float64, normalised to the sum 1.
@@ -128,14 +130,14 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
 def _lockstep(
     weights: np.ndarray, counts_BD: np.ndarray, step_B: np.ndarray, length: int
 ) -> np.ndarray:
-    """Choose corpora for B segments of the order in parallel, `length` steps each.
+    """Choose corpora for B segments of the order in parallel, `length` samples each.
 
     Args:
         counts_BD: How often each of D corpora was chosen before each segment; updated in place.
-        step_B: The number of the first step of each segment.
+        step_B: The number of the first sample of each segment.
 
     Returns:
-        The number of the chosen corpus at each step, uint8 [B, length].
+        The number of the corpus chosen for each sample, uint8 [B, length].
     """
     rows = np.arange(len(step_B))
     choices = np.empty((len(step_B), length), np.uint8)
@@ -156,9 +158,9 @@ class BlendedDataset:
         weights: The weights of the corpora, with any sum above 0.
         num_samples: The number of samples for which the indices of the corpora are built.
         name: The name of the split ("train", ...), for error messages.
-        extend_to: The length of the data set if `extend_to` is larger than `num_samples`. Otherwise
-            the length is `num_samples`. Samples beyond `num_samples` are chosen by the same rule
-            and do not change earlier samples.
+        extend_to: If this number is larger than `num_samples`, it is the length of the data set.
+            Otherwise the length is `num_samples`. Samples beyond `num_samples` are chosen by the
+            same rule and do not change earlier samples.
 
     Attributes:
         choices: uint8 [length], the number of the corpus from which each sample is taken.

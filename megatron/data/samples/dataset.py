@@ -3,16 +3,17 @@
 Sample i = 0, 1, ... of `TokenDataset` holds seq_length + 1 tokens. Its inputs are all tokens except
 the last, and its labels are all tokens except the first.
 
-GPT-NeoX's data set never uses the last sample of its index, even if the data set then has one
-sample too few and training ends a batch early. `published_length` is the length of GPT-NeoX's data
-set. `TokenDataset` always has at least `num_samples` samples.
+`TokenDataset` always has at least `num_samples` samples. GPT-NeoX's data set omits the last sample
+of its index. It may therefore have one sample too few, and then training ends a batch early.
+`published_length` is the length of GPT-NeoX's data set.
 
 GPT-NeoX's order depends on the number of samples for which its index was built, so an index for
-more `train_iters` would reorder samples that were already consumed. To train longer, give the
-`num_samples` that the checkpoint records, and a larger `extend_to`. The samples of the index for
-`num_samples` then come first, followed by further blocks. Block k = 1, 2, ... is GPT-NeoX's order
-of one epoch with seed + k (or of more epochs if one epoch is shorter than a sample). Increasing
-`extend_to` never changes earlier samples. No sample occurs twice in the index or twice in a block.
+more `train_iters` would reorder samples that were already consumed. To train longer, pass the
+`num_samples` that the checkpoint records, and a larger `extend_to`. The data set then starts with
+the samples of the index for `num_samples`, and blocks 1, 2, ... of further samples follow. Block k
+is GPT-NeoX's order of one epoch with seed + k (or of more epochs if one epoch is shorter than a
+sample). Increasing `extend_to` never changes earlier samples. No sample occurs twice in the index
+or twice in a block.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class TokenDataset:
             folders.
         cache_dir: The folder in which the sample index is stored and then memory-mapped. With None,
             the index exists only in memory.
-        extend_to: The least number of samples that the data set must have. If more samples are
-            needed than the index for `num_samples` has, further blocks of samples are added after
-            that index, as the module docstring explains. If it is None, no blocks are added.
+        extend_to: The least number of samples that the data set must have. If the index for
+            `num_samples` has fewer, blocks of further samples follow it (see the module docstring).
+            If `extend_to` is None, no blocks are added.
 
     Raises:
         ShardError: the split has no documents or no tokens, or the numbers in the shards are not

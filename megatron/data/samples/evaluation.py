@@ -2,8 +2,8 @@
 
 Let x_0, x_1, ... be the tokens of the split's documents, in the order of the file. Sequence i of
 length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, and its last L tokens are the
-targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. Therefore
-lengths with equal n L are compared on the same targets and differ only in the context.
+targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. Two lengths
+with the same product n L are therefore compared on the same targets. Only the context differs.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ def eval_span(
 ) -> int:
     """Return the largest number of targets up to `max_tokens` that is a multiple of each length.
 
-    Sequences of every length then cover the same targets. If the text is shorter than the least
-    common multiple of `lengths`, return the number of targets that sequences of the longest length
-    cover. Sequences of a shorter length then cover all of these targets except a remainder at the
-    end, which is shorter than one of these sequences. If the text is shorter than one sequence of
-    the longest length, return 0.
+    Sequences of every length then cover the same targets. If the text is too short for such a
+    multiple, return the number of targets that sequences of the longest length cover. A shorter
+    length then misses the last targets, but fewer than one of its sequences has. If the text is
+    shorter than one sequence of the longest length, return 0.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

@@ -1,4 +1,4 @@
-"""The training loader, which decides which samples a rank reads at which step.
+"""The training loader. It decides which samples each rank reads at each step.
 
 Samples are consumed in the order 0, 1, 2, .... In each micro-step, the `dp` data-parallel ranks
 take the next micro * dp samples in total, where `micro` is the micro-batch size. Of these samples,
@@ -132,9 +132,9 @@ def published_start(
         valid   (iteration * micro_steps // eval_interval) * eval_iters
         test    0
 
-    The validation position is correct only for `micro_steps` = 1, because its formula treats
-    micro-steps as iterations. Training and validation positions start again at 0 when they
-    reach the number of complete micro-steps in the data set.
+    These formulas reproduce GPT-NeoX, with its mistake: the validation formula divides micro-steps
+    by an interval in iterations, so it is correct only for `micro_steps` = 1. The training and
+    validation positions are taken modulo the number of complete micro-steps in the data set.
 
     Args:
         loader: The loader whose data set, batch sizes and `micro_steps` are used.
