@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
     fallback_help = "pass over a damaged newest checkpoint"
     parser.add_argument("--allow-fallback", action="store_true", help=fallback_help)
-    parser.add_argument("-v", "--verbose", action="store_true", help="let DeepSpeed speak")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show DeepSpeed's log")
     args = parser.parse_intermixed_args()
     config = load_or_exit(args)
     if args.check:

@@ -14,8 +14,8 @@ NEEDED = "needs requirements.txt (deepspeed, pydantic, tokenizers, ...): it trai
 for _package in ("deepspeed", "pydantic", "yaml"):
     pytest.importorskip(_package, reason=NEEDED)
 
-from tests.engine.training.test_fused_training import keys  # noqa: E402
-from tests.engine.training.test_fused_training import train as train_in  # noqa: E402
+from tests.helpers.fused_training import keys  # noqa: E402
+from tests.helpers.fused_training import train as train_in  # noqa: E402
 from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards  # noqa: E402
 
 INTERPRET = "0"

@@ -56,9 +56,9 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
         documents: The number of documents in each corpus.
         alpha: The exponent of the formula.
     """
-    if len(documents) == 1:
-        return [1.0]
     total = sum(documents)
+    if len(documents) == 1 or total == 0:  # a split without documents has no samples either
+        return [1.0] * len(documents)
     shares = [n / total for n in documents]
     powers = [share**alpha for share in shares]
     total = sum(powers)

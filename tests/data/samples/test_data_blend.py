@@ -64,6 +64,7 @@ def test_a_long_order(weights):
 
 def test_weights_by_documents():
     assert weights_by_documents([7], 0.3) == [1.0]
+    assert weights_by_documents([0, 0], 0.3) == [1.0, 1.0]  # no sample is drawn from such a split
     counts, alpha = [100, 300, 600], 0.3
     shares = [0.1, 0.3, 0.6]
     powers = [share**alpha for share in shares]

@@ -5,61 +5,15 @@ In Triton's interpreter, in a separate process; in fp32, because the interpreter
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.helpers.fused_training import keys, train
 from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
-from tests.helpers.paths import ROOT
-
-DRIVER = """
-import json, sys
-import train
-sys.argv = ["train.py", *sys.argv[1:]]
-code = train.main()
-from megatron.kernels.launch import LAUNCHES
-print("LAUNCHES", json.dumps(LAUNCHES))
-sys.exit(code)
-"""
 
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("shards"))
-
-
-def train(config: Path, *args: str, interpret: str = "1") -> tuple[int, str, dict[str, int]]:
-    """(exit code, output, passes launched)."""
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(config), *args],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": interpret},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    launches = [line for line in done.stdout.splitlines() if line.startswith("LAUNCHES ")]
-    counts = json.loads(launches[0].partition(" ")[2]) if launches else {}
-    return done.returncode, done.stdout + done.stderr, counts
-
-
-def keys(run: Path) -> dict:
-    """Two layers of two heads; two micro-steps a step; validation after the second step."""
-    return {
-        "save": str(run),
-        "load": str(run),
-        "num_attention_heads": 2,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "train_iters": 2,
-        "eval_interval": 2,
-        "eval_iters": 1,
-        "save_interval": 1,
-    }
 
 
 def test_training_launches_the_passes_and_learns_the_same(tmp_path, prefix):
