@@ -53,10 +53,9 @@ def eval_span(
 ) -> int:
     """Return the largest number of targets up to `max_tokens` that is a multiple of each length.
 
-    Sequences of every length then cover the same targets. If the text is too short for such a
-    multiple, return the number of targets that sequences of the longest length cover. A shorter
-    length then misses the last targets, but fewer than one of its sequences has. If the text is
-    shorter than one sequence of the longest length, return 0.
+    Sequences of every length then cover the same targets. If the text is too short for a common
+    multiple, return the largest multiple of the longest length, which may be 0. Shorter lengths
+    then leave out some of the last targets.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

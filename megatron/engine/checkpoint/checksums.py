@@ -35,17 +35,20 @@ def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
 
 
 def damage(folder: Path, groups: Groups) -> str | None:
-    """Return which file of the checkpoint `folder` is damaged and how; None if all are intact.
+    """Return a text that names a damaged file and its damage, or None if all files are intact.
 
-    If several files are damaged, the result describes the one whose path sorts first. Every
-    rank must call this function, and every rank gets the same result.
+    If several files are damaged, the text describes the one whose path sorts first. Every rank must
+    call this function, and every rank gets the same result.
+
+    Args:
+        folder: the folder of one checkpoint.
     """
     problem = _damage_seen_by(folder, groups.rank, groups.world_size)
     return min((found for found in groups.gather_from_job(problem) if found), default=None)
 
 
 def _damage_seen_by(folder: Path, rank: int, ranks: int) -> str | None:
-    """Check the record and this rank's share of the files; return the first damage or None."""
+    """Check `kerple.json` and this rank's share of the files; return the first damage or None."""
     path = folder / RECORD
     try:
         record = json.loads(path.read_text())

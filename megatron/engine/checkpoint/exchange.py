@@ -1,8 +1,8 @@
 """Import published (GPT-NeoX) checkpoints into our layout, and export ours to the published layout.
 
-An import keeps the values of all weights. It also adds an entry `imported` to `kerple.json`. With
-this entry, `export_checkpoint` can write the original files again: all tensors have the same names,
-shapes, dtypes and values. No optimizer state is imported or exported.
+An import keeps the values of all weights. It also writes an entry `imported` into `kerple.json`. A
+later export uses this entry to restore the original files: all tensors have the same names, shapes,
+dtypes and values as before the import. No optimizer state is imported or exported.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return all unsharded tensors by key (position in the published pipeline, published name)."""
+    """Return (position in the published pipeline, published name) -> unsharded tensor, for all."""
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -152,8 +152,8 @@ def _write_layers(
 
     Args:
         placed: (pipeline position, published name) -> unsharded tensor.
-        imported_shards: "position.name" -> the original shards of a tensor. They are written
-            unchanged, because they cannot be restored from the merged tensor.
+        imported_shards: "position.name" -> a tensor's original tensor-parallel shards, if it was
+            imported and the merged tensor cannot restore them. They are written unchanged.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -214,7 +214,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the values to record. On loading, GPT-NeoX compares them with its configuration."""
+    """Return the settings to export. When it loads them, GPT-NeoX compares them with its own."""
     m = config.model
     return {
         "num_layers": m.num_layers,

@@ -3,7 +3,7 @@
 Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel rank):
 
     0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank t
-    pipeline  layer_LL-model_TT-model_states.pt: each layer's weights, by their names within it
+    pipeline  layer_LL-model_TT-model_states.pt: the weights of layer L, by name within the layer
     3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 partitions
 
 `cuts` in `kerple.json` names the sharded weights and the sharded dimension of each.
@@ -83,8 +83,8 @@ def _read_layers(checkpoint: Path, layers: Sequence[str], rank: int) -> Weights:
 def _read_stage3(checkpoint: Path, rank: int) -> Weights:
     """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter.
 
-    The converter expects the files of one tensor-parallel rank, so it gets a folder with links to
-    these files. The converter raises its errors, so its console output is discarded.
+    The converter reads all files of a folder, so it gets a folder of links to this rank's files.
+    Its console output is discarded, because it reports errors as exceptions.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -80,10 +80,10 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return an error line if `saved` was imported with another value of `gpt_j_residual`.
+    """Return a list with one error line if `saved` was imported with another `gpt_j_residual`.
 
-    The import sums the shards of some biases if `gpt_j_residual` is set, and otherwise does not.
-    With the same value, the result is an empty list.
+    With the same value the list is empty. The value matters because the import sums the
+    tensor-parallel shards of some biases if `gpt_j_residual` (parallel attention and MLP) is set.
     """
     if saved.kind is not Kind.IMPORTED:
         return []
@@ -126,7 +126,7 @@ def _refusal(
 def _project_theta(model: Model, weights: Weights) -> list[str]:
     """Clamp theta in `weights` to its bounds; return a line for the user if values changed.
 
-    The unsharded theta is clamped on every rank, so that all ranks return the same line.
+    Every rank clamps the unsharded theta, so all ranks return the same line.
     """
     if THETA not in weights:
         return []

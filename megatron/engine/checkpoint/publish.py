@@ -51,11 +51,11 @@ def publish(folder: Path, tag: str) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete the unfinished and replaced folders of a killed run, and return their names.
+    """Delete what a killed run left in `folder`, and return the names of the deleted folders.
 
-    Temporary files of `megatron.files` in `folder` are deleted too, but their names not returned.
-    If the run was killed before the new folder got its name, the folder `.replaced-NAME` is not
-    deleted but renamed to `NAME` again.
+    These are the folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files of
+    `megatron.files`. If there is a folder `.replaced-NAME` but none called `NAME`, the run was
+    killed between two renames. The folder is then not deleted, but named `NAME` again.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

@@ -16,7 +16,7 @@ LAYOUT_DEFAULTS: dict[str, Any] = {
     "context_parallel_size": 1,
     "sub_group_size": None,
 }
-"""The values of layout entries that earlier versions of this project did not record."""
+"""Layout entry -> its value in checkpoints of earlier versions, which did not record the entry."""
 
 
 @dataclass(frozen=True)

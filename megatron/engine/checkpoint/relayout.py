@@ -1,13 +1,15 @@
 """Resume a run in another parallel layout, through DeepSpeed's universal checkpoint format.
 
 DeepSpeed's converter writes one folder for each parameter, with the unsharded fp32 weight and
-optimizer moments. Every rank of the new layout reads its slices from these folders. For each way of
-sharding, the converter gets a list of patterns that match parameter names. If the converter does
+optimizer moments. Every rank of the new layout reads its slices from these folders. The converter
+must be given patterns that assign each parameter name to a way of sharding. If the converter does
 not support a pair of layouts, the run is refused before any file is read.
 
-This module also works around three faults of DeepSpeed 0.19. Converted ZeRO-3 files have no shapes,
-ZeRO-3 looks for the counters under another file name than ZeRO-1 and ZeRO-2 do, and loading a
-checkpoint changes the clipping norm.
+This module also works around three faults of DeepSpeed 0.19:
+
+- Converted ZeRO-3 files contain no shapes.
+- ZeRO-3 looks for the counters under another file name than ZeRO-1 and ZeRO-2 do.
+- Loading a checkpoint overwrites the norm to which gradients are clipped.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def conversion_info(run: RunDescription) -> dict[str, Any]:
-    """Return the patterns of parameter names that DeepSpeed's converter needs, by kind of sharding.
+    """Return way of sharding -> patterns of parameter names, as DeepSpeed's converter needs them.
 
     Each pattern matches one full parameter name.
     """
@@ -171,8 +173,7 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 def _complete_counters(folder: Path) -> None:
     """Replace the counter files of the old ranks by two copies of the first one.
 
-    The copies have different names. One is the name for which DeepSpeed looks under ZeRO-1 and
-    ZeRO-2, and the other is the name for ZeRO-3.
+    ZeRO-1 and ZeRO-2 look for one of the two file names, and ZeRO-3 looks for the other.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = torch.load(stored[0], map_location="cpu", weights_only=False)
@@ -197,7 +198,7 @@ def restore(
     Args:
         scratch: the folder in which the checkpoint is converted; it is removed afterwards.
         cuts: the sharding of this run's parameters, as in `RunDescription`.
-        changed: the differences between the layouts, for the log.
+        changed: a text for the log that lists the differences between the two layouts.
     """
     if groups.is_main:
         print(f"converting {saved.path} into this layout ({changed})", flush=True)

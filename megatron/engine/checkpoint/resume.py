@@ -97,9 +97,9 @@ def restore(
     """Load the full training state of the checkpoint `saved`. Every rank must call this function.
 
     The state consists of weights, optimizer, schedule and random streams. If this run's layout
-    differs from the checkpoint's, the main rank converts the checkpoint first,
-    and dropout uses new random streams. DeepSpeed unpickles the files without restrictions, so a
-    checkpoint from an untrusted source could run code.
+    differs from the checkpoint's, the main rank converts the checkpoint first, and dropout uses new
+    random streams. Load only checkpoints from a trusted source, because DeepSpeed unpickles the
+    files without restrictions, so they could run code.
 
     Args:
         work: a writable folder in which a checkpoint of another layout is converted.
@@ -222,7 +222,11 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
 def _decide(
     config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
 ) -> Start:
-    """Decide where to start. `usable` returns a folder's newest usable checkpoint, or None."""
+    """Decide where to start, by the rules in the module docstring.
+
+    Args:
+        usable: a function from a folder to its newest usable checkpoint, or None if it has none.
+    """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))
     fresh = TrainingProgress(0, 0, train_samples)

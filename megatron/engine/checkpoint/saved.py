@@ -45,7 +45,7 @@ ADVICE = {
         "and another `save` to start a new run from its weights"
     ),
 }
-"""What to do if a run differs from its checkpoint in a field of `RunDescription`, by field."""
+"""Field of `RunDescription` -> advice for a user whose run and checkpoint differ in this field."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        The schedule is recorded only in published checkpoints and in imports of them. It is None
-        for other checkpoints, and if the record is missing or incomplete.
+        Only published checkpoints and imports of them record a schedule. It is None for all other
+        checkpoints, and if the recorded schedule is incomplete.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
@@ -119,7 +119,7 @@ class Saved:
         return state["neox_buffers"], state.get("neox_parts", {})
 
     def damage(self, groups: Groups) -> str | None:
-        """Return which file is damaged and how; None if all files are intact.
+        """Return a text that names a damaged file and its damage, or None if all files are intact.
 
         Every rank must call this method. For a published (GPT-NeoX) checkpoint the result is always
         None, because that format records neither sizes nor checksums.

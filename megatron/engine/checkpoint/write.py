@@ -76,9 +76,9 @@ def save(
 def prune(newest: Saved, keep_last: int | None) -> None:
     """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
 
-    Checkpoints of later steps than `newest` exist if the run went back to an earlier step, for
-    example because those checkpoints were damaged. They are neither counted nor removed.
-    Checkpoints in the published (GPT-NeoX) layout are not removed either.
+    Checkpoints of later steps than `newest` are neither counted nor removed. They exist if the run
+    went back to an earlier step, for example because later checkpoints were damaged. Checkpoints in
+    the published (GPT-NeoX) layout are not removed either.
 
     Args:
         keep_last: the number of checkpoints to keep; None or 0 keeps all.

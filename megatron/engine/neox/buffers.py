@@ -1,7 +1,7 @@
 """Compute the slopes and frequencies that published (GPT-NeoX) checkpoints store as buffers.
 
-The configuration determines these values. A model therefore loads no stored buffer, but the stored
-values are compared with those of the configuration.
+These values follow from the configuration, so a model never loads them from a checkpoint. The
+stored values are only compared with those that follow from the configuration.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from megatron.positional.rotary import frequencies
 def implied_buffers(
     block: BlockShape, pos: PositionalEmbedding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the buffers of a published checkpoint of this model, by published name.
+    """Compute the buffers that a published checkpoint of this model contains, rounded to `dtype`.
 
-    The buffers are computed from the configuration, and rounded to `dtype`.
+    Returns:
+        published name -> buffer.
     """
     sinusoidal, rotary, alibi = layout.BUFFERS
     if pos.kind == "input" and not pos.learnable:
@@ -38,7 +39,7 @@ def implied_buffers(
 def wrong_buffers(
     block: BlockShape, pos: PositionalEmbedding, stored: dict[str, Tensor]
 ) -> list[str]:
-    """Return one line for each stored buffer that differs from the configuration's values.
+    """Return one error line for each stored buffer that contradicts the configuration.
 
     A buffer that is missing from `stored` is no error.
 

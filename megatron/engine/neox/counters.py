@@ -50,7 +50,7 @@ def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
 
 
 def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded schedule in the form that `AnnealingLR.load_state_dict` takes.
+    """Return the recorded learning-rate schedule as an argument for `AnnealingLR.load_state_dict`.
 
     The result is None if the recorded schedule is missing or incomplete.
 
@@ -67,7 +67,8 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
 def step_of(client: dict[str, Any], checkpoint: Path) -> int:
     """Return the number of optimizer steps that the checkpoint records.
 
-    If the checkpoint records no number, return the number in its folder's name, or 0 without one.
+    If the checkpoint records no number, return the number in its folder's name. If the name has no
+    number, return 0.
 
     Args:
         client: the result of `client_state`.

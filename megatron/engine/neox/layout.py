@@ -9,14 +9,14 @@ tensor-parallel rank YY writes one file, `layer_XX-model_YY-model_states.pt`:
     XX = L+4          output projection   final_linear; no file if tied to the embedding
 
 Positions 1 and L+2 only transpose activations. Linear weights are [out, in]. A distance kernel is a
-bias or factor that depends only on the query-key distance. The N shards of a tensor are merged
-by one of these rules:
+bias or factor that depends only on the query-key distance. A tensor's N tensor-parallel shards are
+merged by one of these rules:
 
     rows        concatenated on dimension 0: vocabulary, heads, inner width
     columns     concatenated on dimension 1: the input of a row-parallel layer
     halves      geglu's first layer: each shard is [value | gate], and the halves are concatenated
     replicated  the same in every shard
-    summed      added up: row-parallel biases with `gpt_j_residual`, where every rank adds its bias
+    summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 
 Legend: L layers, N tensor-parallel ranks, H heads.
 """
@@ -42,7 +42,7 @@ BUFFERS = (
     "attention.rotary_emb.inv_freq",
     "attention.alibi_embed.slopes",
 )
-"""The names of stored tensors that the configuration determines (see `neox/buffers.py`)."""
+"""The names of stored tensors whose values follow from the configuration (`neox/buffers.py`)."""
 
 _RULES = {
     "word_embeddings.": "rows",
@@ -150,10 +150,10 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 
 
 def our_name(index: int, name: str, num_layers: int) -> str | None:
-    """Return this project's name of a published tensor, or None if the tensor is unknown.
+    """Return this project's name of a published tensor, or None if it has none.
 
-    Each tensor of the distance kernel is only a part of this project's theta. For such a tensor,
-    the result is None as well.
+    Unknown tensors have no name. Neither have the tensors of the distance kernel, because each of
+    them is only one column of this project's theta.
 
     Args:
         index: the tensor's position in the published pipeline.
@@ -187,11 +187,14 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 
 
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Split theta, or theta's gradient, into a block's published tensors, by published name.
+    """Split theta, or its gradient, into the tensors that each published block stores.
 
     Args:
         theta_HN: theta or its gradient, with one row for each head.
         names: the published names of theta's columns.
+
+    Returns:
+        published name -> tensor, one for each column.
     """
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}

@@ -27,7 +27,7 @@ from megatron.engine.neox import counters, layout
 from megatron.model.embedding import THETA
 
 MOST_FILES = 100_000
-"""The largest plausible number of files. A larger one means that a count is damaged."""
+"""If the names of a checkpoint's files imply more files than this, some name is damaged."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Published:
         step: the number of optimizer steps taken.
         weights: our name -> merged tensor, in the stored dtype.
         buffers: published name -> stored tensor that the configuration determines.
-        shards: "position.published name" -> the original shards of a tensor. A tensor is
-            included only if its shards cannot be restored from the merged tensor (replicas that
-            differ slightly, or summed biases that are not equal).
+        shards: "position.published name" -> the original tensor-parallel shards of a tensor. Only
+            tensors are included whose merged value cannot restore the shards (replicas that differ
+            slightly, or summed biases that are not equal).
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
         problems: one line for each thing that is missing, unknown or inconsistent. If there is any
@@ -178,7 +178,7 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return, by pipeline position, a list with the tensors of each rank.
+    """Return pipeline position -> a list with one dictionary of tensors per tensor-parallel rank.
 
     A position with a missing file is left out. Each missing or unknown file adds a line to
     `out.problems`.
@@ -200,7 +200,7 @@ def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str
 
 @contextmanager
 def _collected(problems: list[str], where: str) -> Iterator[None]:
-    """Append a ValueError or RuntimeError of the `with` block to `problems` instead of raising."""
+    """If the `with` block raises ValueError or RuntimeError, add a line to `problems` instead."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -242,9 +242,9 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 
 
 def _check_width(out: Published) -> None:
-    """Add a problem if attention's merged output matrix is not square.
+    """Add a line to `out.problems` if attention's merged output matrix is not square.
 
-    In that case, all files of some tensor-parallel rank are missing.
+    It is not square if all files of some tensor-parallel rank are missing.
     """
     square = out.weights.get("layers.0.attention.dense.weight")
     if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
@@ -255,9 +255,9 @@ def _check_width(out: Published) -> None:
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
-    """Add the distance kernel's tensors to `out`, as theta or as untrained slopes.
+    """Add the distance kernel's tensors to `out`, as theta or as fixed slopes (ALiBi).
 
-    The tensors must be the same in all blocks. Otherwise a problem is added to `out` instead.
+    The tensors must be the same in all blocks. Otherwise a line is added to `out.problems` instead.
 
     Args:
         kernels: block position -> the merged tensors of the distance kernel, by published name.
