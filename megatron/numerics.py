@@ -1,4 +1,4 @@
-"""Define strategies for where to round 16-bit numbers. All code that computes gets the same one.
+"""Define strategies that decide where numbers are rounded to 16 bits. A run uses only one of them.
 
 With `WIDE`, the default, positional embeddings, norms and softmax are computed at least in fp32.
 `PublishedNumerics` (config key `published_numerics`) rounds where the released KERPLE code rounds,
@@ -20,9 +20,8 @@ class Numerics:
 
     Attributes:
         published: Whether numbers are rounded where the released KERPLE code rounds them.
-        counts_empty_step: Whether Adam's bias correction counts the step with zero gradients that
-            DeepSpeed makes at its start. DeepSpeed makes that step only in 16-bit training without
-            ZeRO.
+        counts_empty_step: In 16-bit training without ZeRO, DeepSpeed starts with a step with zero
+            gradients. This attribute is whether Adam's bias correction counts that step.
     """
 
     published = False

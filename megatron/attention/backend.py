@@ -87,8 +87,7 @@ class Backend:
         function: Computes the output [B, H, T, E] of a call. The call must have no keys after the
             last query, that is, S = query_offset + T.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
-        remark: Returns a text for the log if the backend serves a request. The text may
-            be empty.
+        remark: Returns a text for the log (it may be empty) if the backend serves a request.
         grouped: Whether k and v may have fewer heads than q.
     """
 
@@ -107,10 +106,10 @@ def weighted(pos: PositionalEmbedding) -> bool:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Makes a second backward pass raise an error instead of returning zeros.
+    """Makes second derivatives raise an error instead of being zero.
 
-    `apply(run, *tensors)` returns the results of `run()` and marks the results as
-    differentiable with respect to `tensors`.
+    `apply(run, *tensors)` returns the results of `run()`, and tells autograd that they depend on
+    `tensors`.
     """
 
     @staticmethod
@@ -125,10 +124,10 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate a backward pass that is not differentiable, so that its derivative raises an error.
+    """Decorate an autograd function's backward pass, so that differentiating it raises an error.
 
-    torch's `once_differentiable` raises an error only if the gradient of the output requires a
-    gradient. Otherwise `once_differentiable` silently treats the result as a constant.
+    torch's `once_differentiable` is not enough. If the gradient of the output requires no gradient,
+    it silently treats the result of the backward pass as a constant.
     """
 
     def marked(ctx: Any, grad: Tensor) -> tuple:

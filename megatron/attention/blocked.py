@@ -6,16 +6,16 @@
                                                                                     of dS X
 
 This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
-and keys past a block's last row are never computed. b and w are the bias and the factor of a
-distance kernel, which depend only on the query-key distance. They are passed as fp32 vectors over
-distances. The embedding's formula computes these vectors before the call, so that autograd
-propagates db and dw to theta. `toeplitz` explains why queries are reversed here.
+and the scores of keys after a block's last query are never computed. b and w are the bias and the
+factor of a distance kernel, which depend only on the query-key distance. They are passed as fp32
+vectors over distances. The embedding's formula computes these vectors before the call, so that
+autograd propagates db and dw to theta. `toeplitz` explains why queries are reversed here.
 
 In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
 the size of one tile's scores (`tiles`). The forward pass needs one such buffer, and the backward
-pass needs two. Both passes need one more for w and one more for dropout. For long sequences, the
-backward pass computes P again. For short sequences, where P is hardly larger than the inputs, P is
-kept (`KEPT_SHARE`), which saves a sixth of the time.
+pass needs two. Each pass needs one more if there is a factor w, and one more with dropout. For long
+sequences, the backward pass computes P again. For short sequences, where P is hardly larger than
+the inputs, P is kept (`KEPT_SHARE`), which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
 a block, m sequences times heads of a tile. Within this file, the T axis is in reversed order.
@@ -36,9 +36,9 @@ from megatron.attention.tiles import QueryTile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
 KEPT_SHARE = 1.5
-"""The largest size of P with which P is kept for the backward pass. The unit is the size of q, k, v
-and the output in total. P is kept up to a sequence length of about 10 times the head size.
-Therefore memory stays linear in T."""
+"""The probabilities P are kept for the backward pass if size of P <= KEPT_SHARE * (size of q, k, v
+and the output together). This is true up to a sequence length of about 10 times the head size, so
+memory stays linear in T."""
 
 
 def blocked(call: Call) -> Tensor:
@@ -67,7 +67,7 @@ def blocked(call: Call) -> Tensor:
 class _BlockedAttention(torch.autograd.Function):
     """Autograd function of blocked attention.
 
-    It saves its inputs. It also saves the attention probabilities P if P is small.
+    It saves its inputs and, if they are small, the attention probabilities P.
     """
 
     @staticmethod
@@ -152,11 +152,10 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return contiguous views [m, R, n] of buffers for this tile.
+        """Return contiguous views [m, R, n] of buffers for this tile (m = sequences times heads).
 
-        m is the number of sequences times heads. The first view is for the
-        probabilities P. It lies in `kept`, or in the first buffer if `kept` is None. The other
-        views are those of the other buffers, in order.
+        The first view is for the probabilities P. It lies in `kept`, or in the first buffer if
+        `kept` is None. The other views are those of the other buffers, in order.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]

@@ -6,20 +6,19 @@ The columns are the keys 0 ... n - 1. Hence row r and column c are at distance
 
     d = n - 1 - (r + c)
 
-which depends only on r + c. This has two advantages, and neither needs an index or a copy:
+which depends only on r + c. Therefore two operations need neither an index tensor nor a copy:
 
-- The matrix of a distance kernel is a view with strides (1, 1) of its reversed vector. After the
-  vector there are R - 1 entries of -inf for distances < 0 (the future). They make the view a causal
-  mask, too.
-- The sums of a matrix along its diagonals are one plain sum over rows. Consider a contiguous [R, n]
-  matrix that is zero in the future. View it with rows of length n - 1, starting at its second
-  entry. All entries at distance d < n - 1 then lie in column n - 2 - d, and the other entries of
-  that column are zeros. The first entry of the matrix is outside the view. It is the only entry at
-  distance n - 1.
+- Expanding a vector over distances to a matrix. Store the values in order of falling distance,
+  followed by R - 1 entries -inf for distances < 0 (future keys). The matrix is a view of this
+  vector with strides (1, 1), and it is also the causal mask.
+- Summing a matrix over each distance. Let a contiguous [R, n] matrix be zero at future keys. Skip
+  its first entry, which is the only one at distance n - 1. Read the others as rows of n - 1 entries
+  instead of n. Then column n - 2 - d contains all entries at distance d, and otherwise zeros. So
+  one plain sum over rows gives the sums of all distances.
 
-(Reversing the keys would work, too. But then a row would start with its nearest keys, and in the
-softmax's running sum their large weights would absorb the small ones that follow. The errors would
-be near 5e-5 in fp32 at 65,536 keys, against 5e-7 with reversed queries.)
+(Reversing the keys instead of the queries would be less exact. A row would then start with its
+nearest keys, and in the softmax's running sum their large weights would absorb the small weights
+that follow. The errors would be near 5e-5 in fp32 at 65,536 keys, instead of 5e-7.)
 
 Legend: B batch, H heads, S distances, R rows, n keys of a block.
 """
@@ -56,11 +55,14 @@ class DistanceVector:
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Sum a block over its batch and along its diagonals, and add the sums to `reversed_HS`.
+    """Sum a block over its batch and over each query-key distance; add the sums to `reversed_HS`.
 
-    The sum at distance d is added to entry S - 1 - d. `matrix_BHRn` must be contiguous, with query
-    rows in reversed order and at most as many rows as keys. It must be exactly 0 for future keys.
     The order of summation depends only on the shapes, so the result is repeatable bit for bit.
+
+    Args:
+        reversed_HS: The sums so far, updated in place. Entry S - 1 - d belongs to distance d.
+        matrix_BHRn: The block, contiguous, with query rows in reversed order and at most as many
+            rows as keys. It must be exactly 0 for future keys.
     """
     matrix_HRn = matrix_BHRn[0] if len(matrix_BHRn) == 1 else matrix_BHRn.sum(0)
     heads, rows, keys = matrix_HRn.shape

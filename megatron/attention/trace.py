@@ -1,11 +1,10 @@
 """Read a distance kernel's torch formula as a symbolic expression.
 
 A distance kernel is a bias or a factor that depends only on the query-key distance. `read` runs the
-embedding's methods `bias` and `weight` on a few numbers under torch's tracer. Then `read`
-translates the recorded operations to sympy, with a symbol for the distance and for each column of
-theta.
-The expression is used to generate the Triton device functions with their derivatives
-(`megatron.kernels.codegen`) and FlexAttention's score_mod (`flex`).
+embedding's methods `bias` and `weight` on a few numbers under torch's tracer, and translates the
+recorded operations to sympy. The result has one symbol for the distance and one for each column of
+theta. From this expression `megatron.kernels.codegen` generates Triton device functions with their
+derivatives, and `flex` makes FlexAttention's score_mod.
 
 Only formulas that treat each distance and each head separately have such an expression. A lookup in
 a table, as in T5's bias, has none. Before an expression is used, it is evaluated at other numbers
@@ -114,7 +113,7 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Convert a function of d and of each column of theta to a function of theta and d."""
+    """Turn a function of (d, column 0, column 1, ... of theta) into one of (theta_HN, d)."""
     return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
 
 
@@ -123,7 +122,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Evaluate `function` in `dtype`. Return its values and theta's gradient, both in fp64.
 
-    The gradient is the gradient of a weighted sum of the values, in which the weights differ.
+    The gradient is that of a sum of the first values, each multiplied by a different constant.
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
@@ -168,11 +167,11 @@ def torch_text(expression: Any) -> str:
 
 
 class Columns(tuple):
-    """Neighbouring columns of theta. A tuple of n columns represents a tensor [H, n]."""
+    """A tuple of n neighbouring columns of theta, which stands for a traced tensor [H, n]."""
 
 
 class Reader:
-    """Interprets the graph of operations that torch's tracer records for a function.
+    """Translates the graph of operations that torch's tracer records to sympy.
 
     A value in the graph is one of:
 
@@ -271,7 +270,7 @@ SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "c
 def exact(value: float) -> Any:
     """Return `value` as a sympy number.
 
-    Integers and halves become exact, so that sympy recognises powers such as squares and roots.
+    Multiples of 1/2 become exact, so that sympy recognises exponents such as 2 and 1/2.
     """
     import sympy
 

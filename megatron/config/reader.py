@@ -211,7 +211,7 @@ def merge(base: Settings, over: Settings) -> Settings:
     """Return `base` updated with `over`. Nested mappings are merged key by key.
 
     A plain value replaces a mapping with the same key, and a mapping replaces a plain value. A null
-    value replaces what `base` has, and later code treats a setting that is null as not given.
+    replaces any value in `base`. Later code ignores null settings, so the field gets its default.
     """
     result = dict(base)
     for path, given in over.items():

@@ -173,7 +173,7 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
 
 
 def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
-    """Return the path prefix of the run's shards, or a tuple of several prefixes.
+    """Return the path prefix of the run's token shards, or a tuple of several prefixes.
 
     `data_path` may name a `builtin:` corpus. If this corpus has no shards yet, the first process
     that calls this function tokenises the corpus.

@@ -1,4 +1,4 @@
-"""Open the text of a job: its tokenizer, shards, splits, and the loaders of training batches."""
+"""Open the text of a job: tokenizer, token shards, splits, and the loaders of training batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Corpus:
     """A range of documents, and the weight with which a split draws samples from it.
 
     Attributes:
-        shards: the opened shards that hold the documents.
+        shards: the opened token shards that hold the documents.
         documents: (start, end), the range of documents [start, end) of `shards`.
         weight: the relative weight of this corpus among the corpora of the split.
     """
@@ -51,11 +51,11 @@ class Text:
 
 
 def open_text(config: Config, tokenizer: Tokenizer) -> Text:
-    """Open every shard that the config names, each file once.
+    """Open every token shard that the config names, each file once.
 
     If the config sets `data_path`, this single corpus is divided by `split`. Otherwise the config
     sets `train_data_paths`, `valid_data_paths` and `test_data_paths`, so each split has its own
-    corpora. The result's `shards` are then the shards of train, valid and test, in this order.
+    corpora. The result's `shards` then contain train, valid and test, in this order.
 
     Raises:
         DataError: the shards cannot be read or were made with another tokenizer, or the config's
@@ -161,8 +161,9 @@ class JobData:
     def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
         """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
 
-        GPT-NeoX counts micro-batches as steps here. With gradient accumulation its `valid` batches
-        therefore start later than those of `held_out`. The result is None if there are no batches.
+        The result is None if there are no batches. With gradient accumulation, the batches of
+        `valid` start later than those of `held_out`, because GPT-NeoX mistakes micro-batches for
+        steps here.
 
         Args:
             name: the split, `valid` or `test`.
@@ -182,7 +183,7 @@ class JobData:
         return loader
 
     def _dataset(self, name: str, index_samples: int) -> Samples | None:
-        """Return the samples of split `name`, or None if the run reads none or none exist.
+        """Return the samples of split `name`, or None if the run reads none or the split has none.
 
         Args:
             index_samples: the number of samples for which the index was first built.

@@ -3,8 +3,8 @@
 A distance kernel is a factor w or a bias b that depends only on the query-key distance d. The logit
 of a query q and a key k is x = scale s w(d) + b(d) with s = q . k. The function `evaluate`
 returns y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each theta_k. The
-term is dx/dtheta_k without the factors of theta and scale alone. The Triton kernels sum
-the terms over scores, and `finish` multiplies the sums by these factors.
+term is dx/dtheta_k without its constant factors, which contain only theta and scale. The Triton
+kernels sum the terms over scores, and `finish` multiplies the sums by the constant factors.
 
 The generated code is fast for three reasons:
 
@@ -79,7 +79,7 @@ class DeviceFunctions:
 
     @property
     def heavy(self) -> bool:
-        """Whether the Triton kernels need more registers than for a two-parameter logarithm."""
+        """Whether the Triton kernels need more registers than for a bias with two parameters."""
         return self.weighted or self.tabulated or self.num_theta > 2
 
 
@@ -135,18 +135,18 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether d is in an exponent. Such an expression soon leaves the range of `rcp`."""
+    """Return whether d is in an exponent. The values may then be outside the range of `rcp`."""
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
-    """Refuse a power that would be computed by logarithms and is not safe for every theta.
+    """Check that a power x^y may be computed as 2^(y log2 x) for every theta.
 
-    A base is unsafe if it may be negative, or 0 where the derivative divides by it or takes its
-    logarithm. For example, d^p at d = 0 and p = 0 has the derivative 0 log 0.
+    It may be if x is never negative, and never 0 where the derivative divides by x or contains
+    log x. For example, the derivative of d^p by p is 0 log 0 at d = 0 and p = 0.
 
     Raises:
-        NotExpressible: The power is not safe.
+        NotExpressible: The power may not be computed in this way.
     """
     base, exponent = power.args
     near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
@@ -238,7 +238,7 @@ class Writer:
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
     def affine(self, slope: Any, offset: Any) -> str:
-        """Return the code of offset + slope d."""
+        """Return the code of offset + slope d, as (offset + slope di) - slope dj."""
         k = "" if slope == 1 else f"{self.constant(slope)} * "
         start = "" if offset == 0 else f"{self.constant(offset)} + "
         return f"(({start}{k}di) - {k}dj)"
@@ -291,7 +291,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile source text to jitted functions. Equal texts get equal names, so caches hit."""
+    """Compile source text to Triton functions. Equal texts get equal names, for Triton's caches."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<kernel of distance {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

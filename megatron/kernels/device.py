@@ -50,7 +50,7 @@ else:
 
     @triton.jit
     def instruction(text: tl.constexpr, x):
-        """Return the results of one PTX instruction for each number of x."""
+        """Apply one PTX instruction to each number of x, and return the results."""
         return tl.inline_asm_elementwise(
             text,  # pyright: ignore[reportArgumentType] a constexpr str
             "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
@@ -69,9 +69,9 @@ else:
     def rcp(x):
         """Return 1 / x for 1e-19 < |x| < 1e19.
 
-        Two reciprocals 1/a and 1/b are computed with one special function and three products,
-        because 1/a = b / (ab). This saves time, since the special-function unit is the bottleneck
-        of the Triton kernels.
+        Numbers are handled in pairs (a, b). One instruction gives r = 1 / (a b), and two products
+        give 1/a = r b and 1/b = r a. This saves time, because the GPU's unit for such instructions
+        (special functions) is the bottleneck of the Triton kernels.
         """
         return tl.inline_asm_elementwise(
             "{ .reg .f32 r; mul.f32 r, $2, $3; rcp.approx.ftz.f32 r, r; "
@@ -90,10 +90,10 @@ else:
 
     @triton.jit
     def opaque(x):
-        """Return x in a form that the compiler cannot optimise across.
+        """Return x, hidden from the compiler's optimiser.
 
-        Otherwise the compiler would compute s + b(d) / scale by a matrix product whose accumulator
-        starts from b(d) / scale, and these values would occupy registers during the product.
+        Otherwise, for s + b(d) / scale, the compiler would start the accumulator of the matrix
+        product s from b(d) / scale. These values would occupy registers during the product.
         """
         return instruction("mov.b32 $0, $1;", x)
 

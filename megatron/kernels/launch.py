@@ -28,7 +28,7 @@ LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Products and sums may be fused. This is set here in case Triton's default changes."""
+"""Compiler options: products and sums may be fused, whatever Triton's default is."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def launch(
 
 
 def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Start a Triton kernel. The search for tile sizes replaces this function to compile only."""
+    """Start a Triton kernel. The search for tile sizes replaces this function, to compile only."""
     function[(programs,)](**arguments)
 
 

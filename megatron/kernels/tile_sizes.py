@@ -130,7 +130,7 @@ def look_up(
 ) -> TileSizes:
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
-    If none are listed for `heavy`, those without extra registers are returned.
+    If no such entry has the value `heavy`, return the entry for kernels that are not heavy.
     """
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
     return rows.get((itemsize, listed, heavy)) or rows[itemsize, listed, False]

@@ -8,8 +8,8 @@ The norm, the sum and the first four values of each gradient are compared. Their
 to the norm. The error of the sum is also divided by the square root of the element count. Gradients
 of theta (the parameters of KERPLE or T5 embeddings) are compared in full. If the published run had
 several tensor-parallel ranks, the case may contain only the first rank's shard of each gradient.
-The norm of the word embedding's gradient shows whether it is a shard. The other gradients are then
-assumed to be shards too.
+If the norm of the word embedding's gradient shows that it is a shard, the tool assumes the same of
+all other gradients.
 
 The published pipeline names a parameter by the position of its layer, for example
 `0.word_embeddings.weight`. A word embedding tied to the output layer is named

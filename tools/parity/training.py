@@ -1,9 +1,9 @@
 """Check the parity cases `training/NAME`: repeat published training steps and compare the values.
 
-The model, process groups, optimizer, DeepSpeed engine and schedule are built from the case's config
-by the functions that train.py uses. The same holds for the training step and for the clamping of
-theta (the parameters of KERPLE or T5 embeddings) to its bounds. The tokens are read from the case.
-As in the published code, weight decay also applies to theta.
+All code is that of train.py: it builds the model, process groups, optimizer, DeepSpeed engine and
+schedule from the case's config, takes the training steps, and clamps theta (the parameters of
+KERPLE or T5 embeddings) to its bounds. The tokens are read from the case. As in the published code,
+weight decay also applies to theta.
 
 bf16 cases run with the setting `published_numerics`, so clamping changes only the model's bf16 copy
 of theta, not the fp32 master weights. The published bf16 curve was recorded with another optimizer

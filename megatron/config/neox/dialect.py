@@ -43,10 +43,10 @@ def translate(settings: Settings) -> Translation:
 
 
 def _by_key(settings: Settings) -> dict[str, Given]:
-    """Return the settings by dotted key instead of key path.
+    """Return dotted key -> setting.
 
-    The value of a key in `OPAQUE` may be a mapping. Settings inside such a mapping are joined into
-    that mapping again.
+    `settings` has a separate entry for each value inside a mapping. If the key of the mapping is in
+    `OPAQUE`, these entries are joined into one setting, whose value is the mapping.
     """
     by_key: dict[str, Given] = {}
     mappings: dict[str, dict[str, Any]] = {}

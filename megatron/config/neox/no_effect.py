@@ -115,4 +115,4 @@ CHECKS: dict[str, Check] = {
     "override_lr_scheduler": flag,
     "num_workers": whole_number(0),
 }
-"""Maps keys without effect, whose value must nevertheless be valid, to the check of the value."""
+"""Key without effect -> check of its value, for keys whose value must be valid all the same."""

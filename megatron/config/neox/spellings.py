@@ -31,7 +31,7 @@ _ZERO_OPTIONS: dict[str, Check] = {
     "stage3_prefetch_bucket_size": _size,
     "stage3_param_persistence_threshold": _size,
 }
-"""Maps the keys of zero_optimization that are passed to DeepSpeed to the checks of their values."""
+"""Key of `zero_optimization` that is passed to DeepSpeed -> the check of its value."""
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
 _ZERO_NO_EFFECT = {
     "load_from_fp32_weights": "resuming always loads the fp32 masters",
@@ -59,8 +59,8 @@ class Translation:
 
     Attributes:
         given: Maps fields to the values that are given for them.
-        inner: Maps `field.entry`, for the entries of fields that are mappings, to the place where
-            the entry is written.
+        inner: If the value of a field is a mapping, this maps `field.entry` to the place where the
+            entry is written.
         notes: Remarks for the user about keys that are accepted.
         problems: What is wrong with the keys and values.
     """

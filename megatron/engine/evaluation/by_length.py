@@ -110,7 +110,7 @@ class Measurement:
 
         Args:
             context: the number of tokens that the model reads before each scored token.
-            length: the length of the sequences from which the tokens are taken at equal distances.
+            length: the scored tokens are taken at equal distances from sequences of this length.
             targets: the approximate number of tokens to score.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)

@@ -37,13 +37,13 @@ from torch.distributed import (  # documented, but not in its `__all__`
 from megatron.files import write_text
 
 GRACE = 5.0
-"""The seconds that other processes have to end by themselves after a rank has failed."""
+"""The seconds after a rank's failure until every process that still runs is ended."""
 CAUSE_WAIT = 3.0
 """The seconds to wait until another rank's error is in the store. It must be less than GRACE."""
 POLL_INTERVAL = 1.0
 """The seconds between two reads of the store."""
 OPEN_TIMEOUT = 1800.0
-"""The seconds that rank 0 has to open the store."""
+"""The time limit for rank 0 to open the store, in seconds."""
 STORE_TIMEOUT = 60.0
 """The seconds without a response after which the store counts as lost."""
 LOST_TEXT = (
@@ -57,7 +57,7 @@ LOST_CONTACT = re.compile(
 )
 """Matches the error texts of gloo, NCCL or the store that report the end of another process."""
 _IF_WRITABLE = contextlib.suppress(OSError)
-"""Ignore errors of output (no reader, a full disk) in a process that is about to end anyway."""
+"""Ignores output errors (no reader, a full disk) in a process that is about to end anyway."""
 
 
 class Failure(TypedDict):

@@ -67,9 +67,9 @@ def job_engine(
 def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
     """Return the settings that determine the files of a checkpoint, as JSON values.
 
-    A checkpoint's files can be loaded directly only by a run with the same settings. One of them is
-    `sub_group_size`, the count of numbers in one group of ZeRO-3's state. It is None for other ZeRO
-    stages and for DeepSpeed's default size.
+    Only a run with the same settings can load a checkpoint's files without converting them. One
+    setting is `sub_group_size`, the number of elements in one group of ZeRO-3's state. It is None
+    for other ZeRO stages and for DeepSpeed's default size.
     """
     parallel = config.parallel
     size = parallel.zero.get("sub_group_size", 10**9)

@@ -1,8 +1,8 @@
 """Build the optimizer and its parameter groups; compute gradient norms and check the weights.
 
-As in GPT-NeoX, biases and norm weights have no weight decay. Theta contains the learned parameters
-of the positional embedding. Theta has weight decay only if `weight_decay_positional` is set. In the
-published code, theta always had weight decay.
+As in GPT-NeoX, biases and norm weights have no weight decay. Theta, the learned parameters of the
+positional embedding, has weight decay only if `weight_decay_positional` is set. (In the published
+code, theta always has weight decay.)
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
 def mark_sharded_gradients(model: nn.Module) -> None:
     """Set `model_parallel` on the gradients of tensor-parallel shards, before a step without ZeRO.
 
-    DeepSpeed's 16-bit optimizer clips by a gradient norm summed over the tensor-parallel ranks. To
-    count replicated gradients once, only the first rank adds them. Other ranks add the gradients
-    with the attribute `model_parallel`, but DeepSpeed sets this attribute only on parameters.
-    Without this function DeepSpeed would clip by the norm of the first rank's shard.
+    DeepSpeed's 16-bit optimizer clips by a gradient norm summed over the tensor-parallel ranks. The
+    first rank adds all of its gradients. Every other rank adds only gradients with the attribute
+    `model_parallel`, so that replicated gradients count once. But DeepSpeed sets this attribute on
+    parameters, not on gradients, so without this function only the first rank would count.
     """
     for param in model.parameters():
         if param.grad is not None and sharding_of(param) is not None:

@@ -2,8 +2,8 @@
 
 Theta [heads, n] contains the learned parameters of a distance kernel (a bias or factor that depends
 only on the query-key distance). The master is the fp32 copy that the optimizer updates. After each
-optimizer step, the master and the model's copy are clamped to the bounds. The ZeRO stages store
-the master in different places, so this module distinguishes several cases.
+optimizer step, the master and the model's copy are clamped to the bounds. Each ZeRO stage stores
+the master in another place, so this module distinguishes several cases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
 MOST_COLUMNS = 4
-"""The log shows the range of each parameter per head, or one range if there are more than this."""
+"""With up to this many columns of theta, the log shows the range of each, otherwise one range."""
 
 
 class TrainedTheta:
