@@ -11,8 +11,13 @@ from __future__ import annotations
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
@@ -97,7 +102,14 @@ class TrainedTheta:
         return torch.cat(self.groups.model.gather(theta_HN))
 
     def _set_master(self, theta: nn.Parameter, value_HN: Tensor) -> None:
-        if hasattr(theta, "ds_id") or hasattr(theta, "_hp_mapping"):  # ZeRO-3, or ZeRO-1 and 2
+        if hasattr(theta, "ds_id"):  # ZeRO-3
+            # The ranks' parts have one size, so the last parts are padded if the number of ranks
+            # does not divide theta. DeepSpeed's `safe_set_full_fp32_param` fails for such a part.
+            size: int = theta.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
+            padding = size * self.groups.replica_size - value_HN.numel()
+            parts = F.pad(value_HN.flatten(), (0, padding)).split(size)
+            safe_set_local_fp32_param(theta, parts[self.groups.replica_rank])
+        elif hasattr(theta, "_hp_mapping"):  # ZeRO-1 and 2
             safe_set_full_fp32_param(theta, value_HN)
         else:
             self._unsharded_master(theta).data.copy_(value_HN)
