@@ -1,1 +1,1 @@
-"""Measurements behind the documented figures; each file is a command or part of one."""
+"""Measure the times and sizes that the documentation states. Each file is a command or a part."""

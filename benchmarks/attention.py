@@ -1,13 +1,13 @@
-"""Attention with KERPLE's kernels, timed against what else there is.
+"""Compare the speed of attention with KERPLE's distance kernels with that of other code.
 
     python benchmarks/attention.py --device cuda --out benchmarks/results/attention_gpu
     python benchmarks/attention.py --device cuda --tiles --out benchmarks/results/attention_tiles
     python benchmarks/attention.py --device cpu --out runs/attention
 
-Needs torch, and on a GPU triton. `attention_gpu` describes the measurements on a GPU,
-`attention_tiles` how tile sizes are searched, `attention_cpu` what a CPU run compares.
-`--device interpreter` walks the GPU's way at a tiny size without a GPU, to see that it works; its
-times mean nothing.
+The command needs torch, and on a GPU also triton. The module `attention_gpu` describes the
+measurements on a GPU, `attention_tiles` the search for tile sizes, and `attention_cpu` the
+measurements on a CPU. `--device interpreter` runs the code for GPUs without a GPU, on tiny inputs,
+to test that it works. Its times have no meaning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time and memory of a call on a GPU (or, to try the benchmark out, on a CPU)."""
+"""Measure the time and memory of a call on a GPU (or on a CPU, to test the benchmark itself)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable
 import torch
 
 CYCLES = 2_000_000
-"""Of a GPU's clock in a millisecond, roughly, and rather too many."""
+"""At least the number of clock cycles of a GPU in a millisecond."""
 
 
 LASTING = ("an illegal", "misaligned address", "launch failure", "device-side assert")
-"""In CUDA's messages about errors that every later call meets too."""
+"""Parts of CUDA's messages about errors after which every later call of the process fails too."""
 
 
 class Clock:
-    """Milliseconds that the device works on a call, the L2 cache cold.
+    """Measures how many milliseconds the device works on a call, starting with a cold L2 cache.
 
-    A GPU first writes 256 MB, which empties the cache, and spins while the host prepares and
-    queues the call, so that what the host takes is not measured: in a training step the queue is
-    full as well. `host_ms`, how long queueing took, must have been measured before.
+    Before a call, a GPU writes 256 MB, which empties the cache. It then spins while the host queues
+    the call, so that the host's time is not measured. In a training step, too, the host is ahead of
+    the GPU. `device_ms` must be given the time that the host needs, as `host_ms` measures it.
     """
 
     def __init__(self, device: torch.device):
@@ -51,7 +51,7 @@ class Clock:
         return self.start.elapsed_time(self.end)
 
     def peak_mb(self, call: Callable[[], object]) -> float | None:
-        """Megabytes that the call adds to those in use, at its highest, its results included."""
+        """Return the peak memory in MB that the call allocates, including its results."""
         if not self.cuda:
             return None
         self.wait()
@@ -67,7 +67,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def matmul_tflops(self) -> float | None:
-        """Of a bf16 product of two [8192, 8192]: what the machine gives at best."""
+        """Return the TFLOP/s of a bf16 product of two [8192, 8192], a practical maximum."""
         if not self.cuda:
             return None
         size = 8192
@@ -77,7 +77,7 @@ class Clock:
 
 
 def tidy(device: torch.device) -> None:
-    """Give back memory that nothing uses any more."""
+    """Free memory that is no longer used, including torch's cache on the GPU."""
     import gc
 
     gc.collect()
@@ -86,12 +86,12 @@ def tidy(device: torch.device) -> None:
 
 
 def broken(error: Exception) -> bool:
-    """Whether the device will answer nothing more to this process."""
+    """Return whether the device fails every later call of this process after `error`."""
     return any(words in str(error) for words in LASTING)
 
 
 def reason(error: Exception) -> str:
-    """The first telling line of an error's message, for a table's cell."""
+    """Return the first line of an error's message, shortened for a cell of a table."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

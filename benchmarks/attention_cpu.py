@@ -1,18 +1,17 @@
-"""`attention.py --device cpu`: kerple_log against the published formula, in one run.
+"""Compare implementations of kerple_log on a CPU: the command `attention.py --device cpu`.
 
-Needs torch alone. Variants:
+It needs only torch. The variants are:
 
-- `published`: see `attention_variants`;
+- `published`: the operations of the released code, see `attention_variants`;
 - `eager`, `blocked`: this project's backends;
-- `sdpa, no bias`: torch's causal scaled_dot_product_attention, which has no kernel at all: what
-  attention costs without KERPLE.
+- `sdpa, no bias`: torch's causal scaled_dot_product_attention without a distance kernel, which
+  shows what attention costs without KERPLE.
 
-Variants take turns within every repetition and medians are compared; ratios of the fastest
-repetitions stand beside them, because on a busy machine whatever uses many short parallel loops is
-slowed more than it would be alone. Peak memory counts what torch's allocator hands out during one
-call (outputs and gradients included, inputs not), accuracy is the largest error against float64
-eager attention as a fraction of the largest true value. Writes attention.json and attention.md to
-`--out`.
+Each repetition runs every variant once, and the medians of the times are compared. The report also
+has the ratios of the fastest repetitions, because other load on the machine slows code with many
+short parallel loops most. Peak memory is what torch allocates during one call, including outputs
+and gradients but not inputs. Accuracy is the largest error relative to float64 eager attention, as
+a fraction of the largest true value. The reports are attention.json and attention.md in `--out`.
 
 Legend: B batch, H heads, T positions, E head size.
 """
@@ -42,7 +41,7 @@ BASE = "published"
 
 
 def variants(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> dict[str, tuple[Call, tuple]]:
-    """Name -> (call, tensors to differentiate by)."""
+    """Return name -> (call, the tensors for which gradients are computed)."""
     scale = q.shape[-1] ** -0.5
     inputs = (q, k, v, theta_HN)
 
@@ -61,7 +60,7 @@ def variants(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> dict[str, tup
 
 
 def make_inputs(batch: int, args: argparse.Namespace, dtype: torch.dtype) -> tuple[list, Tensor]:
-    """([q, k, v, theta], gradient of the output), the same numbers in every dtype."""
+    """Return ([q, k, v, theta], gradient of the output), with the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(1234)
     shape = batch, args.heads, args.length, args.head_size
     q, k, v, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
@@ -76,7 +75,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Largest sum of live allocations made during a call."""
+    """Return the peak number of bytes that a call has allocated and not yet freed."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         result = call()  # kept alive, as a caller would
@@ -94,7 +93,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def measure(batch: int, args: argparse.Namespace) -> list[dict]:
-    """One row per variant at this batch size."""
+    """Time every variant at one batch size, and return one row of the table for each."""
     inputs, grad = make_inputs(batch, args, torch.float32)
     table = variants(*inputs)
     forward: dict[str, list[float]] = {name: [] for name in table}
@@ -133,7 +132,10 @@ def measure(batch: int, args: argparse.Namespace) -> list[dict]:
 
 
 def accuracy(args: argparse.Namespace) -> list[dict]:
-    """Largest error of output and gradients against float64, relative to the largest true value."""
+    """Return one row per variant: the errors of the output and of each gradient.
+
+    An error is the largest difference from float64, as a fraction of the largest true value.
+    """
     inputs, grad = make_inputs(1, args, torch.float32)
     exact, exact_grad = make_inputs(1, args, torch.float64)
     reference = variants(*exact)
@@ -189,7 +191,7 @@ def markdown(report: dict) -> str:
 
 
 def processor() -> str:
-    """The processor's model name where the system tells it."""
+    """Return the processor's model name, or only its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,17 +1,19 @@
-"""`attention.py --device cuda`: fused attention against all its rivals, in one run.
+"""Compare implementations of attention on a GPU: the command `attention.py --device cuda`.
 
-Variants (`attention_variants`) take turns within every repetition; medians of the device's time
-are compared (`attention_clock`: cold cache, queue full). Groups of one head size and one length
-come in the order of their worth: lengths that goals are set for, other lengths, other head sizes,
-FlexAttention (whose compilation takes longest) last where no goal asks for it. Batch sizes keep the
-number of tokens constant. What does not fit in memory, is refused, or comes after `--minutes`
-is listed with the reason.
+First the accuracy of each variant (see `attention_variants`) is measured. It is the largest error
+relative to eager attention in float64, as a fraction of the largest true value.
 
-After each group attention_gpu.json and .md are written anew, so a run that is cut off keeps what it
-has; the plot attention_gpu.png needs matplotlib. Accuracy comes first: the largest error against
-eager attention in float64, as a fraction of the largest true value.
+Then the variants are timed in groups. A group has one head size and one sequence length, and the
+batch size that keeps the number of tokens constant. The most important groups are timed first:
+lengths with goals, then other lengths, then other head sizes. FlexAttention compiles slowly, so
+where it has no goal it is timed last. Within a group, each repetition runs every variant once, and
+the medians of the GPU's time are compared. `attention_clock` describes a measurement. The report
+lists what was not measured, with the reason: out of memory, refused, or past `--minutes`.
 
-FLOP are counted as 4 B H E T (T + 1) / 2 forward, and 3.5 times that forward and backward.
+attention_gpu.json and .md are rewritten after each group, so an interrupted run keeps its results.
+The plot attention_gpu.png needs matplotlib.
+
+The forward pass counts as 4 B H E T (T + 1) / 2 FLOP. Forward and backward count as 3.5 times that.
 
 Legend: B batch, H heads, T positions, E head size.
 """
@@ -36,10 +38,10 @@ from megatron.attention import attend, flex
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RESULTS = ("out", "dq", "dk", "dv", "dtheta")
 MILLISECONDS = 400.0
-"""What the repetitions of one variant may take in a group, forward or both."""
+"""The time for all repetitions of one variant in a group, with or without the backward pass."""
 FEWEST = 3
 SLOW = 1000.0
-"""Milliseconds from which one repetition must do."""
+"""A variant that takes longer than this (in milliseconds) is timed only once."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Group:
 
 
 def plan(args: argparse.Namespace) -> list[Group]:
-    """What to measure, the most wanted first."""
+    """Return the groups to measure, the most important first."""
     every = variants()
     names = [n for n in every if not args.only or any(part in n for part in args.only)]
     plain = tuple(name for name in names if not every[name].is_flex)
@@ -73,7 +75,7 @@ def plan(args: argparse.Namespace) -> list[Group]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and write."""
+    """Measure the accuracy and the times of all variants, and write the reports."""
     device = device_of(args)
     clock = Clock(device)
     report = {"setting": setting(args, device), "accuracy": [], "timings": [], "skipped": []}
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """Where to run; ends the program where that cannot be."""
+    """Return the device to run on, or exit with a message if it does not exist."""
     if args.device == "interpreter":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -117,7 +119,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 
 
 def setting(args: argparse.Namespace, device: torch.device) -> dict:
-    """What a reader must know to judge or repeat the run."""
+    """Return the facts of the run for its report: machine, versions, date and arguments."""
     cuda = device.type == "cuda"
     own = [part if not Path(part).is_absolute() else Path(part).name for part in sys.argv[1:]]
     return {
@@ -143,7 +145,12 @@ def measure(
     deadline: float,
     report: dict,
 ) -> None:
-    """Append this group's rows to the report."""
+    """Time the variants of a group, and append their rows to `report`.
+
+    Args:
+        number: the number of the group, from 0.
+        deadline: the value of `time.monotonic()` after which variants are skipped.
+    """
     batch = max(1, args.tokens // group.length)
     shape = batch, args.heads, group.length, group.head_size
     where = {"group": number, "T": group.length, "B": batch, "E": group.head_size}
@@ -196,7 +203,13 @@ def bound(function, variant: Variant):
 
 
 def warm(call, clock: Clock, repeats: int, deadline: float) -> tuple[float, int]:
-    """(milliseconds that the host takes, repetitions worth their time), after compiling."""
+    """Call once to compile, and return (milliseconds of the host per call, repetitions to time).
+
+    The number of repetitions is at most `repeats`, and smaller for a slow call.
+
+    Raises:
+        TimeoutError: the call is so slow that another one would pass `deadline`.
+    """
     call()
     clock.wait()
     begun = time.perf_counter()
@@ -212,7 +225,10 @@ def warm(call, clock: Clock, repeats: int, deadline: float) -> tuple[float, int]
 
 
 def interleaved(calls: dict, clock: Clock) -> dict[tuple[str, str], list[float]]:
-    """All times: one of each in every round, the slow ones in fewer rounds, evenly spread."""
+    """Run all repetitions in interleaved rounds, and return the times of each call.
+
+    A call with fewer repetitions than others takes part in only some rounds, evenly spread.
+    """
     times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     rounds = max((count for _, _, count in calls.values()), default=0)
     for n in range(rounds):
@@ -223,7 +239,7 @@ def interleaved(calls: dict, clock: Clock) -> dict[tuple[str, str], list[float]]
 
 
 def spread(times: list[float]) -> tuple[float, float, float]:
-    """Median, and the bounds of the middle 80%."""
+    """Return the median, the 10% quantile and the 90% quantile."""
     ordered = sorted(times)
     last = len(ordered) - 1
     middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
@@ -243,7 +259,10 @@ def accuracy(
     device: torch.device,
     report: dict,
 ) -> list[dict]:
-    """Errors of every variant, at the first group's size if that is small: compiled once then."""
+    """Return one row per variant with the errors of its output and gradients.
+
+    If the first group has short sequences, its size is used, so each variant compiles only once.
+    """
     small = group.length <= 1024
     batch, length = (max(1, tokens // group.length), group.length) if small else (1, 1024)
     where, rows = {"T": length, "B": batch, "E": group.head_size}, []

@@ -1,4 +1,4 @@
-"""The GPU benchmark's tables, goals and plot, from its rows."""
+"""Write the report of the GPU benchmark: tables, goals and a plot."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GOALS = {
     8192: (1.00, 1.15, 12.0, 1.5, 20.0),
     16384: (1.00, 1.15, 12.0, 1.5, 20.0),
 }
-"""For bf16, heads of 64, 16k tokens, on one H200, in the same run."""
+"""The goals by sequence length, for bf16, head size 64 and 16k tokens on one H200."""
 MEGABYTE_MORE = 1.048576
 
 
 def write(report: dict, folder: Path) -> None:
-    """attention_gpu.json, .md and, with matplotlib, .png."""
+    """Write attention_gpu.json, attention_gpu.md and, with matplotlib, attention_gpu.png."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "attention_gpu.json.part"
     partial.write_text(json.dumps(report, indent=1) + "\n")
@@ -32,7 +32,7 @@ def write(report: dict, folder: Path) -> None:
 
 
 def compared(report: dict) -> list[dict]:
-    """One row per goal: T, what, limit, value (None: not measured), met, and why not measured."""
+    """Return one row for each goal, with the measured value (None if it was not measured)."""
     size = report["timings"][0]["E"] if report["timings"] else None
     found = []
     for length, limits in GOALS.items():
@@ -115,7 +115,7 @@ def markdown(report: dict, picture: str) -> str:
 
 
 def timing_table(timings: list[dict]) -> list[str]:
-    """Times, rates and memory; ratios to flash attention of the same group."""
+    """Return the table of times, TFLOP/s and memory, with ratios to flash attention."""
     lines = [
         "",
         "## Times",
@@ -137,7 +137,11 @@ def timing_table(timings: list[dict]) -> list[str]:
 
 
 def plot(report: dict, path: Path) -> str:
-    """TFLOP/s forward + backward by length, one panel a head size; a line on what was done."""
+    """Plot the TFLOP/s of forward and backward by length, with one panel for each head size.
+
+    Returns:
+        A line for the report: the link to the plot, or the reason why there is none.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         return "No plot: matplotlib is not installed (`pip install matplotlib`)."
     rows = [r for r in report["timings"] if "forward_backward_tflops" in r]

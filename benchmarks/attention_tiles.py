@@ -1,15 +1,19 @@
-"""`attention.py --tiles`: better tile sizes for this GPU, as rows for kernels/tile_sizes.py.
+"""Search for faster tile sizes on this GPU: the command `attention.py --tiles`.
 
-From the committed tile of a pass, one of M, N, warps and stages at a time goes up or down; the best
-neighbour that is at least 1% faster is the next tile, until there is none. That takes a dozen or
-two of compilations a pass where a grid would take hundreds. A time is the median of device times
-(`attention_clock`), as a fraction of the starting tile's, summed over two lengths; backward
-passes are timed together, one of them changing. Every accepted tile is checked: its results are
-those of the committed tiles up to rounding. All neighbours are compiled first, side by side.
+A tile is (M query rows, N keys, warps, stages). The search for each pass (each Triton kernel)
+starts from the committed tile in kernels/tile_sizes.py. All neighbours, which differ in one of the
+four numbers by one step, are compiled in parallel and timed. The search moves to the fastest
+neighbour until none is at least 1% faster. It compiles one or two dozen tiles per pass, whereas a
+grid search would compile hundreds.
 
-Ordinary rows are found with kerple_log, heavy ones with kerple_power_add_mul, the tile of `table`
-with rpe. After every pass attention_tiles.md is written anew. Before a row is committed,
-`python tools/compile_kernels.py --changed` must accept it: it refuses tiles that spill.
+The score of a tile is the median time of the GPU (`attention_clock`) divided by that of the
+committed tile, as a mean over two sequence lengths. The passes of the backward are timed together.
+A tile is accepted only if its results equal those of the committed tiles up to rounding.
+
+Rows of the table that are not "heavy" are found with kerple_log, heavy rows with
+kerple_power_add_mul, and the tile of the pass `table` with rpe. attention_tiles.md is rewritten
+after every pass. Before you commit a row, run `python tools/compile_kernels.py --changed`, which
+refuses tiles that spill registers.
 """
 
 from __future__ import annotations
@@ -42,12 +46,12 @@ KERNELS = {False: "kerple_log", True: "kerple_power_add_mul"}
 LENGTHS = (512, 4096)
 WORTH = 0.99
 LARGEST = 128 * 128
-"""Scores of a tile; beyond, compilers take minutes to say that it does not fit."""
+"""The largest M * N to try. For larger tiles the compiler takes minutes to report a failure."""
 LIMITS = {"M": (16, 256), "N": (16, 256), "warps": (4, 8), "stages": (1, 5)}
 
 
 class Problem:
-    """The passes of one kernel of distance at one size."""
+    """The inputs for timing the passes of one distance kernel at one size."""
 
     def __init__(
         self, name: str, shape: tuple[int, int, int, int], dtype: torch.dtype, clock: Clock
@@ -75,7 +79,7 @@ class Problem:
         return launch.backward(*inputs, None, setting, True)
 
     def call(self, which: str) -> Callable[[TileSizes], tuple[Tensor, ...]]:
-        """What runs the pass, given tiles."""
+        """Return a function that takes tile sizes and runs the pass `which`."""
         if which == "forward":
             return self.forward
         return partial(self.backward, **dict(zip(("out", "lse"), self.exact(), strict=True)))
@@ -84,7 +88,7 @@ class Problem:
         return self.forward(self.committed)
 
     def compile(self, which: str, tiles: TileSizes) -> None:
-        """Compile for these tiles, if needed; within `AsyncCompileMode`, start to."""
+        """Compile the pass for these tile sizes, in the background within `AsyncCompileMode`."""
 
         def warm_up(function: Any, programs: int, arguments: dict[str, Any]) -> None:
             function.warmup(grid=(programs,), **arguments)
@@ -94,7 +98,11 @@ class Problem:
             call(tiles)
 
     def ms(self, which: str, tiles: TileSizes) -> float:
-        """Median time; raises if a result is not that of the committed tiles."""
+        """Return the median time of the pass with these tile sizes, in milliseconds.
+
+        Raises:
+            ArithmeticError: a result differs from that of the committed tiles.
+        """
         function = self.call(which)
         for got, expected in zip(function(tiles), function(self.committed), strict=True):
             error = (got.double() - expected.double()).abs().max()
@@ -107,7 +115,11 @@ class Problem:
 
 
 def neighbours(tile: Tile, square: bool) -> Iterator[Tile]:
-    """Tiles that differ in one respect by one step."""
+    """Yield the tiles that differ from `tile` in one number, by one step.
+
+    Args:
+        square: Whether M and N must stay equal.
+    """
     for field, (low, high) in LIMITS.items():
         now = getattr(tile, field)
         steps = (now - 1, now + 1) if field == "stages" else (now // 2, now * 2)
@@ -120,7 +132,7 @@ def neighbours(tile: Tile, square: bool) -> Iterator[Tile]:
 
 
 class Search:
-    """Walks from tile to tile; remembers what it has seen."""
+    """The search for one row of the table, with a log of all tiles tried."""
 
     def __init__(self, problems: list[Problem], tiles: TileSizes, deadline: float):
         self.problems, self.tiles, self.deadline = problems, tiles, deadline
@@ -128,7 +140,11 @@ class Search:
         self.complete = True
 
     def score(self, which: str, tile: Tile, base: list[float] | None) -> list[float] | None:
-        """Milliseconds of each problem, or None if the tile cannot be had."""
+        """Return the milliseconds of each problem with `tile`, or None if the tile does not work.
+
+        Args:
+            base: the milliseconds with the committed tile, for the log.
+        """
         row = {"pass": which, "tile": astuple(tile)}
         try:
             times = [p.ms(which, replace(self.tiles, **{which: tile})) for p in self.problems]
@@ -141,14 +157,14 @@ class Search:
         return times
 
     def compile(self, which: str, tiles: list[Tile]) -> None:
-        """Compile for all of them; what cannot be compiled says so when it is to be timed."""
+        """Compile the pass for all tiles in parallel. Errors appear later, when a tile is timed."""
         with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for tile in tiles:
                 for problem in self.problems:
                     problem.compile(which, replace(self.tiles, **{which: tile}))
 
     def improve(self, which: str) -> None:
-        """Set the best tile found for a pass."""
+        """Search for the best tile of one pass, and store it in `tiles`."""
         best = getattr(self.tiles, which)
         base = self.score(which, best, None)
         if base is None:
@@ -179,12 +195,12 @@ def share(times: list[float], base: list[float]) -> float:
 
 
 def row_text(key: tuple[int, int, bool], tiles: TileSizes) -> str:
-    """A row of `TABLE` as it is written in tile_sizes.py."""
+    """Return a row of `TABLE` as source code for tile_sizes.py."""
     return f"        {key}: sizes({', '.join(str(tile) for tile in astuple(tiles))}),"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Search row after row until the time is up."""
+    """Search for the tiles of one row of the table after another, until the time is up."""
     interpreted, device = args.device == "interpreter", device_of(args)
     clock, dtype = Clock(device), DTYPES[args.dtype]
     capability = torch.cuda.get_device_capability(device) if not interpreted else (9, 0)
@@ -216,7 +232,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def write(found: dict[tuple[int, int, bool], Search], title: str, folder: Path) -> None:
-    """attention_tiles.json, every tile tried, and .md, the rows."""
+    """Write attention_tiles.json (every tile tried) and attention_tiles.md (the rows found)."""
     texts, log = [], []
     for key, search in found.items():
         texts.append(row_text(key, search.tiles))

@@ -1,12 +1,14 @@
-"""What the attention benchmark compares, as functions (q, k, v, theta) -> output.
+"""Define the implementations of attention that the GPU benchmark compares.
 
-- `fused KERNEL`: this project's Triton passes, with the kernel of distance of that name;
-- `flex [H]`: FlexAttention with kerple_log's formula on captured columns of theta;
-  `flex table`: on a captured [H, T] table of its values;
-- `sdpa flash`, `sdpa cudnn`: torch's causal attention, which has no kernel of distance;
+Each variant is a function (q, k, v, theta) -> output:
+
+- `fused NAME`: this project's Triton kernels with the distance kernel NAME;
+- `flex [H]`: FlexAttention that evaluates kerple_log's formula for each score;
+- `flex table`: FlexAttention that looks up kerple_log's values in a table [H, T];
+- `sdpa flash`, `sdpa cudnn`: torch's causal attention without a distance kernel;
 - `sdpa efficient, mask`: torch's memory-efficient attention with kerple_log as a mask;
-- `published`: the released operations: baddbmm, the [H, T, T] kernel in each layer, add, mask,
-  softmax, bmm, all materialised (without its dropout module, which costs even more).
+- `published`: the released code's operations (baddbmm, the [H, T, T] distance kernel, add, mask,
+  softmax, bmm), each with its result in memory. Dropout, which would cost more, is left out.
 
 Legend: B batch, H heads, T positions, E head size, N columns of theta.
 """
@@ -35,7 +37,7 @@ class Variant:
 
     Attributes:
         function: (q, k, v, theta or None) -> output [B, H, T, E].
-        pos: whose kernel of distance it computes.
+        pos: the positional embedding whose distance kernel the function uses.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Variant:
 
 
 def published(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
-    """The formula as the released code evaluates it in every layer; q, k, v are [B, H, T, E]."""
+    """Compute attention as the released code does in every layer; q, k, v are [B, H, T, E]."""
     batch, heads, length, size = q.shape
     flat = batch * heads, length, size
     scores = torch.empty(batch * heads, length, length, dtype=q.dtype, device=q.device)
@@ -66,7 +68,7 @@ def published(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
 def published_constants(
     length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Distances and mask, which the released code computes once and keeps."""
+    """Return the distances and the mask, which the released code computes only once."""
     position = torch.arange(length, device=device, dtype=torch.int32)
     difference = position[:, None] - position
     return difference.clamp(min=0).to(dtype), difference < 0
@@ -96,7 +98,7 @@ def ours(backend: str, pos: PositionalEmbedding) -> Callable[..., Tensor]:
 
 
 def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
-    """As the backend `flex`, but with b looked up in a table made for this call."""
+    """Compute attention by FlexAttention, with the bias looked up in a table made for this call."""
     length = q.shape[2]
     if not torch.is_grad_enabled():
         q, k, v, theta_HN = (x.detach() for x in (q, k, v, theta_HN))
@@ -110,7 +112,7 @@ def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def variants() -> dict[str, Variant]:
-    """All, by name; always the same, so that nothing is compiled twice."""
+    """Return name -> variant. Repeated calls return the same objects, which torch compiles once."""
     none = load("none")
     found = [Variant(f"fused {pos.name}", ours("fused", pos), pos) for pos in map(load, FUSED)]
     found += [
@@ -126,7 +128,7 @@ def variants() -> dict[str, Variant]:
 
 @dataclass
 class Inputs:
-    """q, k, v, the gradient of the output, and a theta for each embedding that has one."""
+    """The inputs q, k and v, the output's gradient, and theta for each embedding that has one."""
 
     q: Tensor
     k: Tensor
@@ -142,7 +144,7 @@ class Inputs:
             return variant.function(*self.of(variant))
 
     def both(self, variant: Variant) -> list[Tensor]:
-        """[output, gradients of q, k, v and theta]."""
+        """Return [output, gradients of q, k, v and theta]."""
         inputs = self.of(variant)
         out = variant.function(*inputs)
         wanted = [x for x in inputs if x is not None]
@@ -157,7 +159,7 @@ class Inputs:
 def make_inputs(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> Inputs:
-    """Standard normal numbers, drawn on the device; theta as at the start of a training."""
+    """Draw q, k, v and the output's gradient from N(0, 1); theta has its initial values."""
     generator = torch.Generator(device).manual_seed(1234)
     options = {"generator": generator, "device": device, "dtype": dtype}
     q, k, v, grad = (torch.randn(shape, **options) for _ in range(4))

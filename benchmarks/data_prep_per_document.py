@@ -1,9 +1,9 @@
-"""The path that `data_prep.py` compares with: a plain version of gpt-neox's data preparation.
+"""Prepare data as gpt-neox does, in a plain version that `data_prep.py` compares with.
 
     python benchmarks/data_prep_per_document.py SOURCE PREFIX VOCAB_FILE MERGE_FILE WORKERS
 
-A pool of processes calls `tokenizers` once per document and returns lists of Python ints; each
-document is appended by itself.
+A pool of processes calls `tokenizers` once for each document and returns lists of Python ints. Each
+document is appended to the output separately.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 def compiled(name: str, source: str) -> dict[str, Any]:
     """Compile source text to Triton functions. Equal texts get equal names, for Triton's caches."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
-    path = f"<kernel of distance {name} {digest}>"
+    path = f"<distance kernel {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     scope = GLOBALS | {"__name__": f"{__name__}.{name}"}
     exec(compile(source, path, "exec"), scope)

@@ -1,4 +1,4 @@
-"""A kernel of distance in a file of its own, and attention with it in numpy."""
+"""Define a new distance kernel in a file of its own, and attention with it in numpy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def new_kernel(tmp_path, monkeypatch):
 
 
 def exact(q, k, v, theta, scale):
-    """Attention with the same kernel in numpy, float64, one row at a time."""
+    """Compute attention with the new kernel in numpy in float64, one query row at a time."""
     heads, length = q.shape[1:3]
     out = np.zeros(q.shape)
     for h in range(heads):

@@ -1,4 +1,4 @@
-"""A new kernel of distance is one file: with its torch formula come all backends and gradients."""
+"""A new distance kernel is one file: its torch formula suffices for all backends and gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Inputs, and the comparison of fused attention with float64 autograd, for all tests of kernels.
+"""Make inputs for the tests of kernels, and compare fused attention with float64 autograd.
 
-They run in Triton's interpreter, or on the GPU where there is one.
+The kernels run on a GPU if there is one, and otherwise in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megatron.positional import PositionalEmbedding, load
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH, SIZE = (333, 64) if DEVICE == "cuda" else (40, 16)
-"""Positions and head size where a test needs a few tiles and a tail, no more."""
+"""The smallest numbers of positions and head size that give several tiles and a partial one."""
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 5e-3}
-"""By dtype, in the interpreter, which is wrong in bf16."""
+"""dtype -> tolerance in Triton's interpreter, which computes bf16 wrongly."""
 
 if DEVICE == "cuda":
     # 16 bits: p, ds and the output (whence delta) are rounded once each, half an epsilon at most,
@@ -28,14 +28,17 @@ if DEVICE == "cuda":
 
 @dataclass
 class Case:
-    """Inputs that want gradients; `inputs` is q, k, v and, for kernels of distance, theta."""
+    """The inputs of an attention call, all of which need gradients.
+
+    `inputs` is [q, k, v], followed by theta if the embedding is a distance kernel.
+    """
 
     pos: PositionalEmbedding
     inputs: list[torch.Tensor]
     grad: torch.Tensor
 
     def run(self, backend: str, dtype: torch.dtype | None = None, **options) -> list[torch.Tensor]:
-        """[output, gradient of each input], computed in `dtype`."""
+        """Return [output, gradient of each input], computed in `dtype`."""
         inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.inputs]
         options = {"scale": 0.35} | options
         out = attend(*inputs[:3], self.pos, *inputs[3:], backend=backend, **options)
@@ -72,7 +75,7 @@ def make(
 
 
 def assert_close(got: list[torch.Tensor], exact: list[torch.Tensor], tolerance: float) -> None:
-    """Largest error as a fraction of the largest true value, or of 1."""
+    """Check that each largest error is below `tolerance` times the largest true value (or 1)."""
     for n, (x, y) in enumerate(zip(got, exact, strict=True)):
         assert x.shape == y.shape
         error = (x.double() - y.double()).abs().max().item()
@@ -81,7 +84,7 @@ def assert_close(got: list[torch.Tensor], exact: list[torch.Tensor], tolerance: 
 
 
 def check(case: Case, tolerance: float | None = None, **options) -> None:
-    """Fused against eager in float64."""
+    """Compare the backend `fused` with `eager` in float64."""
     dtype = case.inputs[0].dtype
     got = case.run("fused", **options)
     assert [x.dtype for x in got[:4]] == [dtype] * 4

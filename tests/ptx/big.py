@@ -1,9 +1,11 @@
-"""The same launches as if they belonged to enormous ones: bit-identical results are expected.
+"""Repeat launches as if their tensors were enormous, to find offsets that overflow 32 bits.
 
     python tests/ptx/big.py [--project DIR] [--target 80] [--extra N]
 
-Program numbers are raised by those of `extra` earlier sequences, and every base address is lowered
-by the offset of these sequences (64 bits), so that an index kept in 32 bits leaves the tensors.
+The emulator runs each launch a second time, as if `extra` other sequences came first in the batch:
+program numbers are higher, and base addresses are lower by the size of these sequences. The
+programs should then access the same memory and give the same bits. If an offset is computed in 32
+bits, it overflows, and the access lies outside the tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def main() -> None:
         print(f"{result}; {found or 'no findings'}", flush=True)
 
     def again(ptx, grid, values, shared, name, before):
-        """(first program, whether results are the same, findings) of the launch far away."""
+        """Run the second launch; return (number of its first program, same results?, findings)."""
         kernel, run, _ = driver.built(ptx)
         heads, batch = values["heads"], values["q_ptr"].shape[0]
         # A group of 1 is compiled in, and then it is no argument.
@@ -63,7 +65,7 @@ def main() -> None:
         return first, same, findings.lines()
 
     def distance(label: str, values: dict, batch: int) -> int:
-        """Bytes between the first sequence of a tensor and that of the extra sequences."""
+        """Return the bytes that the extra sequences would need in the tensor `label`."""
         x, name = values[label], label.removesuffix("_ptr")
         if x.dim() == 4 and name != "sums":
             step = values.get(f"{name}_b", 1)  # a stride of 1 is compiled in

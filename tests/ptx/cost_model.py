@@ -1,10 +1,11 @@
-"""Instructions per score in the inner loops, from SASS, and the clocks that an H100 needs for them.
+"""Estimate from machine code (SASS) how many clocks an H100 needs per attention score.
 
     python tests/ptx/cost_model.py [--project DIR] [--target 90] [--kernels kerple_log,none]
 
-An SM has per clock: 4 warp instructions issued, 128 FFMA/FMUL/FADD, 64 on the ALU (integer, logic,
-select, min/max, conversions), 16 special functions, 2048 dense bf16 multiply-adds (989 TFLOP/s at
-1.83 GHz).
+The tool counts the instructions per score in the inner loops of the compiled Triton kernels. In one
+clock, an SM can issue 4 warp instructions. It can execute 128 FFMA/FMUL/FADD, 64 operations of the
+ALU (integer, logic, select, min/max, conversions), 16 special functions, and 2048 dense bf16
+multiply-adds (989 TFLOP/s at 1.83 GHz).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ UNIFORM = ("R2UR", "S2UR")
 
 
 def classify(op: str) -> str:
-    """The unit that executes an opcode."""
+    """Return the name of the unit that executes an opcode."""
     head = op.split(".")[0]
     if head in MUFU:
         return "mufu"
@@ -81,7 +82,7 @@ def classify(op: str) -> str:
 
 
 def loops(sass: str):
-    """Innermost loops: lists of (opcode, full text)."""
+    """Return the innermost loops, each as a list of (opcode, text of the instruction)."""
     code, labels = [], {}
     for line in sass.splitlines():
         found = re.match(r"\s*(\.L_x_\d+):", line)
@@ -105,7 +106,7 @@ def loops(sass: str):
 
 
 def strip(text: str) -> tuple[str, str]:
-    """(opcode without a predicate, full text)."""
+    """Return (opcode without a predicate, text of the instruction)."""
     words = text.split()
     if words[0].startswith("@"):
         words = words[1:]
@@ -113,7 +114,7 @@ def strip(text: str) -> tuple[str, str]:
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS, by nvdisasm where Triton brings it, otherwise by cuobjdump."""
+    """Return the SASS of a binary. Triton's nvdisasm is used if it exists, otherwise cuobjdump."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -128,7 +129,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def build(tool, variant):
-    """(the row of tools/compile_kernels.py, Triton's compiled kernel)."""
+    """Compile a variant; return (row of tools/compile_kernels.py, Triton's compiled kernel)."""
     kept, compile_kernel = {}, tool.compile_kernel
 
     def keep(*arguments, **options):
@@ -166,7 +167,7 @@ def main() -> None:
 
 
 def report(kernel, which, size, row, sass) -> None:
-    """Print instructions per score and clocks of the unmasked and the masked loop."""
+    """Print the instructions and clocks per score of the unmasked and of the masked loop."""
     threads, scores = 32 * row.warps, row.M * row.N
     found = []
     for loop in loops(sass):

@@ -1,9 +1,10 @@
-"""Registers of wgmma: nothing may touch accumulators, or change A's registers, before wait_group.
+"""Check that no instruction touches registers that an asynchronous matrix product still uses.
 
     python tests/ptx/hazards.py FILE.ptx ...
 
-Dataflow over the control-flow graph: the state is the list of groups in flight, each two sets of
-registers.
+Between wgmma and its wait_group, no instruction may read or write the accumulators, or write the
+registers of the operand A. The check is a dataflow analysis over the control-flow graph. Its state
+is the list of the groups in flight, each a pair (accumulator registers, registers of A).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def registers(operand, out):
 
 
 def touched(ins):
-    """(written, read) registers."""
+    """Return the sets of registers that an instruction (writes, reads)."""
     first = ins.op.split(".")[0]
     stores = first in ("st", "bar", "barrier", "cp", "stmatrix", "bra", "ret", "fence")
     written = set() if stores or not ins.args else registers(ins.args[0], set())
@@ -42,7 +43,7 @@ def touched(ins):
 
 
 def check(text):
-    """(hazards by line, the largest number of groups in flight)."""
+    """Check a PTX text; return (line -> hazard, the largest number of groups in flight)."""
     kernel = parse(text)
     labels = {b.label: n for n, b in enumerate(kernel.blocks)}
     found, seen, work, deepest = {}, set(), [(0, ((frozenset(), frozenset()),))], 0
@@ -77,7 +78,10 @@ def check(text):
 
 
 def advance(ins, groups, found) -> None:
-    """Update the groups in flight with a wgmma instruction; the last group is open."""
+    """Update the list of groups in flight for a wgmma instruction.
+
+    The last group in the list is the one that is not yet committed.
+    """
     if "mma_async" in ins.op:
         acc = registers(ins.args[0], set())
         a = registers(ins.args[1], set()) if ins.args[1][0] == "vec" else set()

@@ -1,9 +1,9 @@
-"""How much the emulator notices: break real kernels in one place at a time and execute them.
+"""Test whether the emulator notices faults: break a compiled kernel in one place, and execute it.
 
     python tests/ptx/mutate.py [--project DIR] [--target 80] [--case k=v,...]
 
 Barriers, waits for copies, proxy fences, and guards of loads and stores are removed one by one. The
-last column names what was noticed: a finding, or results that changed.
+last column of the output shows how the fault was noticed: by a finding, or by other results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def mutants(text: str) -> Iterator[tuple[str, int, str, str]]:
-    """(kind, line number, line, text without it) for each place that can be broken."""
+    """Yield (kind of fault, line number, line, the broken text) for each place to break."""
     lines = text.split("\n")
     for n, line in enumerate(lines):
         for kind, pattern in KINDS.items():

@@ -1,8 +1,9 @@
-"""Causal attention with a kernel of distance, in float64 from the formulas, without project code.
+"""Compute causal attention with a distance kernel in float64, without any code of this project.
 
     x_ij = scale q_i.k_j w(d) + b(d), d = offset + i - j >= 0;  out = (keep * softmax(x) / (1-p)) v
 
-Gradients by hand. Dropout's mask: Philox 4x32-10 (Salmon et al. 2011), written from the paper.
+The gradients are derived by hand. `keep` is the dropout mask, drawn by Philox 4x32-10 (Salmon et
+al. 2011), which is implemented here from the paper.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import numpy as np
 
 
 def terms(kind: str, theta, d):
-    """b, w and lists of their derivatives by each column, at distances d (float64 >= 0)."""
+    """Return (b, w, derivatives of b, derivatives of w) at the distances d (float64, >= 0).
+
+    The derivatives are lists with one entry for each column of theta.
+    """
     zero, one = np.zeros_like(d), np.ones_like(d)
     with np.errstate(all="ignore"):
         logd = np.where(d > 0, np.log(np.where(d > 0, d, 1)), 0)
@@ -79,11 +83,12 @@ def mask(seed, B, H, T, S, p):
 
 
 def attention(kind, q, k, v, do, theta, scale, offset=0, keep=None, p=0.0, half=None, given=None):
-    """out, lse (base 2), dq, dk, dv, dtheta.
+    """Return a dictionary with the arrays out, lse (to base 2), dq, dk, dv and dtheta.
 
     Args:
-        half: rounds values to 16 bits where 16-bit kernels must round.
-        given: the output from which delta = do . out is taken, if not the exact one.
+        keep: the dropout mask, true where a weight is kept; None without dropout.
+        half: a function that rounds values to 16 bits, used where 16-bit kernels must round.
+        given: the output from which delta = do . out is computed; None takes the exact output.
     """
     r = half or (lambda x: x)
     B, H, T, E = q.shape

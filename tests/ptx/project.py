@@ -1,4 +1,4 @@
-"""Which checkout's kernels are compiled."""
+"""Select the checkout of this project whose kernels are compiled (option `--project`)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def use(project: Path) -> None:
-    """Take `megatron` and `tools` from this checkout; to be called before importing them."""
+    """Make later imports take `megatron` and `tools` from the checkout `project`."""
     for package in (megatron, tools):
         package.__path__ = [str(project.resolve() / package.__name__)]

@@ -1,4 +1,4 @@
-"""Test the emulator on PTX written by hand: fragments, ldmatrix, copies, races, bounds.
+"""Test the emulator on handwritten PTX: matrix products, copies, races, bounds and arithmetic.
 
 python tests/ptx/selftest.py
 """
@@ -83,7 +83,10 @@ ELEMENTWISE = """
 
 
 def check_product(rng):
-    """ldmatrix and mma: A [16, 16] and B [16, 8], row-major fp16 in shared memory; cp.async."""
+    """Multiply A [16, 16] by B [16, 8], both fp16, with cp.async, ldmatrix and mma.
+
+    Without the wait for cp.async, the result must be NaN and the emulator must report a finding.
+    """
     A, B = (
         rng.standard_normal((16, 16)).astype(np.float16),
         rng.standard_normal((16, 8)).astype(np.float16),
@@ -99,7 +102,7 @@ def check_product(rng):
 
 
 def check_races(rng):
-    """A race between warps, none with the barrier, and a store out of bounds."""
+    """Check that the emulator finds a race without a barrier, none with it, and a bad store."""
     data = rng.standard_normal(384).astype(np.float16)
     out, found = run(EXCHANGE.replace("BAR", ""), data, 256, 64)
     assert any(x.startswith("race") for x in found), found
@@ -110,7 +113,12 @@ def check_races(rng):
 
 
 def integer_cases(u, s):
-    """(instruction, its results in plain Python) for words as unsigned and as signed numbers."""
+    """Return pairs (instruction, its results computed in plain Python).
+
+    Args:
+        u: the input words as unsigned numbers.
+        s: the same words as signed numbers.
+    """
     m = 0xFFFFFFFF
     return (
         ("bfe.u32 %r3, %r2, 5, 7;", [(v >> 5) & 127 for v in u]),
@@ -156,7 +164,7 @@ def check_integers(rng):
 
 
 def check_rounding(rng):
-    """bf16: to nearest, ties to even."""
+    """Check that fp32 is rounded to the nearest bf16, with ties to even."""
     x = np.concatenate(
         [
             rng.standard_normal(28).astype(np.float32),

@@ -1,8 +1,9 @@
-"""Which sm_90 variants ptxas serialises (its notes C7510 ... C7519), registers, spills.
+"""Report for which sm_90 kernels ptxas serialises matrix products, with registers and spills.
 
     python tests/ptx/serial.py [--project DIR] kerple_log:forward:64:128x64x8x3 ...
 
-Without a tile (M x N x warps x stages), the committed one is compiled.
+ptxas reports serialisation in its notes C7510 ... C7519. An argument is DISTANCE_KERNEL:PASS:HEAD
+SIZE:TILE, where TILE is M x N x warps x stages. Without a TILE, the committed one is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.ptx import cost_model, project
 
 
 def notes_of(ptx: str) -> str:
-    """The messages of ptxas about a PTX text."""
+    """Return the messages that ptxas prints when it compiles a PTX text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)

@@ -1,4 +1,4 @@
-"""Compiled kernels executed without a GPU: the emulator's self-test, and a few cases per target."""
+"""Execute compiled kernels without a GPU: the emulator's self-test, and a few attention calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.paths import ROOT
 
 
 def emulate(script: str, *options: str) -> list[str]:
-    """The lines that a script prints, in a process without Triton's interpreter."""
+    """Run a script in a process without Triton's interpreter, and return the lines it prints."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, f"tests/ptx/{script}", *options]
     env["PYTHONPATH"] = str(ROOT)
@@ -33,7 +33,7 @@ def test_the_emulator():
     ],
 )
 def test_fused_attention_as_compiled(target, cases):
-    """Output and all gradients; several tiles of queries or of keys, and ragged last ones."""
+    """Output and all gradients are correct, also with several tiles and an incomplete last tile."""
     options = [option for case in cases for option in ("--case", case)]
     *lines, last = emulate("verify.py", "--target", str(target), *options)
     assert last == "0 wrong", "\n".join(lines)

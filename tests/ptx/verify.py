@@ -1,10 +1,11 @@
-"""Run the project's fused attention through emulated PTX and compare it with float64.
+"""Execute the fused attention kernels in the PTX emulator, and compare the results with float64.
 
     python tests/ptx/verify.py [--project DIR] [--target 80] [--only REGEX] [--case k=v,...]
 
-Prints a line for each case: for each result, the largest error over the largest true value, beside
-the error that rounding to 16 bits explains (the same formulas in float64, rounded where 16-bit
-tensor products round). The last line counts the cases that are wrong.
+The tool prints one line for each case, with two numbers for each result (out, dq, ...). The first
+is the largest error divided by the largest true value. The second is the part of it that 16-bit
+rounding explains, which is the error of the float64 formulas with values rounded where 16-bit
+matrix products round them. The last line of the output is the number of wrong cases.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ class Case:
     """One attention call.
 
     Attributes:
-        kind: the embedding.
-        E: head size.
-        B, H, K: sequences, query heads, key heads (0: H).
-        T, S: queries, keys (0: T); the queries are the last positions.
-        p: dropout.
-        layout: of q, k and v in memory: bthe, bhte, or packed (slices of one projection).
-        theta: of every head, with slashes in between; empty for initial values.
-        scale: 0 for 1/sqrt(E).
+        kind: The name of the positional embedding.
+        E: The head size.
+        B, H, K: The numbers of sequences, query heads and key heads. K = 0 means K = H.
+        T, S: The numbers of queries and keys. S = 0 means S = T. The queries have the last T
+            positions.
+        p: The dropout probability.
+        layout: The layout of q, k and v in memory: bthe, bhte, or packed (all three are slices of
+            one projection's output).
+        theta: The values of theta's columns, the same for every head, separated by slashes. If it
+            is empty, theta has its initial values.
+        scale: The factor of the query-key products. 0 means 1/sqrt(E).
     """
 
     kind: str = "kerple_log"
@@ -60,7 +64,7 @@ class Case:
 
     @classmethod
     def read(cls, text: str) -> Case:
-        """From `k=v,k=v`."""
+        """Parse a case from a text such as `kind=rpe,T=100`."""
         kinds = {name: type(value) for name, value in asdict(cls()).items()}
         pairs = dict(x.split("=") for x in text.split(",") if x)
         return cls(**{name: kinds[name](value) for name, value in pairs.items()})
@@ -82,7 +86,7 @@ class Case:
 
 
 def standard() -> Iterator[Case]:
-    """All kernels of distance, dtypes, head sizes, shapes and layouts."""
+    """Yield the default cases, which cover all distance kernels, dtypes, sizes and layouts."""
     for kind in KERNELS:
         for dtype in DTYPES:
             yield Case(kind, dtype, T=200)
@@ -111,7 +115,7 @@ def standard() -> Iterator[Case]:
 
 @dataclass
 class Run:
-    """The inputs of a case and the results of the fused passes, in float64."""
+    """The inputs of a case and the results of the emulated kernels, converted to float64."""
 
     inputs: list[np.ndarray]
     theta: np.ndarray | None
@@ -121,7 +125,7 @@ class Run:
 
 
 def run(case: Case) -> Run:
-    """Forward and backward pass in the emulator."""
+    """Run the forward and the backward pass of a case in the emulator."""
     from megatron.attention.backend import Call
     from megatron.attention.fused import fused
     from megatron.positional import load
@@ -176,10 +180,10 @@ def numbers(x: torch.Tensor) -> np.ndarray:
 
 
 def errors_of(case: Case, done: Run) -> dict[str, tuple[float, float | None]]:
-    """Name of a result -> (its error, the error that rounding explains); see `oracle`.
+    """Return name of a result -> (its error, the error that 16-bit rounding explains or None).
 
-    `dtheta*` is the error of theta's gradient against float64 that takes delta from the kernel's
-    own rounded output.
+    `dtheta*` is a second error of theta's gradient. Its reference computes delta from the rounded
+    output of the kernel instead of the exact output (argument `given` of `oracle.attention`).
     """
     offset = case.keys - case.T
     arguments = (case.kind, *done.inputs, done.theta, done.scale, offset, done.keep, case.p)
@@ -206,12 +210,16 @@ def errors_of(case: Case, done: Run) -> dict[str, tuple[float, float | None]]:
 
 
 def findings() -> list[str]:
-    """The findings of the launches since the last run began."""
+    """Return the emulator's findings in the launches since the last `run` began."""
     return [f"{entry['name']}: {x}" for entry in driver.LOG for x in entry["findings"].lines()]
 
 
 def judge(case: Case, errors: dict[str, tuple[float, float | None]]) -> str | None:
-    """None, or what is wrong: NaN, an error over three times what rounding explains, a finding."""
+    """Return what is wrong with a case, or None.
+
+    A case is wrong if a result is NaN, if an error is more than three times what rounding explains
+    (and not tiny), or if the emulator has a finding.
+    """
     least = 4e-3 if case.dtype == "bf16" else 1e-3
     for name, (error, explained) in errors.items():
         if name == "dtheta" and explained is not None:

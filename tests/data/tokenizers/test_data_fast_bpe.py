@@ -159,7 +159,7 @@ def test_what_is_compared_is_spread_over_all_texts(monkeypatch):
 def test_sentencepiece(tmp_path):
     import sentencepiece
 
-    text = [f"the kernel of distance {i} is logarithmic\n" for i in range(200)]
+    text = [f"the distance kernel {i} is logarithmic\n" for i in range(200)]
 
     def train(**options) -> bytes:
         model = io.BytesIO()

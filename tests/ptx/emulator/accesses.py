@@ -1,4 +1,4 @@
-"""Memory accesses of one program: global, shared, and asynchronous copies between them."""
+"""Emulate the memory accesses of one program: loads, stores and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARED_BASE = 1024  # as on the hardware, which keeps the first KB for itself
 
 
 class Accesses:
-    """State of one CTA, and its loads, stores and copies."""
+    """The memory state of one CTA (thread block, Triton's program), with its loads and stores."""
 
     def __init__(
         self, memory, findings, threads, shared_bytes, ctaid, grid, noise=True, races=True
@@ -74,7 +74,10 @@ class Accesses:
         return a // n, lanes
 
     def ldg(self, address, n, guard, where):
-        """[L, n] bytes; lanes that load nothing hold NaN bits."""
+        """Load n bytes from global memory in each of L lanes, and return them as [L, n].
+
+        Lanes that load nothing, because of their guard or a fault, get the bits of a NaN.
+        """
         at, lanes = self._g(address, n, guard, "load", where)
         if at is None:
             return np.full((self.L, n), 0xFF, U8)
@@ -217,7 +220,11 @@ class Accesses:
         self.unfenced[:] = 0
 
     def cp_async(self, shared_address, global_address, n, size, guard, where):
-        """size: bytes taken from global memory per lane (the rest are zeros), or None."""
+        """Start an asynchronous copy of n bytes per lane from global to shared memory.
+
+        Args:
+            size: The bytes to copy per lane, 0 or n; with 0, zeros are written. None copies n.
+        """
         at, lanes = self._s(shared_address, n, guard, "copy", where)
         if at is None:
             return
@@ -241,7 +248,7 @@ class Accesses:
         self.groups.append([])
 
     def cp_wait(self, keep: int):
-        """All but the last ``keep`` committed groups arrive."""
+        """Complete the copies of all committed groups except the last `keep` groups."""
         ready = max(0, len(self.groups) - 1 - keep)
         for group in self.groups[:ready]:
             for at, values, warp, n in group:

@@ -1,7 +1,8 @@
-"""Arithmetic, comparisons, conversions and moves of PTX as statements over numpy arrays.
+"""Translate arithmetic, comparisons, conversions and moves of PTX to statements of numpy.
 
-A method `op_x` translates the instructions whose first word is x: `op` are the words of the opcode,
-`a` the operands, `g` the guard's expression or None, `where` the instruction for findings.
+A method `op_x` translates the instructions whose opcode begins with x. Its arguments are `op`, the
+words of the opcode; `a`, the operands; `g`, the expression of the guard, or None; and `where`, the
+text of the instruction for findings.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def unsigned(ty: str) -> str:
 
 
 class Arithmetic(Operands):
-    """Adds the instructions that act on registers only."""
+    """Adds to `Operands` the instructions that act only on registers."""
 
     def binary(self, op, a, g, where):
         if op[-1] in ("f16x2", "bf16x2", "bf16", "f32x2"):
@@ -46,7 +47,7 @@ class Arithmetic(Operands):
             self.binary(op, a, g, where)
 
     def widened(self, a, ty):
-        """Two operands as expressions of twice the width, and their type."""
+        """Return two operands as expressions of twice the width, and the wide type."""
         wide = f"{ty[0]}{2 * int(ty[1:])}"
         x, y = (f"{self.full(o, ty)}.astype({VIEW[wide]})" for o in a[1:3])
         return x, y, wide
@@ -200,7 +201,10 @@ ROUNDED = {("bf16", "f32"): ("to_bf16", "b16"), ("f32", "bf16"): ("bf16", "f32")
 
 
 def compared(cmp: str, x: str, y: str, ty: str) -> str:
-    """A comparison; those of floats are ordered unless they end in u."""
+    """Return the expression of a comparison.
+
+    A comparison of floats with NaN is false, except for operators whose name ends in u.
+    """
     if ty == "bf16":
         raise Stop("setp.bf16")
     if ty not in ("f32", "f64", "f16"):

@@ -1,7 +1,9 @@
-"""A parsed PTX kernel as one Python function over numpy arrays (a lane per thread), run per CTA.
+"""Translate a parsed PTX kernel to a Python function that emulates one CTA (thread block).
 
-Nothing is changed in place. Branches must be uniform over the CTA; guards select lanes. See
-`operands` for registers, `arithmetic` for the methods `op_x`.
+A register becomes a variable that holds a numpy array with one lane per thread. Arrays are never
+changed in place. All threads must take the same branches. A guarded instruction changes only the
+lanes for which its guard is true. `operands` describes registers, and `arithmetic` the methods
+`op_x`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from tests.ptx.emulator.parser import WIDTH
 
 
 class Generator(Arithmetic):
-    """Adds memory, warps and matrices, and the function around the statements."""
+    """Adds instructions on memory, warps and matrices, and puts all statements into a function."""
 
     def generate(self):
-        """(function of a program, its parameters and its registers' first values; its source)."""
+        """Return (the function, its source text).
+
+        The function takes the `Program`, the kernel's parameters and the registers' first values.
+        """
         labels = {block.label: n for n, block in enumerate(self.k.blocks)}
         body: list[str] = []
         for n, block in enumerate(self.k.blocks):
@@ -45,7 +50,12 @@ class Generator(Arithmetic):
         return scope["run"], text
 
     def statement(self, ins, labels, following: int) -> bool:
-        """Translate an instruction; whether it ends its block."""
+        """Translate an instruction, and return whether it ends its basic block.
+
+        Args:
+            labels: label -> number of the block.
+            following: The number of the next block.
+        """
         guard = None
         if ins.guard:
             name = self.var(ins.guard.lstrip("!"))
@@ -191,19 +201,19 @@ class Generator(Arithmetic):
 
 
 def space(op: list[str]) -> str:
-    """The state space of a load or store: global or shared."""
+    """Return the state space of a load or store, "global" or "shared"."""
     return next(o.split("::")[0] for o in op if o.startswith(("global", "shared")))
 
 
 def poisons(lanes: int) -> dict[int, np.ndarray]:
-    """The values of registers before anything is written to them."""
+    """Return width in bits -> the value that registers have before they are first written."""
     return {1: np.zeros(lanes, bool), 16: np.full(lanes, 0x7FFF, np.uint16),
             32: np.full(lanes, words.POISON32, np.uint32),
             64: np.full(lanes, 0x7FF8DEADDEADDEAD, np.uint64)}  # fmt: skip
 
 
 def parameter(kind: str, value) -> np.generic:
-    """A kernel's argument as the bits of its register."""
+    """Return an argument of a kernel as the bits that its register holds."""
     if kind == "f32":
         return np.uint32(struct.unpack("I", struct.pack("f", value))[0])
     bits = WIDTH[kind]

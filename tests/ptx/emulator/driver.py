@@ -1,7 +1,7 @@
-"""A Triton driver whose GPU is the emulator: kernels are launched on CPU tensors as on a GPU.
+"""Define a Triton driver that executes launched kernels in the emulator, on CPU tensors.
 
-`install(80)` makes `function[grid](...)` compile for sm_80 and execute the PTX here. Triton binds
-the arguments, specialises and compiles as it does for a GPU.
+After `install(80)`, a launch `function[grid](...)` compiles for sm_80, and the emulator executes
+the PTX. Triton binds arguments, specialises and compiles as for a real GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from tests.ptx.emulator.memory import Findings, Global
 from tests.ptx.emulator.parser import parse
 
 LOG: list[dict] = []
-"""One entry for each launch."""
+"""One entry for each launch, with the kernel's name and the emulator's findings."""
 OPTIONS = {"noise": True, "races": True}
 PTX: dict[str, tuple] = {}
-"""SHA-256 of a PTX text -> (kernel, function, register hazards)."""
+"""SHA-256 of a PTX text -> the result of `built` for this text."""
 
 
 def built(text: str):
-    """(kernel, its function, the register hazards of its wgmma instructions by line)."""
+    """Parse and translate a PTX text, and cache the result.
+
+    Returns:
+        (parsed kernel, Python function that emulates a program, line -> register hazard of wgmma).
+    """
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in PTX:
         kernel = parse(text)
@@ -39,7 +43,7 @@ def built(text: str):
 
 
 class Launcher:
-    """What Triton calls to launch a compiled kernel."""
+    """The callable by which Triton launches a compiled kernel."""
 
     def __init__(self, compiled: CompiledKernel):
         self.compiled = compiled
@@ -62,7 +66,7 @@ def storage_bytes(t: torch.Tensor) -> np.ndarray:
 
 
 def execute(ptx, grid, arguments, shared, name) -> None:
-    """Run all programs of a launch on copies of the tensors, then write the tensors back."""
+    """Emulate all programs of a launch on copies of the tensors, then copy the results back."""
     kernel, run, hazardous = built(ptx)
     memory, findings, found = Global(), Findings(), {}
     for line, what in hazardous.items():
@@ -83,7 +87,7 @@ def execute(ptx, grid, arguments, shared, name) -> None:
 
 
 def run_programs(kernel, run, values, memory, findings, shared, grid, first=0) -> None:
-    """Run the programs `first` ... of a grid one after the other."""
+    """Emulate the programs of a grid one after the other, numbered from `first`."""
     values = [*values, *[0] * (len(kernel.params) - len(values))]
     params = [parameter(kind, v) for (kind, _), v in zip(kernel.params, values, strict=True)]
     poison = poisons(kernel.threads)
@@ -111,7 +115,7 @@ class Utils:
 
 
 class Driver(DriverBase):
-    """The active driver; launches never reach a device."""
+    """Triton's active driver, which launches on the emulator instead of a device."""
 
     def __init__(self, capability):
         self.capability, self.utils = capability, Utils()
@@ -142,7 +146,7 @@ class Driver(DriverBase):
 
 
 def install(capability: int) -> None:
-    """Make Triton and the project's launches use the emulator, as a GPU of this capability."""
+    """Make Triton and this project use the emulator as a GPU of this compute capability."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # so that torch.empty is full of NaN
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -1,10 +1,14 @@
-"""What PTX instructions act on: memory, barriers, copies, products and warps of one program.
+"""Emulate one program (one CTA): its memory, barriers, copies, matrix products and warps.
 
-A lane is a thread; every value is a numpy array over the lanes of one CTA, stored as unsigned bits.
-Faults that hardware would not report become findings: out-of-bounds and misaligned accesses, words
-of shared memory that two warps touch without a barrier between them, reads of memory that an
-asynchronous copy still owns, stores of different values to one address, and two programs that write
-one address.
+A lane is a thread. Every value is a numpy array over the lanes of the CTA, stored as unsigned bits.
+A finding is a fault that hardware would not report:
+
+- an access that is out of bounds or misaligned;
+- two warps that access one word of shared memory, at least one of them to write, without a barrier
+  between the accesses;
+- a read of memory that an asynchronous copy has not yet filled;
+- stores of different values to one address by one instruction;
+- two programs that write one address.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from tests.ptx.emulator.words import F32, F64, I64, U32, flush
 
 
 class Program(Products):
-    """Adds the instructions among the lanes of a warp, and special functions."""
+    """Adds instructions that exchange values between the lanes of a warp, and special functions."""
 
     def shfl(self, mode, value, b, c, where):
         lane = (self.lane & U32(31)).astype(I64)
@@ -63,7 +67,7 @@ class Program(Products):
         raise Stop(f"divergent branch: {where}")
 
     def error(self, x, bits):
-        """Pseudo-random in [-1, 1), a function of x: the hardware's error is one too."""
+        """Return a pseudo-random error in [-bits, bits) that depends only on x, as on hardware."""
         h = (x.view(U32) * U32(2654435761)) ^ (x.view(U32) >> U32(15))
         h = h * U32(2246822519)
         return (h.astype(F64) / 2.0**31 - 1.0) * bits

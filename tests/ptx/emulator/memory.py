@@ -1,4 +1,4 @@
-"""Global memory of a launch, with guard zones, and the findings of an execution."""
+"""Define the global memory of an emulated launch, and the findings of its execution."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ GUARD = 1 << 16
 
 
 class Stop(Exception):
-    """The program cannot go on (a divergent branch, an unknown instruction)."""
+    """The emulation cannot continue, for example at a divergent branch or unknown instruction."""
 
 
 class Global:
-    """All tensors of a launch, with guard zones between them."""
+    """The memory of all tensors of a launch. Between them are zones that must not be accessed."""
 
     def __init__(self):
         self.pieces: list[tuple[int, np.ndarray]] = []
@@ -23,7 +23,7 @@ class Global:
         self.names: list[tuple[int, int, str]] = []
 
     def add(self, data: np.ndarray, name: str) -> int:
-        """Address of a copy of these bytes."""
+        """Copy the bytes of a tensor into the memory, and return their address."""
         at = self.size
         self.pieces.append((at, data))
         self.names.append((at, at + data.size, name))

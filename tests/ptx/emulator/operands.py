@@ -1,4 +1,4 @@
-"""Operands of PTX instructions as Python expressions over numpy arrays.
+"""Translate operands of PTX instructions to Python expressions over numpy arrays.
 
 Registers are local variables that hold unsigned bits (uint16/32/64) or booleans.
 """
@@ -26,7 +26,7 @@ for _n, _axis in enumerate("xyz"):
 
 
 class Operands:
-    """Reads and writes operands; collects constants, variable names and statements."""
+    """Translates operands, and collects the constants, variable names and statements needed."""
 
     def __init__(self, kernel: Kernel):
         self.k = kernel
@@ -48,7 +48,7 @@ class Operands:
         return key
 
     def src(self, operand, ty: str) -> str:
-        """Expression of dtype `ty` (pred: bool)."""
+        """Return an operand as an expression of the PTX type `ty` (`pred` is bool)."""
         kind = operand[0]
         if kind == "not":
             return f"~{self.src(operand[1], 'pred')}"
@@ -93,16 +93,16 @@ class Operands:
         raise Stop(f"operand {operand}")
 
     def full(self, operand, ty: str) -> str:
-        """As `src`, but always an array over lanes."""
+        """Return the same as `src`, but always an array over lanes, never a scalar."""
         text = self.src(operand, ty)
         return text if operand[0] in ("reg", "not") else f"np.full(L, {text})"
 
     def listed(self, operands, ty: str) -> str:
-        """The operands as arrays, separated by commas."""
+        """Return the expressions of several operands (see `full`), separated by commas."""
         return ", ".join(self.full(operand, ty) for operand in operands)
 
     def put(self, operand, expr: str, ty: str, guard: str | None) -> None:
-        """Assign an array of dtype `ty`."""
+        """Add a statement that assigns `expr`, of the PTX type `ty`, to the register `operand`."""
         reg = operand[1]
         if operand[0] == "reg" and reg == "_":
             return
@@ -120,7 +120,7 @@ class Operands:
         self.lines.append(f"{name} = {expr}")
 
     def address(self, mem, ty: str) -> str:
-        """The address of a memory operand."""
+        """Return the expression of a memory operand's address, an unsigned integer type `ty`."""
         _, base, offset = mem
         text = self.full(base, ty)
         if not offset:
@@ -129,17 +129,17 @@ class Operands:
         return f"({text} + {self.const(word)})"
 
     def space_address(self, mem) -> str:
-        """As `address`, in 32 bits if the operand's register has as many."""
+        """Return the same as `address`, in 32 bits if the operand's register has 32, else 64."""
         base = mem[1]
         narrow = base[0] == "sym" or (base[0] == "reg" and self.k.registers[base[1]] == 32)
         return self.address(mem, "u32" if narrow else "u64")
 
 
 def vector(operand) -> list:
-    """The registers of an operand that may be a vector."""
+    """Return the registers of an operand, which may be a vector or a single register."""
     return operand[1] if operand[0] == "vec" else [operand]
 
 
 def pair(operand) -> tuple:
-    """(result, second result or None) of an operand that may be a pair."""
+    """Return (first, second or None) of a destination, which may be a pair or one register."""
     return (operand[1], operand[2]) if operand[0] == "pair" else (operand, None)

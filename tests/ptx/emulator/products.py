@@ -1,4 +1,4 @@
-"""Matrix instructions of one program: ldmatrix, stmatrix, mma and wgmma."""
+"""Emulate the matrix instructions of one program: ldmatrix, stmatrix, mma and wgmma."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from tests.ptx.emulator.words import F32, F64, I32, I64, U8, U16, U32, widen
 
 
 class Products(Accesses):
-    """Adds the matrix instructions."""
+    """Adds the matrix instructions to `Accesses`."""
 
     def ldmatrix(self, address, count, transposed, where):
-        """``count`` registers; lanes 8 n .. 8 n + 7 give the rows of matrix n."""
+        """Load `count` 8 x 8 matrices of 16-bit words, and return one register for each.
+
+        Lanes 8 n ... 8 n + 7 of a warp hold the addresses of the rows of matrix n.
+        """
         a = address.reshape(self.W, 32)[:, : 8 * count].reshape(-1)
         warp = np.repeat(np.arange(self.W), 8 * count)
         b = a.view(I32).astype(I64) - SHARED_BASE
@@ -48,7 +51,11 @@ class Products(Accesses):
         self.mark(at, warp, 16)
 
     def mma(self, a, b, c, kind, k, where):
-        """m16n8k16 (or k8): four words of a, two of b, four fp32 of c. Returns four words."""
+        """Compute a b + c for m16n8k16, and return the result as four fp32 registers.
+
+        `a` has four registers, `b` two, each with two 16-bit numbers. `c` has four fp32 registers.
+        For k = 8, `a` has two registers and `b` one.
+        """
         W, halves = self.W, k // 8
         A = np.stack(a).view(U16).reshape(halves, 2, W, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)
         B = np.stack(b).view(U16).reshape(halves, W, 8, 4, 2).transpose(1, 0, 3, 4, 2)
@@ -59,7 +66,10 @@ class Products(Accesses):
         return list(np.ascontiguousarray(D).view(U32))
 
     def descriptor(self, d, rows, trans, where):
-        """[rows, 16] 16-bit words that a wgmma operand's descriptor names, and their addresses."""
+        """Return where the operand of a descriptor lies, as indices [rows, 16] of 16-bit words.
+
+        The indices count from the start of shared memory.
+        """
         d = int(d)
         start, lead, stride = (d & 0x3FFF) << 4, (d >> 16 & 0x3FFF) << 4, (d >> 32 & 0x3FFF) << 4
         mode, base = d >> 62 & 3, d >> 49 & 7
@@ -81,7 +91,14 @@ class Products(Accesses):
         return at // 2
 
     def wgmma(self, a, b, c, use_c, n, kind, trans_a, trans_b, where):
-        """a: four words or a descriptor (per lane); b: a descriptor; c and result: n/2 words."""
+        """Compute a b (+ c) for m64 n k16, and return the result as n/2 fp32 registers.
+
+        Args:
+            a: Four registers, or one register with a shared-memory descriptor.
+            b: A register with a shared-memory descriptor.
+            c: n/2 fp32 registers.
+            use_c: Whether to add c.
+        """
         groups = self.L // 128
         out = []
         for w in range(groups):

@@ -1,4 +1,4 @@
-"""Number formats and arithmetic of PTX that numpy lacks, on arrays of unsigned words."""
+"""Implement number formats and arithmetic of PTX that numpy lacks, on arrays of unsigned words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 I8, I16, I32, I64 = np.int8, np.int16, np.int32, np.int64
 F16, F32, F64 = np.float16, np.float32, np.float64
 POISON32 = U32(0x7FC0DEAD)
-"""What a 32-bit register holds before anything is written to it: a NaN."""
+"""The value of a 32-bit register before it is first written, a NaN."""
 
 
 def flush(x):
@@ -44,7 +44,7 @@ def bf16(x):
 
 
 def divide(a, b):
-    """Towards zero; by zero: all ones, as the hardware."""
+    """Divide integers, rounding towards zero. Division by zero gives all ones, as on hardware."""
     if a.dtype.kind == "u":
         return np.where(
             b == 0, a.dtype.type(np.iinfo(a.dtype).max), a // np.where(b == 0, 1, b).astype(a.dtype)
@@ -111,7 +111,7 @@ def bfi(f, b, pos, length):
 
 
 def shift(a, n, left, bits):
-    """Shifts clamp in PTX; numpy's do not."""
+    """Shift by n bits. As in PTX (but not in numpy), n may exceed the width of the word."""
     n = n.astype(I64)
     big = n >= bits
     k = np.where(big, 0, n)
@@ -138,7 +138,10 @@ def f2i(x, dtype, how):
 
 
 def maxnum(a, b):
-    """PTX: a number wins over NaN, and +0 over -0 (numpy leaves the zero's sign open)."""
+    """Return the maximum as PTX defines it: numbers are preferred to NaN, and +0 to -0.
+
+    numpy does not define the sign of a zero.
+    """
     out = np.fmax(a, b)
     zero = (a == 0) & (b == 0)
     return np.where(zero, (a.view(U32) & b.view(U32)).view(F32), out) if zero.any() else out
