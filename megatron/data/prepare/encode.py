@@ -110,7 +110,7 @@ class Encoder:
 
                     values = [ftfy.fix_text(value) for value in values]
                 sizes = [len(v) if v.isascii() else len(utf8(v)) for v in values]
-            except (DataError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            except (DataError, ValueError, RecursionError) as error:
                 out.faults.append(_describe(error, place))
                 continue
             out.counts["text_bytes"] += sum(sizes)
@@ -187,6 +187,8 @@ def _describe(error: Exception, place: str) -> str:
             message = f"is not JSON: {fault} at column {error.colno}{array}"
         case RecursionError():
             message = "is nested too deeply"
+        case ValueError():
+            message = "is not JSON that can be read: it has a number of thousands of digits"
         case _:
             message = str(error)
     return f"{place}: {message}"

@@ -12,14 +12,14 @@ import io
 import os
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
 from megatron.data.prepare import chunks
-from megatron.data.prepare.chunks import Chunk, Place, damage_as_fault
-from megatron.data.prepare.compression import DAMAGE, CountedFile, decompressed, hash_file, read_out
+from megatron.data.prepare.chunks import Chunk, Fault, Limits, Place, foreign_bytes
+from megatron.data.prepare.compression import CountedFile, decompressed, hash_file, read_out
 from megatron.data.prepare.read_tables import read_hub, read_parquet
 from megatron.data.prepare.sources import Source, kind_of
 
@@ -27,19 +27,24 @@ Member = tuple[str, Callable[[], Any]]
 """A pair (the place of an archive member, the function that opens the member)."""
 
 
-def read_source(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
+def read_source(
+    source: Source, keys: tuple[str, ...], facts: dict, limits: Limits
+) -> Iterator[Chunk]:
     """Yield the chunks of one source.
 
     Args:
         source: The source to read.
         keys: The keys of a record that will be encoded. Other keys may be left out of the chunks.
         facts: A dict to which the SHA-256 of the input is added when all chunks have been read.
+        limits: The limits that the input must keep.
 
     Raises:
-        Fault: the source is damaged or truncated.
+        Fault: the source is damaged or truncated, or exceeds the limits.
         CorpusError: the library for this kind of source is not installed.
     """
-    return _READERS[source.kind](source, keys, facts)
+    place = Place(source.path, limits, source.size)
+    with foreign_bytes(place):
+        yield from _READERS[source.kind](source, keys, facts, place)
 
 
 class _TarFile(tarfile.TarFile):
@@ -72,10 +77,9 @@ def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> 
     The returned function opens, decompresses and hashes the source's file, and then calls `read`.
     """
 
-    def reader(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-        place = Place(source.path)
-        with CountedFile(source.path) as raw, damage_as_fault(place):
-            stream = decompressed(source.path, raw)
+    def reader(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
+        with CountedFile(source.path) as raw:
+            stream = decompressed(source.path, raw, place.expand)
             yield from chunks.positioned(read(stream, place), lambda: raw.position)
             facts["sha256"] = raw.digest()
 
@@ -83,7 +87,7 @@ def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> 
 
 
 def _read_jsonl(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
-    return chunks.line_chunks(stream, place.name)
+    return chunks.line_chunks(stream, place)
 
 
 def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
@@ -96,15 +100,17 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
                 archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  not in the stub
                 if entry.isfile():
                     place.name = f"{path}!{entry.name}"
+                    if entry.size < 0:
+                        raise EOFError(f"the member's size is {entry.size}")
                     yield place.name, partial(archive.extractfile, entry)
 
-        yield from _member_chunks(members(), path)
+        yield from _member_chunks(members(), path, place)
         if not cast(_TarFile, archive).ended:
             raise EOFError("the archive ends without its end mark")
     read_out(stream)  # the checksum of a gzip file follows the last member
 
 
-def _member_chunks(members: Iterator[Member], path: str) -> Iterator[Chunk]:
+def _member_chunks(members: Iterator[Member], path: str, place: Place) -> Iterator[Chunk]:
     """Yield the chunks of an archive.
 
     A member named .jsonl, .json or .ndjson contains one record per line. Any other member is one
@@ -114,17 +120,17 @@ def _member_chunks(members: Iterator[Member], path: str) -> Iterator[Chunk]:
         if is_records:
             for name, open_member in group:
                 with open_member() as member:
-                    stream = decompressed(name, member)
-                    yield from chunks.line_chunks(stream, name)
+                    stream = decompressed(name, member, place.expand)
+                    yield from chunks.line_chunks(stream, place)
                     read_out(stream)
         else:
-            yield from chunks.text_chunks(map(_read_member, group), path)
+            yield from chunks.text_chunks(_documents(group, place), path)
 
 
-def _read_member(member: Member) -> tuple[str, bytes]:
-    name, open_member = member
-    with open_member() as file:
-        return name, file.read()
+def _documents(members: Iterable[Member], place: Place) -> Iterator[tuple[str, bytes]]:
+    for name, open_member in members:
+        with open_member() as file:
+            yield name, place.read(decompressed("", file, place.expand))
 
 
 def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
@@ -141,6 +147,7 @@ def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
             place.name = f"{path}:{number}"
             if len(head) < 16 or not head.isdigit():
                 raise EOFError(f"{head!r} is not the length of a document")
+            place.check_size(int(head))
             content = stream.read(int(head))
             if len(content) < int(head):
                 raise EOFError(f"the document has {len(content)} of {int(head)} bytes")
@@ -149,36 +156,35 @@ def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     return chunks.text_chunks(documents(), path)
 
 
-def _read_text(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    done, digests = 0, []
+def _read_text(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
+    done, digests, paths = 0, [], iter(source.paths)
 
     def documents() -> Iterator[tuple[str, bytes]]:
         nonlocal done
-        for path in source.paths:
-            with CountedFile(path) as raw, damage_as_fault(Place(path)):
-                stream = decompressed(path, raw)  # closes `raw` when it is garbage-collected
-                yield path, stream.read()
+        for path in paths:
+            place.name, place.size, place.expanded = path, os.path.getsize(path), 0
+            done += place.size
+            with foreign_bytes(place), CountedFile(path) as raw:
+                content = place.read(decompressed(path, raw, place.expand))
                 digests.append(raw.digest())
-            done += os.path.getsize(path)
+            yield path, content
 
-    yield from chunks.positioned(chunks.text_chunks(documents(), source.path), lambda: done)
+    while len(digests) < len(source.paths):
+        try:
+            found = chunks.text_chunks(documents(), source.path)
+            yield from chunks.positioned(found, lambda: done)
+        except Fault as error:  # of one file; the other files are read all the same
+            digests.append("")
+            yield Chunk(source.path, fault=str(error), position=done)
     if len(source.paths) == 1:
-        facts["sha256"] = digests[0]
+        facts["sha256"] = digests[0] or None
     else:
         facts["files"] = len(source.paths)
         facts["sha256_of_sha256s"] = hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
-    place = Place(source.path)
-    # `zipfile` raises NotImplementedError for an unknown compression, and RuntimeError for an
-    # encrypted member.
-    errors = (*DAMAGE, NotImplementedError, RuntimeError)
-    with (
-        open(source.path, "rb") as file,
-        damage_as_fault(place, errors),
-        zipfile.ZipFile(file) as archive,
-    ):
+def _read_zip(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
+    with open(source.path, "rb") as file, zipfile.ZipFile(file) as archive:
 
         def members() -> Iterator[Member]:
             for entry in archive.infolist():
@@ -186,7 +192,7 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Ch
                     place.name = f"{source.path}!{entry.filename}"
                     yield place.name, partial(archive.open, entry)
 
-        yield from chunks.positioned(_member_chunks(members(), source.path), file.tell)
+        yield from chunks.positioned(_member_chunks(members(), source.path, place), file.tell)
     facts["sha256"] = hash_file(source.path)
 
 

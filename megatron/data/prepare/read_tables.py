@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 from megatron.data.errors import CorpusError, needs_package
-from megatron.data.prepare.chunks import Chunk, Fault, Place, batches, damage_as_fault, positioned
-from megatron.data.prepare.compression import DAMAGE, hash_file
+from megatron.data.prepare.chunks import Chunk, Fault, Place, batches, foreign_bytes, positioned
+from megatron.data.prepare.compression import hash_file
 from megatron.data.prepare.sources import HUB, Source
 
 _BATCH = 64  # number of rows of a parquet file read at a time
 _BUFFER = 1 << 20
 
 
-def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
+def read_parquet(
+    source: Source, keys: tuple[str, ...], facts: dict, place: Place
+) -> Iterator[Chunk]:
     """Yield the chunks of a parquet file. Each row becomes one JSON record.
 
     The record contains the columns that are named in `keys`. If the file has a column named `meta`,
@@ -29,24 +31,29 @@ def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator
         source: The source to read, whose path is that of the parquet file.
         keys: The names of the columns that will be encoded.
         facts: A dict to which the SHA-256 of the file is added at the end.
+        place: The position in the file, with the limits that the file must keep.
 
     Raises:
-        Fault: the file is damaged, or one of the columns that are named in `keys` is missing.
+        Fault: the file is damaged or exceeds the limits, or one of the columns that are named in
+            `keys` is missing or has no text.
         CorpusError: `pyarrow` is not installed.
     """
     with needs_package("pyarrow", f"{source.path}: reading parquet", CorpusError):
         import pyarrow
         import pyarrow.parquet
-    done, place = 0, Place(f"{source.path}:1")
+    done, place.name = 0, f"{source.path}:1"
     # With pre_buffer or threads, pyarrow reads ahead, and memory grows with the file's length.
     options = {"pre_buffer": False, "buffer_size": _BUFFER}
-    with (
-        damage_as_fault(place, (pyarrow.ArrowException, *DAMAGE)),
-        pyarrow.parquet.ParquetFile(source.path, **options) as file,
-    ):
+    with pyarrow.parquet.ParquetFile(source.path, **options) as file:
         names, total = file.schema_arrow.names, max(1, file.metadata.num_rows)
-        if missing := [key for key in keys if key not in names]:
-            raise Fault(place.name, f"has no column {missing[0]!r} (its columns: {names})")
+        groups = range(file.metadata.num_row_groups)
+        place.expand(sum(file.metadata.row_group(i).total_byte_size for i in groups))
+        for key in keys:
+            if names.count(key) != 1:
+                wrong = f"has {names.count(key) or 'no'} columns {key!r} (its columns: {names})"
+                raise Fault(place.name, wrong)
+            if not _holds_text(kind := file.schema_arrow.field(key).type):
+                raise Fault(place.name, f"column {key!r} is of type {kind}, not a string")
         columns = [*keys, *(name for name in ("meta",) if name in names)]
 
         def rows() -> Iterator[dict]:
@@ -57,12 +64,22 @@ def read_parquet(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator
                     yield row
                 place.name = f"{source.path}:{done + 1}"
 
-        chunks = _record_chunks(rows(), source.path)
+        chunks = _record_chunks(rows(), source.path, place)
         yield from positioned(chunks, lambda: source.size * done // total)
     facts["sha256"] = hash_file(source.path)
 
 
-def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chunk]:
+def _holds_text(kind: Any) -> bool:
+    """Return whether a column of this type holds strings, bytes, or lists of these."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+        kind = kind.value_type
+    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    return any(is_type(kind) for is_type in texts)
+
+
+def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
     """Yield the chunks of a data set that the `datasets` library opens.
 
     Each row becomes one JSON record.
@@ -71,6 +88,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
         source: The source to read. Its path is `hub:ID[:SPLIT]` for a data set of the Hugging Face
             hub, or otherwise the path of a folder that `datasets` wrote.
         facts: A dict to which the number of rows is added at the end.
+        place: The position in the data set, with the limits that it must keep.
 
     Raises:
         Fault: the data set cannot be opened or read, or the folder contains several splits.
@@ -78,8 +96,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
     """
     with needs_package("datasets", f"{source.path}: a hub's data set", CorpusError):
         import datasets
-    place, any_error = Place(source.path), (Exception,)  # `datasets` does not document its errors
-    with damage_as_fault(place, any_error, "cannot be opened"):
+    with foreign_bytes(place, "cannot be opened"):
         if source.path.startswith(HUB):
             name, _, split = source.path[len(HUB) :].partition(":")
             rows = datasets.load_dataset(name, split=split or "train", streaming=True)
@@ -98,18 +115,36 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict) -> Iterator[Chu
             yield row
 
     place.name = f"{source.path}:1"
-    with damage_as_fault(place, any_error, "cannot be read further"):
-        yield from _record_chunks(records(), source.path)
+    with foreign_bytes(place, "cannot be read further"):
+        yield from _record_chunks(records(), source.path, place)
     facts["rows"] = done
 
 
-def _record_chunks(rows: Iterable[Mapping], where: str) -> Iterator[Chunk]:
+def _record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator[Chunk]:
     """Yield chunks in which each row of a table is one JSON line.
 
     Worker processes encode these chunks like those of a .jsonl file.
     """
-    lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+
+    def lines() -> Iterator[bytes]:
+        for row in rows:
+            line = json.dumps(row, default=_json_value, ensure_ascii=False) + "\n"
+            encoded = line.encode("utf-8", "surrogatepass")
+            place.check_size(len(encoded))
+            place.expand(len(encoded))
+            yield encoded
+
     first = 1
-    for batch in batches((line.encode("utf-8", "surrogatepass") for line in lines), len):
+    for batch in batches(lines(), len):
         yield Chunk(where, first, b"".join(batch))
         first += len(batch)
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value of a table that is no JSON value as one: bytes as text, others as a dict.
+
+    Bytes that are not valid UTF-8 become text that the encoder refuses, as it refuses a dict.
+    """
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    return {type(value).__name__: str(value)}

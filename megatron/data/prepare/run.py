@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from megatron.data.errors import CorpusError, DataError
-from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault
+from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault, Limits
 from megatron.data.prepare.encode import COUNTS, Encoded, EncodeOptions, Encoder
 from megatron.data.prepare.journal import Journal
 from megatron.data.prepare.progress import ProgressBar, describe_nothing, describe_skipped
@@ -46,6 +46,7 @@ class PrepareOptions:
         partition: (i, n) selects partition i of n. Partitions are numbered from 1.
         checkpoint_seconds: The time between two updates of the journal.
         quiet: Show no progress bar.
+        limits: The largest size of a document, and how much an input may expand.
     """
 
     encode: EncodeOptions = EncodeOptions()
@@ -54,6 +55,7 @@ class PrepareOptions:
     partition: tuple[int, int] = (1, 1)
     checkpoint_seconds: float = 10.0
     quiet: bool = False
+    limits: Limits = Limits()
 
 
 def write_shards(
@@ -187,7 +189,7 @@ class _Run:
         """Yield the chunks of one source. If reading fails, the last chunk contains the fault."""
         chunk = None
         try:
-            for chunk in read_source(source, self.options.encode.keys, facts):
+            for chunk in read_source(source, self.options.encode.keys, facts, self.options.limits):
                 yield chunk
             # A text file may be empty, as __init__.py is; an archive without records is a mistake.
             if chunk is None and source.kind != "text":

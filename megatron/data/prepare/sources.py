@@ -12,7 +12,8 @@
 
 The suffixes .gz, .zst, .xz and .bz2 may follow, except after .zip and .parquet. A folder means all
 its files in the order of their paths, except hidden files and `__pycache__`. In a folder, a file
-with an unknown suffix has the kind text. Consecutive text files form one source.
+with an unknown suffix has the kind text. Consecutive text files form one source. In a folder, a
+link out of the folder is an error, since it could add any file of the machine to the data.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
 
 def _add(sources: list[Source], path: str, kind: str, faults: list[str], folder: bool = False):
     size = os.path.getsize(path)
-    if size == 0 and not folder:
+    if not os.path.isfile(path):
+        faults.append(f"{path}: is a pipe, socket or device; write its content into a file")
+    elif size == 0 and not folder:
         faults.append(f"{path}: is empty")
     elif kind == "text" and sources and sources[-1].kind == "text":
         sources[-1].paths.append(path)
@@ -134,11 +137,19 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
         return
     found: list[str] = []
     unreadable: list[OSError] = []  # by default `os.walk` leaves such folders out silently
+    root = os.path.realpath(folder)
     for parent, folders, files in os.walk(folder, onerror=unreadable.append):
         folders[:] = [n for n in folders if not n.startswith(".") and n not in _IGNORED]
         names = [n for n in files if not n.startswith(".") and n not in _IGNORED]
         found += [os.path.join(parent, name) for name in names]
-    found = [path for path in sorted(found) if os.path.isfile(path)]
+        for path in (os.path.join(parent, name) for name in folders + names):
+            target = os.path.realpath(path)
+            if os.path.islink(path) and os.path.commonpath([root, target]) != root:
+                faults.append(
+                    f"{path}: is a link out of the folder, to {target}; remove it, or name the "
+                    "file it leads to as an --input of its own"
+                )
+    found = [path for path in sorted(found) if os.path.exists(path)]
     faults += [f"{error.filename}: {error.strerror}" for error in unreadable]
     if not found and not unreadable:
         faults.append(f"{folder}: a folder without files")

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from megatron.data.errors import CorpusError
-from megatron.data.prepare.chunks import CHUNK_BYTES, line_chunks
+from megatron.data.prepare.chunks import CHUNK_BYTES, Place, line_chunks
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources, kind_of
@@ -217,8 +217,8 @@ def test_chunks_depend_on_the_content_alone():
             return len(piece)
 
     content = lines(archives.texts(3000)) + b'{"text": "' + b"x" * 3 * CHUNK_BYTES + b'"}\n{}'
-    fast = list(line_chunks(io.BufferedReader(io.BytesIO(content)), "a"))
-    assert fast == list(line_chunks(io.BufferedReader(Slow(content)), "a"))
+    fast = list(line_chunks(io.BufferedReader(io.BytesIO(content)), Place("a")))
+    assert fast == list(line_chunks(io.BufferedReader(Slow(content)), Place("a")))
     assert b"".join(chunk.lines for chunk in fast) == content and len(fast) > 3
     firsts = np.cumsum([1] + [chunk.lines.count(b"\n") for chunk in fast])[:-1]
     assert [chunk.first for chunk in fast] == firsts.tolist()
