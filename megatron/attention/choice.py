@@ -180,7 +180,8 @@ def first_that_serves(request: Request) -> AttentionFn:
 def named(name: str, request: Request) -> Backend:
     """Return the backend called `name`.
 
-    With published numerics, the name `eager` means the backend in `published_numerics`.
+    If the embedding rounds as the released KERPLE code does (`PublishedNumerics`), the name `eager`
+    means the backend in the module `published_numerics`.
     """
     if name == "eager" and request.pos.numerics.published:
         return published_numerics.BACKEND

@@ -19,7 +19,7 @@ class TokenizerError(DataError):
 
 
 class CorpusError(DataError):
-    """A text source cannot be read, or its shards cannot be written."""
+    """A text source cannot be read, or its token shards cannot be written."""
 
 
 class DataExhausted(DataError):

@@ -43,7 +43,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
 
 def numerics_of(config: Config) -> Numerics:
-    """Return how the config's model rounds its numbers: in fp32, or as the published code does."""
+    """Return how the config's model rounds numbers: to fp32, or as the released KERPLE code."""
     if not config.model.published_numerics:
         return WIDE
     return PublishedNumerics(DTYPES[config.training.precision])

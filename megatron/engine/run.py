@@ -115,7 +115,7 @@ class Job:
                 self._evaluate_lengths(log)
 
     def _announce(self, log: RunLog) -> None:
-        """Print the job's model, devices, text and start; write the resolved `config.yml`."""
+        """Print the job's model, devices, text and first step; write the resolved `config.yml`."""
         parameters = count_parameters(self.model, self.groups)
         c, groups, attend = self.config, self.groups, self.model.attend
         log.line(

@@ -107,7 +107,7 @@ class JobData:
 
     Attributes:
         tokenizer: the tokenizer that the config names.
-        text: the opened shards and splits.
+        text: the opened token shards and splits.
         identity: the values that determine the order of the samples, as JSON values. Checkpoints
             record them.
         wanted: split name -> the number of samples that the run reads from this split.
@@ -136,8 +136,8 @@ class JobData:
         """Return this rank's training batches, or None if the run reads no training sample.
 
         Args:
-            index_samples: the number of samples for which the index was first built. The published
-                order of samples depends on this number.
+            index_samples: the number of samples for which the sample index was first built. The
+                order of the samples depends on this number, as in GPT-NeoX.
             consumed: the number of samples already read; the batches start after them.
         """
         dataset = self._dataset("train", index_samples)
@@ -186,7 +186,7 @@ class JobData:
         """Return the samples of split `name`, or None if the run reads none or the split has none.
 
         Args:
-            index_samples: the number of samples for which the index was first built.
+            index_samples: the number of samples for which the sample index was first built.
         """
         corpora = self.text.corpora[name]
         total = max(index_samples, self.wanted[name])

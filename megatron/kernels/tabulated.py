@@ -10,10 +10,10 @@ theta's gradient to the parameters from which the table was computed. The gradie
 
 `table_pass` computes this gradient, without atomics and in fixed order. A program walks over the
 square tiles [R, R] whose upper left corners are at the same distance D, a multiple of R. Row r and
-column c of such a tile are at distance D + r - c. The program rotates each row r so that column c
-moves to column e = (r - c) mod R. The entries of column e are then at distance D + e (where
-e <= r) or at distance D + e - R (where e > r). Summing these two groups of each column separately
-gives the sum over each distance.
+column c of such a tile are at distance D + r - c, so the tile must be summed along its diagonals.
+To this end the entry in column c of row r is moved to column e = (r - c) mod R. Column e then has
+two groups of entries: those with e <= r are at distance D + e, and those with e > r are at distance
+D + e - R. Each group is summed separately.
 
 Legend: see `forward`. In addition, G is the number of tiles of distances.
 """
@@ -116,7 +116,7 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the partial sums [B, H, tables, G, 2, R] of a table's gradient."""
+    """Compute partial sums [B, H, tables, G, 2, R] of the tables' gradients (1 or 2 tables)."""
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D

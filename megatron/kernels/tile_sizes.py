@@ -117,8 +117,8 @@ def choose(
     """Return the tile sizes for a GPU, a dtype and a head size.
 
     Args:
-        heavy: Whether extra registers are needed, either for dropout or for a distance kernel that
-            has a factor w, looks up a table, or has more than two parameters.
+        heavy: Whether the Triton kernels need extra registers. This is so with dropout, and for a
+            distance kernel that has a factor w, a table, or more than two parameters.
     """
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)

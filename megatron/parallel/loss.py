@@ -22,8 +22,8 @@ def token_losses(
 ) -> torch.Tensor:
     """Return the loss of each target in nats, [B, T], on every rank.
 
-    Logits are cast to fp32 as in the published code, but float64 logits stay float64. `targets_BT`
-    is int64 and indexes the full vocabulary.
+    Logits are cast to fp32 as in GPT-NeoX, but float64 logits stay float64. `targets_BT` is int64
+    and indexes the full vocabulary.
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:

@@ -59,7 +59,7 @@ class Rpe(PositionalEmbedding):
     def bucket(self, d: Tensor) -> Tensor:
         """Return the bucket of each distance, int64.
 
-        The logarithm is taken in fp32, as published.
+        The logarithm is computed in fp32, as in GPT-NeoX.
         """
         exact = self.num_buckets // 2
         ratio = torch.log(d.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)

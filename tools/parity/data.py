@@ -39,7 +39,7 @@ TOKENIZER = "tokenizer"
 
 
 def check_corpora(folder: Path, name: str) -> Iterator[Result]:
-    """Tokenise each .jsonl file in `folder`, and compare the shards with the published shards."""
+    """Tokenise each .jsonl file in `folder`, and compare the result with the published shards."""
     tokenizer = _tokenizer(folder)
     for corpus in sorted(folder.glob("*.jsonl")):
         result, shards = Result(f"{name} {corpus.name}"), f"{corpus.stem}_text_document"

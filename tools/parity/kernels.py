@@ -5,8 +5,8 @@ probes.npz contains these arrays for each embedding KIND, DTYPE and sequence len
 a name is `kerple_log/float32/L512`.
 
     KIND/DTYPE/L<n>               [heads, n]  attention scores of the last query, for the distances
-                                              n-1 to 0, computed from scores of zero; or from scores
-                                              of one, if the embedding multiplies scores
+                                              n-1 to 0. Without the embedding all scores would be 0,
+                                              or 1 if the embedding multiplies scores
     KIND/DTYPE/param/NAME                     the parameters that were used
     alibi/DTYPE/slopes            [heads]     the slopes
     sinusoidal/DTYPE/L<n>...      [n, dim]    the table of position vectors

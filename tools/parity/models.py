@@ -229,7 +229,7 @@ class ModelCase:
             self.result.compare("clamped kernel", _numpy(ours), stored, tolerance)
 
     def _first_shards(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Shard each full tensor as the published run did, and return the first rank's shards."""
+        """Shard each full tensor as in the published run, and return rank 0's shards."""
         cut, shape = layout.split, self.shape
         return {
             name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]

@@ -25,8 +25,8 @@ class EncodeOptions:
     """Options for encoding a record.
 
     Attributes:
-        keys: The keys under which a JSON record holds the texts to encode. Each key gets its own
-            shard.
+        keys: The keys under which a JSON record holds the texts to encode. The texts of each key
+            are written to a token shard of their own.
         append_eod: End each document with the tokenizer's end-of-document token.
         ftfy: Repair wrongly decoded characters with the `ftfy` library before encoding.
         pile_sets: Keep only records whose `meta.pile_set_name` is in this tuple. If the tuple is

@@ -31,7 +31,7 @@ from megatron.data.shards.interface import Shards
 
 
 class TokenDataset:
-    """The samples of one split of some shards, in GPT-NeoX's order. It implements `Samples`.
+    """The samples of one split of some token shards, in GPT-NeoX's order. Implements `Samples`.
 
     The data set covers complete epochs, so it may have more than `num_samples` samples.
 

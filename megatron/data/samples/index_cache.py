@@ -32,8 +32,9 @@ _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 def cache_folder(data_folder: Path) -> Path:
     """Return the folder for cached sample indices, and create it if it does not exist.
 
-    The folder is `index_cache` inside `data_folder`, the folder of the shards. If that folder
-    cannot be written, return a folder of the current user in the system's temporary folder.
+    The folder is `index_cache` inside `data_folder`, the folder of the token shards. If
+    `data_folder` cannot be written, return a folder of the current user in the system's temporary
+    folder.
     """
     folder = data_folder / "index_cache"
     try:

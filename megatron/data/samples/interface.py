@@ -15,10 +15,11 @@ class Samples(Protocol):
 
     Attributes:
         name: The name of the split ("train", ...), for error messages.
-        num_samples: The number of samples for which the order was built. There may be more samples.
+        num_samples: The number of samples for which the order was built. The data set may be
+            longer.
         seq_length: The number of inputs in a sample, which has `seq_length` + 1 tokens.
         published_length: The length that GPT-NeoX's data set has with the same settings.
-        where: The paths of the shards, for error messages.
+        where: The paths of the token shards, for error messages.
     """
 
     name: str

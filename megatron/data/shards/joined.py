@@ -50,12 +50,13 @@ def find_prefixes(data_path: DataPath) -> list[str]:
 
 
 def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
-    """Check that the shards include all partitions of a preparation run, or none.
+    """Check that no partition of a preparation run is missing among the token shards.
 
-    A partition may be missing because its process is still running.
+    Each process of `prepare_data.py --partition I/N` writes one partition, and one process may
+    still be running. Shards that are not partitions are always accepted.
 
     Raises:
-        ShardError: some partitions of a run are missing.
+        ShardError: a partition is missing.
     """
     found: dict[int, set[int]] = {}
     for prefix in prefixes:

@@ -17,7 +17,7 @@ _COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_by
 
 
 def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]:
-    """Merge shards into one new shard, with their documents in the given order.
+    """Merge token shards into one new shard, with their documents in the given order.
 
     Args:
         prefixes: The prefixes of the shards to merge.
@@ -27,9 +27,8 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
         The numbers of documents and tokens in the new shard.
 
     Raises:
-        ShardError: `output` exists, the disk is full, or the shards cannot be merged. They cannot
-            be merged if all of them are empty, if they differ in dtype or tokenizer, or if they
-            are some but not all partitions of a run.
+        ShardError: `output` exists, the disk is full, all shards are empty, the shards differ in
+            dtype or tokenizer, or a partition of a preparation run is missing.
     """
     if Path(f"{output}.idx").exists():
         raise ShardError(f"{output}.idx: exists already; remove it, or choose another name")

@@ -36,7 +36,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
-    """Convert the published checkpoint `source` to our layout, and save it in the folder `target`.
+    """Convert a published (GPT-NeoX) checkpoint to our layout, and save it in the folder `target`.
 
     Args:
         source: the published checkpoint's folder, `global_stepN`.
@@ -69,7 +69,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
 
 
 def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -> Path:
-    """Convert the newest checkpoint of the run folder `source` to the published layout.
+    """Convert the newest checkpoint of the run folder `source` to GPT-NeoX's published layout.
 
     Args:
         parts: the number of tensor-parallel ranks to export to; None takes the number of ranks with
@@ -127,7 +127,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return (position in the published pipeline, published name) -> unsharded tensor, for all."""
+    """Return (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor, for all."""
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -151,7 +151,7 @@ def _write_layers(
     """Write the files `layer_XX-model_YY-model_states.pt`, which contain the weights, to `folder`.
 
     Args:
-        placed: (pipeline position, published name) -> unsharded tensor.
+        placed: (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor.
         imported_shards: "position.name" -> a tensor's original tensor-parallel shards, if it was
             imported and the merged tensor cannot restore them. They are written unchanged.
     """

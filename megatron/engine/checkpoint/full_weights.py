@@ -32,7 +32,7 @@ Weights = dict[str, Tensor]
 def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
     """Return the fields `shapes`, `cuts` and `layers` of the `RunDescription` for `model`.
 
-    Every rank must call this function, each with its own shard of the model.
+    Every rank must call this function with its own tensor-parallel shard of the model.
     """
     cuts = {name: [cut.dim, cut.blocks] for name, cut in shardings_of(model).items()}
     return {
@@ -108,7 +108,7 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Slice this rank's shard out of each full weight, and copy it into `model`.
+    """Copy this tensor-parallel rank's slice of each full weight into `model`.
 
     Call this function before an engine is built from `model`.
     """

@@ -28,8 +28,8 @@ def load_weights(
 
     If `model` is one rank's shard, only its slices of the weights are copied. Call this function
     before an engine casts or shards the model, so that the optimizer's fp32 copies start from
-    the stored values. Checkpoints of the published code may contain theta outside its bounds. Theta
-    is therefore clamped to the bounds, in the model's dtype.
+    the stored values. Theta (the parameters of the distance kernel) is clamped to its bounds,
+    because checkpoints of the released KERPLE code may exceed them.
 
     Args:
         run: the description of this run. If this project trained the checkpoint, the checkpoint
@@ -65,7 +65,7 @@ def load_weights(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], list[str], list[str]]:
-    """Read `saved`, and return its full weights, buffers, problems and notes (see `Published`)."""
+    """Return the full weights, buffers, problems and notes of `saved` (defined in `Published`)."""
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
         return saved.weights(), buffers, [], []
@@ -126,7 +126,8 @@ def _refusal(
 def _project_theta(model: Model, weights: Weights) -> list[str]:
     """Clamp theta in `weights` to its bounds; return a line for the user if values changed.
 
-    Every rank clamps the unsharded theta, so all ranks return the same line.
+    Theta contains the parameters of the distance kernel. It is clamped in the model's dtype. Every
+    rank clamps the unsharded theta, so all ranks return the same line.
     """
     if THETA not in weights:
         return []

@@ -4,7 +4,7 @@
 |---|---|
 | nothing, or a folder without a checkpoint | step 0 and initial weights |
 | a checkpoint of this code | its step, weights, optimizer, schedule and random streams |
-| a published or imported checkpoint | its step and weights; the optimizer's moments are zero |
+| a checkpoint of GPT-NeoX, or an import of one | its step and weights; zero optimizer moments |
 | any checkpoint, with `finetune: true` | step 0 and its weights |
 | any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
 
@@ -49,8 +49,8 @@ class Start:
         text: lines that describe the start in the log.
         saved: the checkpoint to start from; None for initial weights.
         resumes: whether to load the full training state of `saved`, not only the weights.
-        schedule: a published checkpoint's learning-rate schedule, for
-            `use_checkpoint_lr_scheduler`.
+        schedule: the learning-rate schedule that a published (GPT-NeoX) checkpoint records, for the
+            config key `use_checkpoint_lr_scheduler`.
         save: the folder in which the job saves checkpoints; None if it saves none.
     """
 

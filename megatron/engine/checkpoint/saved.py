@@ -6,7 +6,7 @@
         kerple.json                                       the `Record`
     RUN/latest                  name of the newest complete checkpoint
 
-A folder may also hold published checkpoints, or checkpoints imported from them (`Kind`).
+A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported from them (`Kind`).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        Only published checkpoints and imports of them record a schedule. It is None for all other
-        checkpoints, and if the recorded schedule is incomplete.
+        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. It is None for
+        all other checkpoints, and if the recorded schedule is incomplete.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
@@ -98,7 +98,7 @@ class Saved:
         return self.counters[0]
 
     def weights(self) -> Weights:
-        """Read every unsharded weight by name. The checkpoint must not be in the published layout.
+        """Read every unsharded weight by name. The checkpoint must not be in GPT-NeoX's layout.
 
         Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32
         copies that the optimizer updates, so the result contains these copies.
@@ -109,7 +109,9 @@ class Saved:
         return read_full(self.path, self.record)
 
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
-        """Read the `buffers` and `shards` of an imported checkpoint, as defined in `Published`.
+        """Read the `buffers` and the tensor-parallel `shards` that an import stored.
+
+        `Published` defines both.
 
         Both dictionaries are empty if the checkpoint was not imported.
         """

@@ -1,9 +1,9 @@
 """End all processes of a job when one rank fails, with one error message for each machine.
 
-A rank that fails writes its error into the job's key-value store, which torchrun or rank 0 holds,
-and ends. In every other process a thread polls the store and ends its process after GRACE seconds,
-even inside a collective. Otherwise a collective could wait half an hour for the failed rank, and
-Python cannot interrupt a collective of NCCL.
+A rank that fails writes its error into the job's key-value store and ends. (torchrun or rank 0
+holds the store.) In every other process a thread polls the store and ends its process after GRACE
+seconds, even inside a collective. Otherwise a collective could wait half an hour for the failed
+rank, and Python cannot interrupt a collective of NCCL.
 
     key    value
     end    the first failure, {rank, host, text}

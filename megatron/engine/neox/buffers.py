@@ -18,10 +18,10 @@ from megatron.positional.rotary import frequencies
 def implied_buffers(
     block: BlockShape, pos: PositionalEmbedding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Compute the buffers that a published checkpoint of this model contains, rounded to `dtype`.
+    """Compute the buffers that GPT-NeoX's checkpoint of this model contains, rounded to `dtype`.
 
     Returns:
-        published name -> buffer.
+        GPT-NeoX's name -> buffer.
     """
     sinusoidal, rotary, alibi = layout.BUFFERS
     if pos.kind == "input" and not pos.learnable:
@@ -44,7 +44,7 @@ def wrong_buffers(
     A buffer that is missing from `stored` is no error.
 
     Args:
-        stored: published name -> buffer.
+        stored: GPT-NeoX's name -> buffer.
     """
     wrong = []
     for name, tensor in stored.items():

@@ -70,12 +70,12 @@ def positions(num_layers: int, tied: bool) -> list[int]:
 
 
 def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
-    """Return the rule by which the shards of a published tensor are merged into one tensor.
+    """Return the rule by which a tensor's tensor-parallel shards are merged into one tensor.
 
     The rule is "rows", "columns", "halves", "replicated" or "summed" (see the module docstring).
 
     Args:
-        name: the tensor's published name.
+        name: the tensor's published (GPT-NeoX's) name.
         geglu: whether the MLP's activation is geglu.
         summed: whether the model was trained with `gpt_j_residual`.
         row_output: whether the output projection is row-parallel.
@@ -121,7 +121,7 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
 
 
 def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list[Tensor]:
-    """Split `tensor` into `count` shards by the rule `how`; the inverse of `merge`.
+    """Split `tensor` into `count` tensor-parallel shards by the rule `how`; inverse of `merge`.
 
     Args:
         name: the tensor's name in error messages.
@@ -150,14 +150,14 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 
 
 def our_name(index: int, name: str, num_layers: int) -> str | None:
-    """Return this project's name of a published tensor, or None if it has none.
+    """Return this project's name of a tensor of GPT-NeoX, or None if the tensor has no such name.
 
     Unknown tensors have no name. Neither have the tensors of the distance kernel, because each of
     them is only one column of this project's theta.
 
     Args:
         index: the tensor's position in the published pipeline.
-        name: the tensor's published name.
+        name: the tensor's published (GPT-NeoX's) name.
         num_layers: the number of transformer blocks.
     """
     if index == 0:
@@ -171,7 +171,7 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
 
 
 def published_place(name: str, num_layers: int) -> tuple[int, str]:
-    """Return (pipeline position, published name) of our tensor `name`.
+    """Return (pipeline position, name) in GPT-NeoX of this project's tensor `name`.
 
     This function is the inverse of `our_name`.
     """
@@ -187,7 +187,7 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 
 
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Split theta, or its gradient, into the tensors that each published block stores.
+    """Split theta, or its gradient, into the tensors that each block of GPT-NeoX stores.
 
     Args:
         theta_HN: theta or its gradient, with one row for each head.
@@ -203,7 +203,7 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
-    """Return theta [H, n] and the published names of its columns; the inverse of `theta_columns`.
+    """Return theta [H, n] and GPT-NeoX's names of its columns; the inverse of `theta_columns`.
 
     Args:
         columns: one block's merged tensors of the distance kernel, by published name.

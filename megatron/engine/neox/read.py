@@ -54,7 +54,7 @@ class Shape:
     row_output: bool = False
 
     def rule(self, name: str) -> str:
-        """Return the rule (see `layout`) by which the shards of the tensor `name` are merged."""
+        """Return the rule (see `layout`) by which shards of the tensor `name` are merged."""
         return layout.rule(
             name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
         )
@@ -62,12 +62,12 @@ class Shape:
 
 @dataclass
 class Published:
-    """A published checkpoint with its shards merged, under this project's names.
+    """A published (GPT-NeoX) checkpoint, with its tensor-parallel shards merged.
 
     Attributes:
         shape: the properties of the model, inferred from the files.
         step: the number of optimizer steps taken.
-        weights: our name -> merged tensor, in the stored dtype.
+        weights: this project's name -> merged tensor, in the stored dtype.
         buffers: published name -> stored tensor that the configuration determines.
         shards: "position.published name" -> the original tensor-parallel shards of a tensor. Only
             tensors are included whose merged value cannot restore the shards (replicas that differ
@@ -108,7 +108,7 @@ def is_published(checkpoint: Path) -> bool:
 
 
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
-    """Read the published checkpoint folder `global_stepN` and merge the shards of its tensors.
+    """Read a published (GPT-NeoX) checkpoint, and merge the tensor-parallel shards of its tensors.
 
     The caller must check `problems` of the result before it uses the weights.
 
