@@ -12,6 +12,7 @@ from megatron.data.samples.index_cache import cache_folder
 from megatron.data.samples.interface import Samples
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
 from megatron.data.samples.split import SPLITS, split_documents
+from megatron.data.shards.fingerprint import fingerprint
 from megatron.data.shards.interface import Shards
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.reader import ShardReader
@@ -108,8 +109,8 @@ class JobData:
     Attributes:
         tokenizer: the tokenizer that the config names.
         text: the opened token shards and splits.
-        identity: the values that determine the order of the samples, as JSON values. Checkpoints
-            record them.
+        identity: the values that determine the order and the text of the samples, as JSON values.
+            Checkpoints record them.
         wanted: split name -> the number of samples that the run reads from this split.
     """
 
@@ -123,6 +124,7 @@ class JobData:
             "seq_length": config.model.seq_length,
             "documents": len(self.text.shards),
             "tokens": int(self.text.shards.sizes.sum(dtype="int64")),
+            "content": fingerprint(self.text.shards),
         }
         if config.data.train_data_paths:
             self.identity["corpora"] = {

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,13 +169,20 @@ def test_finetune_starts_from_the_weights_and_a_killed_one_resumes(finished, tmp
     assert list(rows(tmp_path / "tuned")) == list(range(1, 7))
 
 
-def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_path):
+def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_path, prefix):
     config, run, _ = finished
     text = call("train.py", config, "-o", "zero_optimization.stage=0", code=1)
     assert "another layout, and ZeRO-0 keeps its optimizer state where" in text
     assert "zero_stage 1 to 0" in text and "finetune: true" in text
     text = call("train.py", config, "-o", "seed=9", code=1)
     assert "seed: 1234 in the checkpoint, 9 here" in text and "finetune" in text
+    changed = shutil.copytree(Path(prefix).parent, tmp_path / "changed") / Path(prefix).name
+    tokens = bytearray(changed.with_name(f"{changed.name}.bin").read_bytes())
+    tokens[100] ^= 1
+    changed.with_name(f"{changed.name}.bin").write_bytes(tokens)
+    text = call("train.py", config, "-o", f"data_path={changed}", code=1)
+    assert re.search("written with another data [(]content: '[0-9a-f]{32}' in the ch", text), text
+    assert "the tokens it was trained on" in text and "seed" not in text
     text = call("train.py", config, "-o", "pos_emb=kerple_power", code=1)
     assert "pos_emb: 'kerple_log' in the checkpoint, 'kerple_power' here" in text
     options = ["--load", run, "--lengths", "16", "-o", "pos_emb=none"]

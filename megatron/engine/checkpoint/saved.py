@@ -41,11 +41,14 @@ class Kind(Enum):
 ADVICE = {
     "model": "Use the config it was trained with, or another `load` and `save`",
     "data": (
-        "Restore those settings to continue its order of samples exactly, or set `finetune: true` "
-        "and another `save` to start a new run from its weights"
+        "Restore those settings and the tokens it was trained on (`content` is their fingerprint) "
+        "to continue its order of samples exactly, or set `finetune: true` and another `save` to "
+        "start a new run from its weights"
     ),
 }
 """Field of `RunDescription` -> advice for a user whose run and checkpoint differ in this field."""
+_ADDED = ("content",)
+"""Entries that checkpoints of earlier versions lack. They are compared only where they exist."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Saved:
             differing = [
                 f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
                 for key, value in here.items()
-                if there.get(key) != value
+                if there.get(key) != value and (key in there or key not in _ADDED)
             ]
             if differing:
                 raise CheckpointError(
