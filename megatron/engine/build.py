@@ -1,7 +1,7 @@
 """Build what a config describes: the tokenizer, and the plan of the model.
 
-The model and tokenizer classes take plain values. Below `megatron/engine`, no code of the model,
-the data or the attention imports the config object.
+The model, attention and data modules take plain values. This module reads these values from the
+config object, so that those modules need not import it.
 """
 
 from __future__ import annotations

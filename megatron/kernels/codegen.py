@@ -142,11 +142,11 @@ def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
     """Check that a power x^y may be computed as 2^(y log2 x) for every theta.
 
-    It may be if x is never negative, and never 0 where the derivative divides by x or contains
+    This is safe if x is never negative, and never 0 where the derivative divides by x or contains
     log x. For example, the derivative of d^p by p is 0 log 0 at d = 0 and p = 0.
 
     Raises:
-        NotExpressible: The power may not be computed in this way.
+        NotExpressible: It is not safe.
     """
     base, exponent = power.args
     near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
@@ -192,7 +192,7 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Return code that computes a scalar expression once, with exact functions."""
+        """Return code that computes a scalar, with exact instead of fast approximate functions."""
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
@@ -244,7 +244,7 @@ class Writer:
         return f"(({start}{k}di) - {k}dj)"
 
     def product(self, factor: sympy.Expr, rest: sympy.Expr) -> str:
-        """Return the code of `factor` (a constant) times the factors of `rest`."""
+        """Return the code of `factor` (a constant) times `rest` (a product)."""
         if rest == 1:
             return self.constant(factor)
         if factor != 1:

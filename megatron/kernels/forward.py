@@ -35,7 +35,7 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Update the running maximum, the sum and the weighted values with one tile of keys."""
+    """Update the running maximum, the running sum and the weighted sum of v by a tile of keys."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
@@ -70,8 +70,8 @@ def forward_pass(
 ):  # fmt: skip
     """Compute the attention output and `lse`, one tile of query rows of one head per program.
 
-    Programs are ordered by sequence and head, then by tile, the last query rows first. `lse` is
-    saved for the backward pass.
+    Programs are ordered by sequence and head, then by tile, the last query rows first. `lse`, the
+    logarithm of the softmax's denominator, is saved for the backward pass.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

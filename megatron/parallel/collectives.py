@@ -1,8 +1,8 @@
 """Implement differentiable collectives over a group of ranks.
 
 A value is either the same on every rank of the group (S) or different on each rank (D). The
-backward pass of each collective is the adjoint of its forward pass. The inner products in this
-definition count an S value once and sum a D value over the ranks.
+backward pass f* of each collective is the adjoint of its forward pass f, <f(x), y> = <x, f*(y)>. In
+this definition, the inner product counts an S value once and sums a D value over the ranks.
 
     name            from  to   forward                            backward
     copy            S     D    x                                  sum over ranks

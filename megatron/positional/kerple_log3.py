@@ -1,8 +1,8 @@
 """Define KERPLE's three-parameter distance kernel, b_h(d) = -p log(1 + a d^r) with 0 < r <= 2.
 
-arXiv 2205.09921. With r = 1 the formula is that of `kerple_log`. For these r, the function d^r is
-conditionally negative definite (CND). If f >= 0 is CND, so is log(1 + f). Therefore the bias
-is conditionally positive definite.
+arXiv 2205.09921. With r = 1 the formula is that of `kerple_log`. For 0 < r <= 2, the function d^r
+is conditionally negative definite (CND). If f >= 0 is CND, so is log(1 + f). Therefore the bias is
+conditionally positive definite.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Check the parity case `config`: learning rates, and settings that the published code derives.
 
 The case contains the names of published YAML files, but not the files. `--configs DIR` names the
-folder of the files: `kerple_configs` of a checkout of the published code, with the overlay files
-generated. Without the files, a configuration is assembled from those derived settings that are
-config keys. Settings that follow from others, such as `train_batch_size`, are left out.
+folder that contains them: `kerple_configs` in a checkout of the published code, after its script
+has generated the overlay files. Without the files, the configuration is assembled from the derived
+settings that are also config keys, except those that follow from others (`train_batch_size`).
 
 The check fails if a key is unknown, or if this project derives another value for a setting.
 """

@@ -79,7 +79,7 @@ class Translation:
             self.notes.append(f"{key}: accepted, without effect here ({reason})")
 
     def check(self, key: str, given: Given, check: Check) -> Any:
-        """Return the result of `check`. If the value is invalid, add a problem and return None."""
+        """Return the checked value of a key. If it is invalid, add a problem and return None."""
         try:
             return check(given.value)
         except ValueError as error:

@@ -59,9 +59,9 @@ class Place:
             inside an archive. Records are numbered from 1. The reader updates `name` while it
             reads.
         limits: The limits that the input must keep.
-        size: The bytes of the input, or 0 if they are unknown; then it may expand without limit.
-        expanded: The bytes that were decompressed so far. In an archive of compressed files, the
-            bytes of both are counted.
+        size: The number of bytes of the input. With 0 (unknown), it may expand without limit.
+        expanded: The number of bytes that were decompressed so far. In a compressed archive of
+            compressed files, both the bytes of the archive and those of the files are counted.
     """
 
     name: str
@@ -140,7 +140,8 @@ def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
 
     Args:
-        place: The place of the stream. If the stream is damaged, its name becomes that of the line.
+        place: The place of the stream. If a line is damaged, `place.name` is set to that of the
+            line.
 
     Raises:
         Fault: a line is longer than the limit.

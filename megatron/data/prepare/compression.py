@@ -91,7 +91,7 @@ class ZstdStream(_Readable):
 
 
 class _Counted(_Readable):
-    """The content of a stream, whose bytes are counted and which is read with many small reads.
+    """A stream that counts the bytes that it returns, and reads its source with many small reads.
 
     At the end of a truncated file a read fails, and the decompressors of Python's standard library
     lose the data of that read. With small reads (`readinto1`), little data is lost.
@@ -117,8 +117,8 @@ def decompressed(
     Args:
         name: The name of the file, whose suffix determines the compression. With another suffix,
             the stream returns the bytes of `source` unchanged.
-        count: A function that is called with each number of bytes that the stream has produced. It
-            may raise an error if there are too many.
+        count: A function that is called with the number of new bytes each time that the stream has
+            produced some. It may raise an error if there are too many.
     """
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix == ".zst":

@@ -28,7 +28,7 @@ class Journal:
         seconds: The time between two updates of the journal.
 
     Attributes:
-        refused: The reason why `read` did not return the state of an existing journal, or None.
+        refused: If a journal exists but `read` cannot use it, the reason. Otherwise None.
     """
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:

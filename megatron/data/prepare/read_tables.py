@@ -141,9 +141,9 @@ def _record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterato
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value of a table that is no JSON value as one: bytes as text, others as a dict.
+    """Convert a value that JSON cannot express: bytes become text, and any other value a dict.
 
-    Bytes that are not valid UTF-8 become text that the encoder refuses, as it refuses a dict.
+    The encoder later refuses the dict, and also the text of bytes that are not valid UTF-8.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

@@ -68,7 +68,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
 
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of samples for which the index of each corpus is built.
+    """Return, for each corpus, the number of samples for which its sample index is built.
 
     Args:
         num_samples: The number of samples of the blend.
@@ -80,14 +80,16 @@ def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     """Return, for each sample, the number of the corpus from which it is taken.
 
-    The result equals that of a plain loop, which needs the counts of all earlier choices for each
-    choice. For speed, a long order is cut into segments that are computed in parallel:
+    The result equals that of a plain loop over the samples. The loop is slow, because each choice
+    depends on the counts of all earlier choices. Therefore a long order is cut into segments, which
+    are computed in parallel:
 
-    1. Guess the counts some choices before the start of each segment, and make these choices. They
-       correct most wrong guesses, because each one takes the corpus that most lacks samples.
-    2. Compute all segments from the counts of step 1.
-    3. Compare the counts at the start of each segment with those at the end of the segment before
-       it. Where they differ, compute the segment again from the latter. Repeat until all agree.
+    1. For each segment, guess the counts of a sample shortly before the segment, and apply the rule
+       from there to the start of the segment. This corrects most wrong guesses, because the rule
+       always takes the corpus that most lacks samples.
+    2. Compute all segments from these counts.
+    3. The counts at the start of a segment must be those at the end of the segment before it. If
+       they differ, compute the segment again from the correct counts, until none differ.
 
     Args:
         weights: float64, normalised to the sum 1.

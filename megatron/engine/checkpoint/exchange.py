@@ -127,7 +127,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor, for all."""
+    """Return all tensors, as (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> full tensor."""
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -214,7 +214,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the settings to export. When it loads them, GPT-NeoX compares them with its own."""
+    """Return the settings that an export records. GPT-NeoX compares them with its config."""
     m = config.model
     return {
         "num_layers": m.num_layers,

@@ -114,9 +114,7 @@ class Saved:
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Read the `buffers` and the tensor-parallel `shards` that an import stored.
 
-        `Published` defines both.
-
-        Both dictionaries are empty if the checkpoint was not imported.
+        `Published` defines both dictionaries. They are empty if the checkpoint was not imported.
         """
         if self.kind is not Kind.IMPORTED:
             return {}, {}

@@ -256,6 +256,6 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """Print a failure of another machine, in only one process of this machine."""
+    """Print the failure of a rank on another machine. One process of this machine prints it."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

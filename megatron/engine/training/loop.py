@@ -1,8 +1,9 @@
 """Run the training loop.
 
 One step accumulates gradients over the micro-batches, clips them, updates the weights, advances the
-learning-rate schedule, and clamps theta to its bounds. All state of the loop is in the checkpoints,
-so a resumed run takes the same steps as an uninterrupted run.
+learning-rate schedule, and clamps theta (the parameters of the distance kernel) to its bounds. All
+state of the loop is in the checkpoints, so a resumed run takes the same steps as an uninterrupted
+run.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class TrainedTheta:
         self._projected_HN = bounded_HN
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return (least, largest) value over all heads by column name, after the last `project`."""
+        """Return column -> (least, largest) value over all heads, as of the last `project`."""
         if self._projected_HN is None:
             return {}
         theta_HN = self._all_heads(self._projected_HN)
