@@ -3,16 +3,18 @@
 A download is written to NAME.part. NAME.part.version stores the version of the file that the server
 reported (an ETag or a date). A later attempt requests only the missing rest if the server still has
 that version, and otherwise the complete file. NAME.part is renamed to NAME when its length and, if
-known, its SHA-256 are correct.
+known, its SHA-256 are correct. Where the catalogue has no SHA-256, the first download stores it in
+.NAME.sha256, and later downloads must have the same. So the first download trusts the server.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -22,6 +24,7 @@ from megatron.data.errors import CorpusError
 from megatron.data.locks import one_at_a_time
 from megatron.data.prepare.compression import hash_file
 from megatron.data.prepare.progress import ProgressBar
+from megatron.files import write_text
 
 _BLOCK = 1 << 20
 _TIMEOUT = 60.0  # seconds to wait for the next byte
@@ -33,7 +36,8 @@ class _WrongFile(Exception):
     """A server sent something other than the expected file."""
 
 
-_SERVER_ERRORS = (URLError, HTTPException, ConnectionError, TimeoutError, _WrongFile)
+# `urllib` raises ValueError for headers that it cannot parse, such as a redirection.
+_SERVER_ERRORS = (URLError, HTTPException, ConnectionError, TimeoutError, ValueError, _WrongFile)
 
 
 def download(
@@ -92,14 +96,14 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
     for url in _addresses(file, mirror):
         try:
             with _open(url, method="HEAD") as answer:
-                length = answer.headers.get("Content-Length")
+                length = _length(answer)
         except _SERVER_ERRORS as error:
             yield url, False, _reason(error)
             continue
-        if file.size is not None and length is not None and int(length) != file.size:
+        if file.size is not None and length not in (None, file.size):
             yield url, False, f"has {length} bytes, {file.size} are expected"
         else:
-            yield url, True, f"{int(length):,} bytes" if length else "reachable"
+            yield url, True, f"{length:,} bytes" if length else "reachable"
 
 
 def _addresses(file: RemoteFile, mirror: str | None) -> list[str]:
@@ -117,17 +121,22 @@ def _from_address(url: str, file: RemoteFile, path: Path) -> str:
         _WrongFile: the size or SHA-256 of the download is not the expected one.
     """
     part, version = Path(f"{path}.part"), Path(f"{path}.part.version")
+    stored = path.with_name(f".{path.name}.sha256")
+    known = file.sha256 or (stored.read_text(errors="replace").strip() if stored.exists() else None)
     _complete(url, file, part, version)
     found, size = hash_file(part), _size(part)
-    right = file.size in (None, size) and file.sha256 in (None, found)
+    right = file.size in (None, size) and known in (None, found)
     if right:
         os.replace(part, path)
+        if known is None:
+            write_text(stored, f"{found}\n")
     else:
         part.unlink()
     version.unlink(missing_ok=True)
     if not right:
-        expected = (file.size, file.sha256)
-        raise _WrongFile(f"serves another file: {size} bytes, SHA-256 {found}, not {expected}")
+        expected = (file.size, known)
+        way = "" if file.sha256 else f"; if it was replaced on purpose, remove {stored}"
+        raise _WrongFile(f"serves another file: {size} bytes, SHA-256 {found}, not {expected}{way}")
     return found
 
 
@@ -164,6 +173,10 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
 
     Returns:
         The length of the complete file, or None if the server does not report it.
+
+    Raises:
+        _WrongFile: the server sends another part of the file than was requested. `part` is then
+            removed, so that the next attempt requests the complete file.
     """
     have = _size(part)
     known = version.read_text() if version.exists() else ""
@@ -179,9 +192,15 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
         return _append(url, file, part, version)
     with answer:
         resumed = answer.status == HTTPStatus.PARTIAL_CONTENT
-        length = answer.headers.get("Content-Length")
+        total = _length(answer)
+        if resumed:
+            text = answer.headers.get("Content-Range") or "no Content-Range"
+            found = re.fullmatch(rf"bytes {have}-[0-9]+/([0-9]{{1,18}})", text)
+            if not headers or not found:
+                part.unlink(missing_ok=True)
+                raise _WrongFile(f"sends {text!r} instead of the bytes from {have}")
+            total = int(found[1])
         version.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
-        total = (have if resumed else 0) + int(length) if length else None
         with (
             open(part, "ab" if resumed else "wb") as out,
             ProgressBar(total or file.size or 0, file.name, quiet=False) as progress,
@@ -198,7 +217,19 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _open(url: str, headers: dict | None = None, method: str = "GET"):
+def _length(answer: HTTPResponse) -> int | None:
+    """Return the number of bytes that the server announces, or None if it announces none.
+
+    Raises:
+        _WrongFile: the header is not a number.
+    """
+    text = answer.headers.get("Content-Length")
+    if text is not None and not re.fullmatch("[0-9]{1,18}", text):
+        raise _WrongFile(f"sends the Content-Length {text[:40]!r}, which is not a number of bytes")
+    return None if text is None else int(text)
+
+
+def _open(url: str, headers: dict | None = None, method: str = "GET") -> HTTPResponse:
     return urlopen(Request(url, headers=headers or {}, method=method), timeout=_TIMEOUT)
 
 
