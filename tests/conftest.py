@@ -57,7 +57,7 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
-    """The folder of committed test data."""
+    """Return the folder of the committed test data."""
     return Path(__file__).parent / "fixtures"
 
 
@@ -68,7 +68,7 @@ def repo_root() -> Path:
 
 @pytest.fixture(scope="session")
 def gpt2_files(fixtures, tmp_path_factory) -> tuple[Path, Path]:
-    """GPT-2's vocab.json and merges.txt; the first follows from the second."""
+    """Return the paths of GPT-2's vocab.json and merges.txt; the first is made from the second."""
     folder = tmp_path_factory.mktemp("gpt2")
     merges = gzip.decompress((fixtures / "data" / "gpt2-merges.txt.gz").read_bytes()).decode()
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

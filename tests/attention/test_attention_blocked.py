@@ -1,4 +1,4 @@
-"""Blocked attention against eager attention: outputs, every gradient, theta's included."""
+"""Test blocked attention against eager attention: outputs and all gradients, also theta's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_TILES = {"BUFFER_ELEMENTS": 700, "MIN_ROWS": 3, "MAX_ROWS": 16}
 
 
 def make(name, batch, heads, queries, keys, size, dtype=torch.float64, seed=0):
-    """(pos, [q, k, v] or [q, k, v, theta], gradient of the output)."""
+    """Return (pos, [q, k, v] or [q, k, v, theta], gradient of the output)."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length):
@@ -33,7 +33,7 @@ def make(name, batch, heads, queries, keys, size, dtype=torch.float64, seed=0):
 
 
 def run(backend, pos, inputs, grad, **options):
-    """[output, gradient of each input]."""
+    """Return [output, gradient of each input]."""
     out = attend(*inputs[:3], pos, *inputs[3:], scale=0.35, backend=backend, **options)
     return [out, *torch.autograd.grad(out, inputs, grad)]
 
@@ -47,7 +47,7 @@ def assert_same(got, expected, tolerance):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", names())
 def test_every_embedding(name, dtype):
-    """150 rows: two blocks, of 75 rows each."""
+    """With 150 query rows there are two blocks of 75 rows."""
     case = make(name, 2, 3, 150, 150, 8, dtype)
     assert_same(run("blocked", *case), run("eager", *case), TOLERANCE[dtype])
 
@@ -63,7 +63,7 @@ def test_every_embedding(name, dtype):
     small=st.booleans(),
 )
 def test_any_shape(name, batch, heads, queries, offset, later, size, small):
-    """Any block remainder, one row, one key, many tiles, cached keys, keys that nobody may see."""
+    """Incomplete blocks, one row or key, many tiles, cached keys and unused later keys work."""
     keys = offset + queries + later
     case = make(name, batch, heads, queries, keys, size, seed=queries)
     with mock.patch.multiple(tiles, **(SMALL_TILES if small else {"MAX_ROWS": 128})):
@@ -113,7 +113,7 @@ def test_numerical_gradient():
 
 
 def test_the_layout_a_model_gives():
-    """q, k, v as slices of one projection, heads before positions, not contiguous anywhere."""
+    """q, k and v may be slices of one projection's output, which are not contiguous."""
     pos = load("kerple_log")
     theta = pos.initial_theta(4).requires_grad_()
     for batch in (1, 3):
@@ -149,7 +149,7 @@ def test_repeatable_bit_for_bit(name, dtype):
 
 
 def test_large_scores_do_not_overflow():
-    """Scores of several thousand, whose exponentials no float64 holds."""
+    """The scores are several thousand, and float64 cannot represent their exponentials."""
     pos, (q, k, v, theta), grad = make("kerple_log", 1, 2, 200, 200, 8)
     case = pos, [(q * 3000).detach().requires_grad_(), k, v, theta], grad
     got = run("blocked", *case)
@@ -159,7 +159,7 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power_mul", "none"])
 def test_dropout_against_an_explicit_mask(name):
-    """v = identity shows the weights after dropout, hence the mask; autograd does the rest."""
+    """With v = identity, the output shows the mask; autograd with this mask is the reference."""
     pos, inputs, grad = make(name, 2, 3, 100, 100, 100)
     identity = torch.eye(100).double().expand(2, 3, -1, -1)
     options = {"scale": 0.35, "backend": "blocked"}
@@ -184,7 +184,7 @@ def test_dropout_against_an_explicit_mask(name):
 
 
 def test_dropout_under_activation_checkpointing():
-    """The recomputed forward pass restores the generator, so the masks agree."""
+    """The recomputed forward pass restores the random generator, so both masks are the same."""
     pos, inputs, grad = make("kerple_log", 2, 2, 50, 50, 8)
 
     def function(*tensors):

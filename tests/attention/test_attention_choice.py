@@ -1,4 +1,4 @@
-"""The choice of a backend, and the refusal of what makes no sense."""
+"""Test the choice of a backend, and the refusal of invalid inputs."""
 
 from __future__ import annotations
 

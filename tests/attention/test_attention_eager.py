@@ -1,4 +1,4 @@
-"""Eager attention, the specification, against its formula written with loops in float64."""
+"""Test eager attention, the specification, against its formula written as loops in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.positional import load
 
 
 def by_hand(q, k, v, theta, scale: float, offset: int) -> torch.Tensor:
-    """One sequence; theta columns p, a, p', a' as in kerple_power_add_mul."""
+    """Compute attention for one sequence with loops; theta is that of kerple_power_add_mul."""
     out = torch.zeros_like(q)
     for h, (p, a, p2, a2) in enumerate(theta.tolist()):
         for row in range(q.shape[1]):
@@ -42,7 +42,7 @@ def test_eager_is_the_formula(queries, offset, later):
 
 
 def test_half_precision_is_rounded_once_at_the_end():
-    """bf16 inputs give the fp32 result of the same numbers, rounded."""
+    """The result for bf16 inputs is the fp32 result for the same numbers, rounded to bf16."""
     q, k, v = (torch.randn(1, 2, 600, 8).bfloat16() for _ in range(3))
     pos = load("kerple_log")
     theta = pos.initial_theta(2)

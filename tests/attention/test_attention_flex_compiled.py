@@ -57,7 +57,7 @@ def test_gradients_of_the_compiled_function(name, monkeypatch):
 
 
 def test_an_evaluation_in_inference_mode_may_come_first():
-    """What it leaves for later calls can be saved for their backward passes."""
+    """Masks that it caches can be saved for the backward passes of later calls."""
     flex.causal_mask.cache_clear()
     with torch.inference_mode():
         mask = flex.causal_mask(40, 40, 0, torch.device("cpu"))

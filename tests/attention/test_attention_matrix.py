@@ -35,7 +35,7 @@ def serves(backend: str, name: str, dtype: torch.dtype, on: str, training: bool)
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """As where the kernels are compiled, not interpreted; for choosing only."""
+    """Make the choice of a backend believe that Triton kernels are compiled, not interpreted."""
     monkeypatch.setattr(device, "INTERPRETED", False)
 
 
@@ -67,7 +67,7 @@ def test_what_is_chosen_and_what_is_refused(name, backend, on, compiled):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", names())
 def test_what_is_served_is_right(name, backend):
-    """In the interpreter, fused serves CPUs: in fp32 and fp16, and never in bf16."""
+    """In Triton's interpreter, `fused` also serves CPUs, in fp32 and fp16 but not in bf16."""
     pos = load(name)
     for dtype, tolerance in DTYPES.items():
         for training in (True, False):
@@ -127,7 +127,7 @@ def test_offsets_later_keys_and_shared_key_heads(name, backend):
 
 
 def test_a_choice_holds_for_the_use_it_was_made_for():
-    """Gradients or dropout that were not announced are refused when they come."""
+    """A call with gradients or dropout fails if the request for the backend excluded them."""
     pos, (q, k, v) = load("kerple_log"), torch.randn(3, 1, 2, T, E)
     theta = pos.initial_theta(2).requires_grad_()
     chosen = choose("sdpa", pos, device_type="cpu", dtype=torch.float32, training=False)

@@ -1,4 +1,4 @@
-"""Blocked attention holds nothing quadratic, and keeps nothing that it need not keep."""
+"""Test that the memory of blocked attention is linear, and how much it keeps for backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MB = 1 << 20
 
 
 def peak_bytes(call, folder) -> int:
-    """Largest sum of allocations that torch made and had not freed during the call."""
+    """Return the peak number of bytes that torch has allocated and not yet freed during a call."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         call()
@@ -42,7 +42,7 @@ def test_the_meter_sees_a_quadratic_buffer(tmp_path):
 
 
 def test_forward_and_backward_at_16384(tmp_path):
-    """One fp32 score matrix would take 1 GB, half of it in the past."""
+    """For comparison, one fp32 matrix of all scores would take 1 GB."""
     pos, *case = inputs("kerple_log", 1, 16_384, 16_384)
 
     def call():
@@ -53,7 +53,7 @@ def test_forward_and_backward_at_16384(tmp_path):
 
 
 def test_evaluation_rows_at_65536(tmp_path):
-    """The last 256 queries of 4 heads: accurate, and in the memory of a few rows."""
+    """The last 256 queries of 4 heads are accurate, and need only the memory of a few rows."""
     pos, *case = inputs("kerple_log", 4, 256, 65_536)
     results = []
 
@@ -73,7 +73,7 @@ def test_evaluation_rows_at_65536(tmp_path):
 
 
 def kept_elements(pos, q, k, v, theta) -> int:
-    """Numbers that the graph holds on to, beside the inputs."""
+    """Return how many numbers autograd's graph keeps, apart from the inputs."""
     kept = []
 
     def pack(tensor):
@@ -89,7 +89,7 @@ def kept_elements(pos, q, k, v, theta) -> int:
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power_add_mul"])
 @pytest.mark.parametrize("length", [30, 60, 120, 300])
 def test_what_is_kept_for_backward(name, length):
-    """The inputs; and the softmax's result of short sequences, within a multiple of their size."""
+    """The inputs are kept and, for short sequences, the softmax's result, which is then small."""
     pos, *case = inputs(name, 2, length, length)
     with mock.patch.object(blocked, "KEPT_SHARE", 0.0):
         least = kept_elements(pos, *case)

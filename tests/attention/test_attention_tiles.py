@@ -1,4 +1,4 @@
-"""The pieces of the blocked attention: kernels as views, diagonal sums, the walk over tiles."""
+"""Test the parts of blocked attention: matrices as views, diagonal sums, the walk over tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
 
 def distances(rows: int, keys: int) -> torch.Tensor:
-    """[rows, keys] of a block whose first row is query keys - 1, the next one keys - 2, ..."""
+    """Return distances [rows, keys] of a block whose rows are the queries keys-1, keys-2, ..."""
     query = torch.arange(keys - rows, keys).flip(0)[:, None]
     return query - torch.arange(keys)
 

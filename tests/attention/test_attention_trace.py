@@ -1,4 +1,4 @@
-"""Reading a torch formula as an expression, and FlexAttention's score_mod from it."""
+"""Test the translation of torch formulas to expressions and to FlexAttention's score_mod."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_read_says_why(function, why):
 
 
 def test_reading_in_inference_mode():
-    """An evaluation may be the first to ask."""
+    """The formula may first be read during an evaluation, in inference mode."""
     with torch.inference_mode():
         assert read(Odd(lambda theta, d: -theta[:, :1] * d)).bias is not None
 
@@ -95,7 +95,7 @@ def test_several_ways_to_write_the_same():
 @pytest.mark.parametrize("make", [score_mod_of, tabulated])
 @pytest.mark.parametrize("name", DISTANCE)
 def test_score_mod(name, make):
-    """Score by score against the formula; rpe is a table in both."""
+    """Compare single scores with the formula; T5's `rpe` is a table in both."""
     pos = load(name)
     theta = pos.initial_theta(3, torch.Generator().manual_seed(1))
     offset, length = 4, 9

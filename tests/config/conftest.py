@@ -1,4 +1,4 @@
-"""The smallest complete configuration, and fixtures that load text over it."""
+"""Define the smallest complete config, and fixtures that load it with changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(base: Path, tmp_path: Path) -> Callable[..., Config]:
-    """load(text, *overrides, world_size=1): the base with `text` over it, in over.yml."""
+    """Return load(text, *overrides, world_size=1): it loads the base config merged with `text`."""
 
     def _load(text: str = "", *overrides: str, world_size: int = 1) -> Config:
         over = tmp_path / "over.yml"
@@ -42,7 +42,7 @@ def load(base: Path, tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.fixture
 def problems(load: Callable[..., Config], tmp_path: Path) -> Callable[..., list[str]]:
-    """problems(text, *overrides): the report's lines without its head, paths cut to file names."""
+    """Return problems(text, *overrides), which returns one line for each problem of the config."""
 
     def _problems(text: str = "", *overrides: str, world_size: int = 1) -> list[str]:
         with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""train_batch_size = micro x accumulation x data-parallel size, derived or refused."""
+"""Test train_batch_size = micro x accumulation x data-parallel size: derived, or refused."""
 
 from __future__ import annotations
 

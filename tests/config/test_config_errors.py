@@ -1,4 +1,4 @@
-"""Every mistake is reported, all at once, with file, line, key and what to write instead."""
+"""Test that all mistakes are reported together, with file, line, key and what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Degrees of parallelism: what they divide, and what each refused layout is told."""
+"""Test degrees of parallelism: what they must divide, and the message for each refused layout."""
 
 from __future__ import annotations
 

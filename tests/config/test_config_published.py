@@ -26,7 +26,7 @@ DIFFERENT = {"output_layer_parallelism"}
 
 
 def load_case(case: dict, tmp_path: Path, world_size: int, *overrides: str) -> Config:
-    """The case's files: fixtures for the fixed ones, overlays written as generate_ymls would."""
+    """Load the config of a case, from files in the fixtures and newly written overlay files."""
     want = case["derived"]
     evaluates = "ex_eval.yml" in case["files"]
     overlay = {

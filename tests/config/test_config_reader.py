@@ -1,4 +1,4 @@
-"""The dialect: scalars, JSON in YAML, duplicates, composition, overrides, line numbers."""
+"""Test the reader: scalars, JSON in YAML, duplicates, merging, overrides, line numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relations between keys: each refused pair says what to write."""
+"""Test relations between keys: the message for each refused pair says what to write instead."""
 
 import pytest
 import yaml

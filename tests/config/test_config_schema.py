@@ -1,4 +1,4 @@
-"""The Config itself: frozen, equal, round trip through its flat form, described, documented."""
+"""Test `Config`: it is frozen, comparable, documented, and equal after saving and loading."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_describe_says_where_and_what_follows(load: Callable, tmp_path: Path) ->
 
 
 def test_the_order_of_masters_is_never_changed(load: Callable) -> None:
-    """Resuming in another layout, or with another order, would mix the parameters' masters up."""
+    """`round_robin_gradients` reorders the master weights, which would break resumed runs."""
     config = load("zero_optimization: {stage: 2, round_robin_gradients: true}")
     assert "round_robin_gradients" not in config.parallel.zero
     text = describe(config)
@@ -200,7 +200,7 @@ changes = st.fixed_dictionaries(
 
 
 def without_refused_pairs(change: dict) -> dict:
-    """Keys that exclude each other are tested in test_config_relations.py."""
+    """Remove keys that other keys exclude; test_config_relations.py tests such pairs."""
     stage = (change.get("zero_optimization") or {"stage": 1}).get("stage", 0)
     refused = {"data_types"} if stage == 0 or change.get("zero_optimization") == {} else set()
     if change.get("finetune"):

@@ -1,4 +1,4 @@
-"""Fixtures of the data tests: published files, small shards, a small corpus."""
+"""Define fixtures of the data tests: published files, small token shards, a small corpus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.shards import write_documents
 
 @pytest.fixture(scope="session")
 def parity(fixtures) -> Path:
-    """The folder of files that the published code made; it has a README."""
+    """Return the folder of files that the published code wrote; its README describes them."""
     return fixtures / "data"
 
 
@@ -26,7 +26,7 @@ def published_shards(parity) -> ShardReader:
 
 @pytest.fixture
 def make_shards(tmp_path) -> Callable[..., ShardReader]:
-    """make_shards(documents, dtype, name) writes and opens them."""
+    """Return make_shards(documents, dtype, name), which writes and opens a token shard."""
 
     def make(documents: Iterable, dtype=np.uint16, name: str = "made") -> ShardReader:
         return write_documents(tmp_path / name, documents, dtype)
@@ -36,7 +36,7 @@ def make_shards(tmp_path) -> Callable[..., ShardReader]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """2.4 MB of text in two files, one of them compressed."""
+    """Return a folder with 2.4 MB of text in two files, one of them compressed."""
     folder = tmp_path_factory.mktemp("corpus")
     archives.lmd_archive(folder, archives.texts(600, 1))[0].rename(folder / "a.jsonl.zst")
     archives.write_jsonl(folder / "b.jsonl", archives.texts(600, 2))
@@ -45,7 +45,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def unbroken(corpus, gpt2_files, tmp_path_factory) -> tuple[list, dict[str, bytes]]:
-    """(arguments that name input and tokenizer, the files of an uninterrupted run)."""
+    """Return (arguments for input and tokenizer, the files that an uninterrupted run wrote)."""
     folder = tmp_path_factory.mktemp("unbroken")
     arguments = ["--input", corpus, "-t", "GPT2BPETokenizer"]
     arguments += ["-v", gpt2_files[0], "-m", gpt2_files[1]]

@@ -1,3 +1,3 @@
-"""Triton's interpreter runs faster in these tests."""
+"""Make Triton's interpreter faster for the tests in this folder."""
 
 from tests.helpers.interpreter import patch_once_per_launch  # noqa: F401

@@ -1,4 +1,4 @@
-"""Downloads over loopback: resumed, verified, renamed; and from archives to training."""
+"""Test downloads from a local server: resumed, verified, renamed; and training on the result."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ TRAINING = {
 
 
 def test_three_corpora_from_their_archives_to_training(server, tmp_path, gpt2_files):
-    """Each original layout is downloaded and prepared; then a run trains on their blend."""
+    """Corpora in each archive layout are downloaded and prepared; a run trains on their blend."""
     data = tmp_path / "data"
     made = {}
     for seed, name in enumerate(sorted(archives.LAYOUTS)):

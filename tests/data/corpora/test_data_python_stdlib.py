@@ -1,4 +1,4 @@
-"""The built-in corpus: its content; it is made once, and again if it is damaged."""
+"""Test the built-in corpus: its content, and that it is made once, or again if it is damaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BYTES = build_tokenizer("ByteLevelTokenizer")
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A small library in place of the interpreter's."""
+    """Replace Python's standard library by a small one."""
     root = tmp_path / "lib"
     for name in ("a.py", "json/b.py", "json/tests/t.py", "encodings/x.py", "site-packages/p.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Unusual inputs: empty archives, JSON arrays, folders of other libraries, single partitions."""
+"""Test unusual inputs: empty archives, JSON arrays, folders of `datasets`, single partitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = '{"text": "fine", "meta": {"pile_set_name": "ArXiv"}}\n'
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """run(inputs, *flags, code) prepares them as data set x; returns its output."""
+    """Return run(inputs, *flags, code), which prepares the data set x and returns the output."""
 
     def prepare(inputs: list[Path], *flags: object, code: int = 0, name: str = "x") -> str:
         arguments = ["--input", *inputs, "--name", name, "-d", tmp_path / "out", "--workers", 1]
@@ -49,7 +49,7 @@ def empty_archives(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", [".jsonl.gz", ".tar", ".zip", ".parquet"])
 def test_an_archive_without_records_is_an_error(tmp_path, run, kind):
-    """Among good inputs too: an empty archive is probably a mistake."""
+    """This holds among good inputs, too, because an empty archive is probably a mistake."""
     empty, good = empty_archives(tmp_path)[kind], tmp_path / "good.jsonl"
     good.write_text(GOOD)
     assert f"error: {empty}: has no records" in run([good, empty], code=1)
@@ -81,7 +81,7 @@ def test_why_nothing_was_written(tmp_path, run):
 
 
 def test_partitions_without_documents(tmp_path, run, capsys):
-    """One chunk, two partitions: the empty one is reported; merging two empty ones fails."""
+    """With one chunk, one of two partitions is empty and reported; merging empty ones fails."""
     out, path = tmp_path / "out", tmp_path / "a.jsonl"
     path.write_text(GOOD)
     text = [run([path], "--partition", f"{part}/2") for part in (1, 2)]

@@ -1,4 +1,4 @@
-"""Real processes that are killed during their work, or write the same files at the same time."""
+"""Test processes that are killed during their work, or that write the same files at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ print(hashlib.sha256(data.batch(np.arange(2000))).hexdigest())
 
 @pytest.fixture
 def start(repo_root):
-    """start(code, *arguments) runs it in a new process and returns after its "ready"."""
+    """Return start(code, *arguments), which starts a process and waits until it prints "ready"."""
     running = []
 
     def begin(code: str, *arguments: object) -> subprocess.Popen:
@@ -114,7 +114,7 @@ def test_a_killed_writer_leaves_no_index(start, tmp_path):
 
 
 def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
-    """Repeatedly, at different moments: an existing .idx always belongs to the .bin beside it."""
+    """After a kill at any moment, an existing .idx belongs to the .bin beside it."""
     prefix, index, whole = tmp_path / "x", tmp_path / "x.idx", 0
     rng = np.random.RandomState(0)
     for _ in range(8):
@@ -166,7 +166,7 @@ def test_ranks_that_build_an_index_at_once(start, published_shards, tmp_path):
 
 @pytest.fixture
 def no_locks(monkeypatch):
-    """A file system without locks."""
+    """Simulate a file system without locks."""
 
     def refuse(*_):
         raise OSError(95, os.strerror(95))
@@ -186,7 +186,7 @@ def test_without_locks_two_writers_do_not_meet(no_locks, tmp_path):
 
 
 def test_without_locks_two_builders_of_an_index(no_locks, published_shards, tmp_path, monkeypatch):
-    """The second finds the folder of the first and uses it."""
+    """The second process finds the folder of the first one and uses it."""
     wanted = IndexArguments(published_shards.sizes, (0, 100), 50, 64, 0)
     arguments = (tmp_path, "train", wanted)
     build = index_cache.build_sample_index

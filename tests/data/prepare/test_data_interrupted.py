@@ -1,4 +1,4 @@
-"""Runs of prepare_data.py that are paused, and then killed or stopped."""
+"""Test runs of prepare_data.py that are paused, and then killed or stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wait_for_end(pids: list[int]) -> None:
 
 
 def test_killed_and_given_again(unbroken, tmp_path):
-    """Kill -9 at two moments, with different numbers of workers: the same bytes at the end."""
+    """After kill -9 at two moments and other numbers of workers, the final bytes are the same."""
     arguments, expected = unbroken
     run = [*arguments, "--name", "x", "-d", tmp_path]
     for workers, at in ((2, 4), (1, 9)):
@@ -86,7 +86,7 @@ def test_given_again_with_something_changed(unbroken, corpus, tmp_path):
 
 
 def test_a_full_disk(unbroken, tmp_path):
-    """The disk is a limit on file size here; the same command goes on once there is space."""
+    """A limit on file sizes simulates a full disk; with space, the same command continues."""
     arguments, expected = unbroken
     run = [*arguments, "--name", "x", "-d", tmp_path, "--workers", 2]
     room = len(expected[".bin"]) // 2
@@ -129,7 +129,7 @@ def test_workers_die_with_their_parent(unbroken, tmp_path):
 
 
 def test_interrupted_from_the_keyboard(unbroken, tmp_path):
-    """Ctrl-C reaches all processes of a terminal; only the parent of the workers answers."""
+    """Ctrl-C reaches all processes of a terminal, but only the parent prints a message."""
     arguments, expected = unbroken
     run = [*arguments, "--name", "x", "-d", tmp_path, "--workers", 2]
     process = begin_and_pause(*run, at=3)
@@ -158,7 +158,7 @@ print("peak", own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def write_input(path: Path, megabytes: int) -> None:
-    """Short documents; in parquet, long incompressible ones, one megabyte per row group."""
+    """Write short documents; for parquet, long incompressible ones, with row groups of 1 MB."""
     if path.suffix == ".jsonl":
         line = '{"text": "some words in a row, about as long as a line of prose"}\n'
         path.write_text(line * (megabytes * 10**6 // len(line)))

@@ -1,4 +1,4 @@
-"""Preparing shards: parity with the published command, and a message for each fault."""
+"""Test data preparation: the same files as the published command, a message for each fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTES = build_tokenizer("ByteLevelTokenizer")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """run(*arguments) -> (status, stdout, stderr) of prepare_data.py, in an empty folder."""
+    """Return run(*arguments) -> (exit code, stdout, stderr) of prepare_data.py."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str):

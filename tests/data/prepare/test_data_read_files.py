@@ -1,4 +1,4 @@
-"""Every kind of input: equal to what its library reads; damage is an error."""
+"""Test every kind of input: it is read as its own library reads it, and damage is an error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lines(documents=DOCUMENTS) -> bytes:
 
 
 def frames(content: bytes) -> bytes:
-    """zstandard data of several frames, as concatenated files have."""
+    """Compress `content` to zstandard data with several frames, as in concatenated files."""
     cut = content.index(b"\n", len(content) // 2) + 1
     packer = zstandard.ZstdCompressor()
     return packer.compress(content[:cut]) + packer.compress(content[cut:])
@@ -150,7 +150,7 @@ def test_globs_in_order_and_hidden_mistakes(tmp_path):
 
 
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
-    """Also a folder inside the given one: its files would be left out silently."""
+    """This includes inner folders, whose files would otherwise be left out silently."""
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.txt").write_text("a")
     scandir = os.scandir
@@ -229,7 +229,7 @@ def truncated(content: bytes, keep: float) -> bytes:
 
 
 def damaged(tmp_path: Path, name: str) -> Path:
-    """A truncated or damaged input of kind `name`."""
+    """Write a truncated or damaged input of the kind `name`, and return its path."""
     path = tmp_path / name
     if name.startswith("end-"):  # all members complete, the end mark missing
         archives.tar_of(path, [("a.txt", b"x" * 512)])

@@ -1,4 +1,4 @@
-"""prepare_data.py as real processes: workers, partitions, faults, gpt-neox's flags."""
+"""Test prepare_data.py as real processes: workers, partitions, faults, gpt-neox's flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes: order, bounds, errors, and death at any moment."""
+"""Test worker processes: order of results, limits, errors, and death at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blending: the published rule, step by step, and the data set built on it."""
+"""Test blending: GPT-NeoX's rule, and the data set that uses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.data.samples.dataset import TokenDataset
 
 
 def published_choices(weights, size: int) -> list[int]:
-    """GPT-NeoX's rule, one sample at a time, in Python's floats (C's doubles)."""
+    """Choose corpora by GPT-NeoX's rule in a plain loop, with Python's floats (C's doubles)."""
     counts, chosen = [0] * len(weights), []
     for step in range(size):
         at = max(float(step), 1.0)
@@ -37,7 +37,7 @@ WEIGHTS = st.lists(st.floats(0.001, 100), min_size=1, max_size=6)
 
 @given(WEIGHTS, st.integers(0, 300), st.integers(2, 40))
 def test_choices_are_the_published_ones(weights, size, lanes):
-    """With few, short lanes, so that short orders are also cut into stretches."""
+    """Segments are made short, so that even short orders have several."""
     shares = np.array(normalized(weights))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blend, "_LANES", lanes)

@@ -1,4 +1,4 @@
-"""Samples by number: what an epoch holds, the extension rule, the cache on disk."""
+"""Test the data set: what an epoch contains, `extend_to`, and the cache on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CountedTokens:
 
 
 def row_of_tokens(dataset):
-    """All tokens in the order of doc_idx."""
+    """Return all tokens in the order of doc_idx."""
     shards = dataset.shards
     starts = shards.pointers // 4
     parts = [shards.tokens[starts[d] : starts[d] + shards.sizes[d]] for d in dataset.index.doc_idx]

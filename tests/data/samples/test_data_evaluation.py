@@ -1,4 +1,4 @@
-"""Evaluation text: which tokens are targets, and that lengths share them."""
+"""Test evaluation sequences: which tokens are targets, and that all lengths share them."""
 
 from __future__ import annotations
 

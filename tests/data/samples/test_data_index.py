@@ -1,4 +1,4 @@
-"""The sample index: the published arrays, and the rule itself written as a list."""
+"""Test the sample index against published arrays and against a plain list of all tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.data.samples.split import SPLITS, split_documents
 
 
 def cuts_by_listing_every_token(sizes, doc_idx, seq_length):
-    """The rule, spelled out: list where each token of the row lies and take every L-th."""
+    """Compute sample_idx plainly: list the place of each token, and take every L-th entry."""
     row = [(place, at) for place, document in enumerate(doc_idx) for at in range(sizes[document])]
     return [(0, 0), *row[seq_length::seq_length]]
 
@@ -90,7 +90,7 @@ def test_index_is_the_rule(sizes, seq_length, num_samples, seed):
 
 @pytest.mark.parametrize("mean, seq_length", [(3, 64), (3, 700), (40, 7), (200, 3), (0.2, 1)])
 def test_index_across_chunks(monkeypatch, mean, seq_length):
-    """Sparse and dense cuts, many chunks, runs of empty documents longer than a chunk."""
+    """Cases are sparse and dense cuts, many chunks, and long runs of empty documents."""
     monkeypatch.setattr(sample_index, "_CHUNK", 1)
     rng = np.random.RandomState(3)
     sizes = rng.poisson(mean, 2000).astype(np.int32)

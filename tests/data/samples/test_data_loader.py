@@ -1,4 +1,4 @@
-"""The loader: published batches, resume, an order that does not depend on ranks."""
+"""Test the loader: published batches, resuming, an order that does not depend on ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_published_iterators(parity, published_shards, case, split):
 
 
 def global_batches(dataset, global_batch, micro_batch, dp_size, steps, consumed=0):
-    """[steps, global_batch, T]: the micro-batches of all ranks, in the order of rank in each."""
+    """Return [steps, global_batch, T], the micro-batches of all ranks in the order of ranks."""
     loaders = [
         TrainLoader(dataset, global_batch, micro_batch, rank, dp_size, consumed)
         for rank in range(dp_size)
@@ -104,7 +104,7 @@ def test_resuming_is_skipping(dataset, steps, micro, dp):
 
 
 def test_rank_reads_its_rows(dataset):
-    """Rows r * micro to (r + 1) * micro of each micro-step's block, micro-steps in a row."""
+    """In each micro-step, rank r reads the rows r * micro to (r + 1) * micro - 1 of the block."""
     loader = TrainLoader(dataset, global_batch=12, micro_batch=2, dp_rank=1, dp_size=3)
     assert loader.micro_steps == 2 and iter(loader) is loader
     for first in (2, 8, 14):
@@ -125,7 +125,7 @@ def test_the_end_is_an_error_and_the_position_stays(dataset):
 
 @pytest.mark.parametrize("num_samples", range(1, 40, 3))
 def test_enough_samples_for_what_was_asked(make_shards, num_samples):
-    """The published loader ends one sample early where the index holds exactly what was asked."""
+    """GPT-NeoX's loader ends one sample early if the index has exactly the requested number."""
     shards = make_shards([range(9)] * 5)
     data = TokenDataset(shards, (0, 5), num_samples, 4, 0, "train")
     loader = TrainLoader(data, 1, 1)
@@ -134,7 +134,7 @@ def test_enough_samples_for_what_was_asked(make_shards, num_samples):
 
 
 def test_published_positions(dataset):
-    """Resume with accumulation: the published valid position counts micro-steps as iterations."""
+    """With gradient accumulation, GPT-NeoX's validation position mistakes micro-steps for steps."""
     common = {"eval_interval": 10, "eval_iters": 3}
     plain, twice = (TrainLoader(dataset, size, 4, dp_size=2) for size in (8, 16))
     assert sample_counts(40, 10, 3, 8) == (320, 120, 24)

@@ -1,4 +1,4 @@
-"""Several shards as one data set: joined, and merged."""
+"""Test several token shards as one data set, joined or merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.data.shards.writer import ShardWriter
 
 @pytest.fixture
 def parts(make_shards, tmp_path):
-    """Three shards, the second without documents, and the merged one."""
+    """Return three shards, of which the second has no documents, and their merged shard."""
     rng = np.random.default_rng(0)
     for name, count in (("p-1", 20), ("p-2", 0), ("p-3", 31)):
         make_shards([rng.integers(0, 999, n) for n in rng.integers(0, 30, count)], name=name)

@@ -1,4 +1,4 @@
-"""Shards: the published writer's bytes, round trips, and every fault that a pair can have."""
+"""Test token shards: the bytes of the published writer, round trips, and every kind of fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoding libraries: each gives the reference's ids, or raises an error."""
+"""Test the encoding libraries: each gives the reference's ids, or raises an error."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_who_encodes(gpt2_files, tmp_path, monkeypatch):
 
 
 def test_backends_share_a_fingerprint(by_backend, gpt2_files, tmp_path):
-    """GPT-2's stored fingerprint and a vocabulary with other JSON spacing have the same one too."""
+    """The stored fingerprint is the same, too, and so is that of a reformatted vocab.json."""
     other = tmp_path / "vocab.json"
     other.write_text(json.dumps(json.loads(gpt2_files[0].read_text("utf-8")), indent=1), "utf-8")
     given = [(*gpt2_files, "tokenizers"), (*gpt2_files, "auto"), (other, gpt2_files[1], "auto")]

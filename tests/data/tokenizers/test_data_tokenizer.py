@@ -1,4 +1,4 @@
-"""Tokenizers: the published ids, round trips, bytes of each token, and messages."""
+"""Test tokenizers: the published ids, round trips, bytes of each token, and messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gpt2(gpt2_files):
 
 @pytest.fixture(scope="module")
 def hf_file(gpt2, tmp_path_factory):
-    """A tokenizer.json: GPT-2's, with a special end of document and an added run of spaces."""
+    """Write GPT-2's tokenizer.json with two added tokens: end of document, and several spaces."""
     backend = type(gpt2.reference).from_str(gpt2.reference.to_str())
     backend.add_special_tokens(["<|endoftext|>"])
     backend.add_tokens(["     "])
