@@ -1,4 +1,4 @@
-"""Digests of what training computes, to show that a change does not change the computation.
+"""Compute digests of training results, to show that a change of the code does not change them.
 
     python tests/distributed/digests.py --out before.json            # before the change
     python tests/distributed/digests.py --compare before.json        # after it, on the same machine
@@ -27,7 +27,7 @@ TIMES = ("tokens", "second", "time")
 
 
 def main() -> int:
-    """Print the digests, write or compare them."""
+    """Print the digests, and write them to a file or compare them with a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write the digests to this JSON file")
     parser.add_argument("--compare", type=Path, help="a JSON file written by --out")
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def quickstart(folder: Path) -> dict[str, str]:
-    """The first 100 steps of the quickstart, and a run that is resumed at step 20."""
+    """Return digests of 100 steps of the quickstart, and of a run that is resumed at step 20."""
     first = _train(folder, "first", exit_interval=100, save_interval=100)
     whole = _train(folder, "whole", exit_interval=40, save_interval=20)
     rewind(whole, folder / "resumed", 20)
@@ -55,7 +55,7 @@ def quickstart(folder: Path) -> dict[str, str]:
 
 
 def layouts(folder: Path) -> dict[str, str]:
-    """Each cell of the covering set, and the one-process runs that it is compared with."""
+    """Return digests of a few layouts that cover all pairs of settings, and of their references."""
     cells = covering(all_cells(ranks=4, largest=2))
     runs = {each.name: each for each in [*cells, *(cell.truth for cell in cells)]}
     train_all(folder, write_shards(folder), runs.values())

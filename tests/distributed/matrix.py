@@ -1,4 +1,4 @@
-"""Layouts as cells: all cells, the training of one, its difference from one process.
+"""Train models in many parallel layouts (cells), and compare each with one process.
 
     python tests/distributed/matrix.py --log FILE          every layout of at most 8 processes, the
                                                            models taking turns
@@ -40,7 +40,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 @dataclass(frozen=True)
 class Cell:
-    """One layout of one model."""
+    """One parallel layout of one model."""
 
     tp: int
     pp: int
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def refused(self) -> bool:
-        """Whether the config refuses it, or another cell has the same layout."""
+        """Whether the config refuses this layout, or another cell has the same one."""
         pipeline = self.pp > 1 and (self.zero != 1 or self.cp > 1)
         return pipeline or (self.sp and self.tp == 1) or self.tp * self.cp > HEADS
 
@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def truth(self) -> Cell:
-        """The same model in one process."""
+        """The cell of the same model in one process, which is the reference."""
         return Cell(1, 1, 1, 1, self.dtype, self.pos, self.tied, layers=self.layers)
 
 
@@ -91,7 +91,7 @@ HEADS = 4
 
 
 def all_cells(ranks: int, largest: int = 8) -> list[Cell]:
-    """Every cell that is not refused, of at most `ranks` processes and `largest` on an axis."""
+    """Return every cell that is not refused, of at most `ranks` processes."""
     sizes = {axis: [v for v in AXES[axis] if v <= largest] for axis in ("tp", "pp", "dp")}
     products = itertools.product(*(AXES | sizes).values())
     cells = (Cell(*values, layers=max(2, values[1])) for values in products)
@@ -112,12 +112,12 @@ def alternating(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def pairs(cell: Cell) -> set[tuple]:
-    """Every pair of its settings."""
+    """Return every pair of settings of the cell."""
     return set(itertools.combinations([(axis, getattr(cell, axis)) for axis in AXES], 2))
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """A few of `cells` that cover every pair of settings that `cells` contain (greedy)."""
+    """Choose, greedily, a few of `cells` that together have every pair of settings in `cells`."""
     left = set().union(*map(pairs, cells))
     chosen: list[Cell] = []
     while left:
@@ -128,7 +128,7 @@ def covering(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def keys(cell_: Cell) -> dict:
-    """Its config: clipping on (in `BASE`), two micro-batches accumulated, 16 samples a step."""
+    """Return the cell's config keys: two accumulated micro-batches, 16 samples per step."""
     return {
         "model_parallel_size": cell_.tp,
         "pipe_parallel_size": cell_.pp,
@@ -152,7 +152,7 @@ def keys(cell_: Cell) -> dict:
 def train_cells(
     groups, folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None
 ) -> None:
-    """Train each cell of this world size into `folder`/name; rank 0 calls `note` after each."""
+    """Train each cell with these processes into `folder`/name; rank 0 calls `note` after each."""
     torch.set_num_threads(1)
     for each in cells:
         config = folder / f"{each.name}.yml"
@@ -169,7 +169,7 @@ def train_cells(
 def train_all(
     folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None, timeout: float = 280
 ) -> None:
-    """Train cells, smallest worlds first, several in one process group."""
+    """Train all cells, those with the fewest processes first, several with the same processes."""
     ordered = sorted(set(cells), key=lambda c: (c.ranks, c.name))
     for ranks, group in itertools.groupby(ordered, key=lambda c: c.ranks):
         group = list(group)
@@ -178,7 +178,7 @@ def train_all(
 
 
 def metrics(run: Path) -> dict[tuple[str, int], float]:
-    """(metric, step) -> value, of all metrics that must not depend on the layout."""
+    """Return (metric, step) -> value, for all metrics that must not depend on the layout."""
     found = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -192,7 +192,7 @@ def metrics(run: Path) -> dict[tuple[str, int], float]:
 
 
 def distance(folder: Path, each: Cell) -> float:
-    """Largest difference from one process, relative to max(1, |value|), over all metrics."""
+    """Return the largest difference of a metric from one process, relative to max(1, |value|)."""
     truth, ours = metrics(folder / each.truth.name), metrics(folder / each.name)
     assert ours.keys() == truth.keys() and len(ours) > 2 * STEPS, each.name
     return max(abs(ours[k] - v) / max(1.0, abs(v)) for k, v in truth.items())
@@ -208,7 +208,7 @@ def write_line(folder: Path, each: Cell) -> None:
 
 
 def main() -> int:
-    """Exit code 1 when a cell is out of tolerance or could not be trained."""
+    """Return exit code 1 if a cell differs by more than its tolerance or could not be trained."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="largest number of processes")
     parser.add_argument("--all", action="store_true", help="every layout with every model")
@@ -247,7 +247,7 @@ def main() -> int:
 
 
 def missing(cells: Iterable[Cell], log: Path) -> list[Cell]:
-    """The cells without a line in the log."""
+    """Return the cells without a line in the log."""
     done = {line.split()[0] for line in log.read_text().splitlines() if line.strip()}
     return [each for each in cells if each.name not in done]
 

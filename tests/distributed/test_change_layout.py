@@ -1,4 +1,4 @@
-"""A run saved in one layout continues in another with the losses of a run that never changed."""
+"""A run that changes its layout has the losses of a run that does not."""
 
 import contextlib
 import io

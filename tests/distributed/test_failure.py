@@ -1,4 +1,4 @@
-"""The failure of one rank ends the others, whether they hang, wait or fail too."""
+"""Test that the failure of one rank ends the others, whether they hang, wait or fail, too."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ HOST = socket.gethostname()
 
 
 def watched(rank, fault, where):
-    """Rank `where` raises or is killed, while the other hangs or waits in a collective."""
+    """Make rank `where` raise or be killed, while the other hangs or waits in a collective."""
     failure.Watch()
     dist.init_process_group("gloo")
     time.sleep(1)
@@ -90,7 +90,7 @@ def test_a_job_that_fares_well_ends_well():
 
 
 def ends_late(rank):
-    """Rank 0, which holds the store, ends while rank 1 still watches."""
+    """End rank 0, which holds the store, while rank 1 still watches."""
     failure.STORE_TIMEOUT = 60.0
     watch = failure.Watch()
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Every ZeRO stage, precision and number of ranks trains the same model and resumes bit for bit.
+"""Test that all ZeRO stages, precisions and numbers of ranks train alike and resume bit for bit.
 
 All cells of a world size run in one process group, one after the other, so that DeepSpeed is
 imported once. The tests then read the files that the jobs wrote.

@@ -1,4 +1,4 @@
-"""Every layout trains the model of one process: a set of cells that covers all pairs of settings.
+"""Test that a set of layouts, which covers all pairs of settings, trains as one process does.
 
 The whole matrix is a script, tests/distributed/matrix.py; its log is kept beside it.
 """

@@ -24,7 +24,7 @@ def prefix(tmp_path_factory):
 
 
 def job(rank, config, folder, faults):
-    """Run `train.py`; `faults[rank]` changes the circumstances of this rank."""
+    """Run `train.py` on this rank, after applying the fault `faults[rank]`."""
     fault = faults.get(rank, {})
     agreement.PATIENCE = 1
     os.chdir(fault.get("folder", folder))  # `save` is relative, as it often is
@@ -39,7 +39,7 @@ def job(rank, config, folder, faults):
 
 
 def other_checkpoints(folder):
-    """Rank 0 sees a checkpoint where rank 1 sees none; they save into one folder."""
+    """Make rank 0 see a checkpoint in `load` and rank 1 none; both save into one folder."""
     (folder / "0" / "elsewhere").mkdir()
     (folder / "0" / "elsewhere" / "latest").write_text("global_step3")
     options = ["-o", "load=elsewhere", "-o", f"save={folder / 'runs'}"]

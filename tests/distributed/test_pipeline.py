@@ -1,4 +1,4 @@
-"""A model split into pipeline stages: one theta, the plain model's names, bitwise resume."""
+"""Test pipeline stages: one theta, the plain model's parameter names, bitwise resuming."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def several(groups, folder, prefix):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """(folder, names of the plain model's parameters, names on each stage of two)."""
+    """Return (folder, parameter names of the plain model, parameter names of each stage)."""
     folder = tmp_path_factory.mktemp("pipeline")
     prefix = write_shards(folder)
     (plain,) = run_ranks(1, one, folder, prefix)

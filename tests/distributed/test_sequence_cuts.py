@@ -1,4 +1,4 @@
-"""Positions split over ranks, as in Megatron and in Ulysses, give the values of one process."""
+"""Test sequence and context parallelism: the values are those of one process."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LENGTHS = (12, 13)  # the second is padded and cut again
 
 
 def results(model, length, groups=None):
-    """(token losses, logits, gradients of unsharded parameters, averaged as an engine does)."""
+    """Return (token losses, logits, averaged gradients of unsharded parameters)."""
     tokens = torch.randint(0, 32, (3, length + 1), generator=torch.Generator().manual_seed(5))
     model.zero_grad()
     losses = model(tokens[:, :-1], tokens[:, 1:])
@@ -67,7 +67,7 @@ def test_values_and_gradients_are_the_whole_models(ranks, variant):
 
 
 def hidden_states(groups, layout):
-    """Shapes between the layers, bytes kept for the backward pass, dropout masks of two ranks."""
+    """Return shapes between layers, bytes kept for backward, and dropout masks of two ranks."""
     groups = groups.divided(**LAYOUTS[layout][1])
     model = build(groups.model, cp=groups.context, dropout=0.5).train()
     seen = []
@@ -165,7 +165,7 @@ def test_other_lengths_are_evaluated_as_by_one_process(runs, name):
 
 
 def recomputed(groups, layout):
-    """Gradients under dropout, without and with activations computed again."""
+    """Return gradients under dropout, without and with activation checkpointing."""
     groups = groups.divided(**LAYOUTS[layout][1])
     model = build(groups.model, cp=groups.context, dropout=0.3).train()
     found = []

@@ -1,4 +1,4 @@
-"""A model sharded over two ranks equals the full one: values, gradients, dropout, checkpoints."""
+"""Test that a model on two tensor-parallel ranks equals the full model, also in checkpoints."""
 
 import itertools
 import subprocess
@@ -35,7 +35,7 @@ VARIANTS = {
 
 
 def build(tp, dropout=0.0, cp=ALONE, **changes):
-    """A float64 model whose biases are not zero, so that a bias that is added twice shows."""
+    """Build a float64 model with nonzero biases, so that adding one twice would be noticed."""
     v = BASE | changes
     pos = load(v["pos"])
     block = BlockShape(
@@ -60,7 +60,7 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
 
 
 def losses_and_gradients(model, tp):
-    """(token losses, logits, gradients of unsharded parameters)."""
+    """Return (token losses, logits, gradients of unsharded parameters)."""
     tokens = torch.randint(0, 32, (3, 13), generator=torch.Generator().manual_seed(5))
     losses = model(tokens[:, :-1], tokens[:, 1:])
     (losses * torch.linspace(0.5, 1.5, losses.numel()).view_as(losses)).sum().backward()
@@ -117,7 +117,7 @@ def test_ranks_agree_bit_for_bit_on_what_they_share(cut, variant):
 
 
 def extreme_losses(groups):
-    """Losses of logits whose exp overflows unless the maximum of the group is subtracted."""
+    """Return losses of logits whose exp overflows unless the group's maximum is subtracted."""
     tp = groups.divided(model_size=2).model
     whole = torch.tensor([[[-500.0, 3.0, 0.0, 900.0], [2.0, 1.0, -900.0, 1.0]]])
     targets = torch.tensor([[3, 0]])
@@ -200,7 +200,7 @@ def jobs(groups, folder, prefix):
 
 
 def alone(groups, folder, prefix):
-    """One process: the truth, and the results with the weights of a sharded run."""
+    """Train in one process: the reference, and a run from the checkpoint of a sharded run."""
     torch.set_num_threads(1)
     base = JOB | {"make_vocab_size_divisible_by": 16, "no_weight_tying": True}
     run_job(groups, write_config(folder / "a.yml", prefix, save=str(folder / "alone"), **base))
@@ -211,7 +211,7 @@ def alone(groups, folder, prefix):
 
 
 def tune_cut(groups, folder, prefix):
-    """Two tensor-parallel ranks, under each ZeRO stage, from an unsharded checkpoint."""
+    """Train on two tensor-parallel ranks from an unsharded checkpoint, with each ZeRO stage."""
     torch.set_num_threads(1)
     for stage in (0, 1, 3):
         keys = JOB | CUT | cell(stage, "fp32") | {"no_weight_tying": True, "train_iters": 1}

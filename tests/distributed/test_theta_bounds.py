@@ -1,4 +1,4 @@
-"""Theta at a bound, pushed outwards: after the step, copy and fp32 master lie within the bounds."""
+"""Test that theta, pushed beyond a bound by a step, is clamped in both copy and fp32 master."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Pushed(nn.Module):
 
 
 def push(groups, stage, precision, bound, numerics=WIDE):
-    """[(copy, master before projection, master after)] of three steps."""
+    """Return [(copy, master before projection, master after it)] for three steps."""
     import deepspeed
 
     pos = load("kerple_power", numerics=numerics)
@@ -114,7 +114,7 @@ def test_copy_and_master_lie_within_the_bounds(outcome, stage, precision, bound)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_published_numerics_the_copy_alone_is_clamped(outcome, stage):
-    """The fp32 master drifts on, as in the released code; the copy follows the clamp."""
+    """The fp32 master is not clamped, as in the released code, and only the copy is."""
     low, high = load("kerple_power").bounds()
     steps = outcome[stage, "bf16", "alone"]
     for copy, before, after in steps:

@@ -1,4 +1,4 @@
-"""Numbers of ranks that do not divide theta (nor any weight) train, resume and convert."""
+"""Test training, resuming and converting with numbers of ranks that divide no weight evenly."""
 
 import pytest
 import torch

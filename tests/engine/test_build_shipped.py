@@ -1,4 +1,4 @@
-"""Every shipped YAML describes a model that can be built; width and names are the file's own."""
+"""Test that every shipped YAML file describes a model that can be built."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ TEXTS = {path: path.read_text() for path in SOURCES}
 
 
 def kind_of(node, names):
-    """`config`, or the name of a section, if that is what an expression stands for."""
+    """Return "config", or a section's name, if the expression stands for one of these."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -37,7 +37,7 @@ def kind_of(node, names):
 
 
 def local_names(function):
-    """Local names of a function that stand for the config or one of its sections."""
+    """Return the local names of a function that stand for the config or one of its sections."""
     names = {"config": "config"}
     arguments = [*function.args.args, *function.args.kwonlyargs]
     annotated = [(each.arg, ast.unparse(each.annotation)) for each in arguments if each.annotation]
@@ -55,7 +55,7 @@ def local_names(function):
 
 
 def strings(expression, tree):
-    """The text constants of a tuple, written in place or named at the top of the file."""
+    """Return the strings in a tuple, which is written in place or named at the top of the file."""
     if isinstance(expression, ast.Name):
         assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
         named = [node.value for node in assigned if ast.unparse(node.targets[0]) == expression.id]
@@ -67,7 +67,7 @@ def strings(expression, tree):
 
 @cache
 def reads(text):
-    """(section, field) of every attribute that one file reads from a section."""
+    """Return (section, field) of every attribute that one file reads from a section."""
     found, tree = set(), ast.parse(text)
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
@@ -100,7 +100,7 @@ def test_every_field_is_read():
     ids=lambda name: name,
 )
 def test_a_field_that_nothing_reads_is_found(section, field):
-    """Each field's reads are removed from the text: attributes of its section, however written."""
+    """If all reads of a field are removed from the source text, the field is reported."""
     texts = [
         re.sub(rf"(?<=\.){field}\b|(?<=\"){field}(?=\")", "removed", text)
         for text in TEXTS.values()

@@ -1,4 +1,4 @@
-"""Jobs from the command line: faults, resuming, and mistakes of a user."""
+"""Test jobs from the command line: faults, resuming, and mistakes of a user."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def command(script, *args):
 
 
 def call_in_new_interpreter(script, *args, **env):
-    """Run a command in a new interpreter; return its output."""
+    """Run a command in a new interpreter, and return its output."""
     done = subprocess.run(
         command(script, *args),
         cwd=ROOT,
@@ -52,7 +52,7 @@ def config_at(folder, prefix, **changes):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, prefix):
-    """A run of six steps with checkpoints at 3 and 6, left alone."""
+    """Return a run of six steps with checkpoints at 3 and 6. Tests must not change it."""
     folder = tmp_path_factory.mktemp("finished")
     lengths = {"eval_lengths": [16, 32], "eval_tokens": 256, "eval_context_baseline": 4}
     config, run = config_at(folder, prefix, save_interval=3, **lengths)

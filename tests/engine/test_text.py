@@ -1,4 +1,4 @@
-"""A job's data: one prefix, several, or corpora per split; indices that are kept on disk."""
+"""Test a job's data: one or several prefixes, corpora per split, cached sample indices."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_corpora_for_each_split(prefixes, tmp_path):
 
 
 def test_each_shard_is_opened_once(prefixes, tmp_path, monkeypatch):
-    """If the config names it in a list, by a glob, or in two splits."""
+    """This holds if the config names it in a list, by a glob, or in two splits."""
     opened = []
 
     def counted(prefix: str) -> ShardReader:

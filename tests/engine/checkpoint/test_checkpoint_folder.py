@@ -1,4 +1,4 @@
-"""Finding, pruning and reading checkpoint folders; errors name the remedy."""
+"""Test how checkpoint folders are found, pruned and read; errors name the remedy."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_pruning_counts_numbers_not_letters_and_spares_what_it_does_not_know(tmp
 
 
 def test_what_lies_beyond_the_newest_is_neither_counted_nor_removed(tmp_path):
-    """15 is damaged and the run went back: at step 12 it has two intact checkpoints, 10 and 12."""
+    """Checkpoint 15 is damaged, so the run went back. At step 12 it keeps 10 and 12."""
     for step in (5, 10, 12, 15):
         make(tmp_path, step)
     prune(Saved(tmp_path, "global_step12"), 2)

@@ -1,4 +1,4 @@
-"""A damaged newest checkpoint is named; the one before it is used only if that is allowed."""
+"""Test damage in the newest checkpoint: it is reported, or an earlier one is used if allowed."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ ALONE = build_groups(torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """(config, run folder, output) of six steps with checkpoints at 3 and 6."""
+    """Return (config, run folder, output) of a run of six steps with checkpoints at 3 and 6."""
     folder = tmp_path_factory.mktemp("damage")
     run = folder / "run"
     keys = {"save": str(run), "load": str(run), "save_interval": 3}
@@ -34,7 +34,7 @@ def finished(tmp_path_factory):
 
 
 def flip(path):
-    """Change one bit in the middle of a file."""
+    """Change one bit in the middle of the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -93,7 +93,7 @@ def test_a_damaged_latest_is_passed_over_only_when_allowed(copy, named):
 
 
 def test_what_lies_beyond_latest_is_taken_last(copy):
-    """`latest` names a damaged one between two intact ones: the earlier is taken."""
+    """If `latest` names a damaged checkpoint between two intact ones, the earlier one is used."""
     shutil.copytree(copy / "global_step3", copy / "global_step9")
     flip(copy / "global_step6" / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="resume from .*global_step3 with"):
@@ -131,7 +131,7 @@ def test_another_batch_size_is_reported(finished):
 
 
 def test_another_runs_folder_is_read_and_never_written(finished, tmp_path, monkeypatch):
-    """Its checkpoint is converted where this job saves, which may be the one place it can write."""
+    """A checkpoint of another run is converted in this job's own folder `save`."""
     seen = []
     monkeypatch.setattr(relayout, "restore", lambda *args: seen.append(args[2:4]))
     config = load_config([finished[0]], [f"save={tmp_path / 'own'}"])
@@ -159,7 +159,7 @@ def test_train_stops_at_damage_and_goes_on_when_allowed(finished, copy):
 
 
 def test_damage_that_an_early_record_does_not_cover_is_named(finished, copy):
-    """Checkpoints of early versions have no checksums."""
+    """Checkpoints of early versions have no checksums, but some damage is noticed all the same."""
     record = json.loads((copy / "global_step6" / "kerple.json").read_text())
     del record["checksum"], record["files"]
     (copy / "global_step6" / "kerple.json").write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version wrote resume, evaluate and export as they did then."""
+"""Test that checkpoints of an earlier version resume, evaluate and export as they did then."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ CHANGES = {
     "run": [],
     "run_tp2": ["hidden_dropout=0", "attention_dropout=0", "model_parallel_size=1"],
 }
-"""Run folder -> what its config changes in `config.yml`, for one process."""
+"""Run folder -> the changes to its `config.yml` that are needed for one process."""
 
 
 def config_of(folder, name):
@@ -35,7 +35,7 @@ def resume_all(groups, folder):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """The folder of both runs, resumed from step 3 to step 6 on one process."""
+    """Return the folder of both runs, after resuming them from step 3 to step 6 on one process."""
     folder = tmp_path_factory.mktemp("earlier")
     for name in CHANGES:
         shutil.copytree(WRITTEN / name, folder / name)

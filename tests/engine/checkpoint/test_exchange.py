@@ -1,4 +1,4 @@
-"""Our own checkpoints in the published layout: read back, they are the same model."""
+"""Test exports to GPT-NeoX's layout: read back, they are the same model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEYS = {
 
 
 def own_checkpoint(folder, **changes):
-    """(config, model) of a run folder with a checkpoint at step 5, as training leaves it."""
+    """Write a run folder with a checkpoint at step 5, and return (config, model)."""
     folder.mkdir()
     path = folder / "config.yml"
     path.write_text(json.dumps(KEYS | changes))
@@ -102,7 +102,7 @@ def test_an_embedding_that_the_published_code_lacks_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("parts", "divisor"), [(1, 16), (2, 24), (3, 16)])
 def test_the_vocabulary_is_padded_there_as_it_is_here(tmp_path, parts, divisor):
-    """That program computes the padding again and refuses a checkpoint that differs."""
+    """GPT-NeoX computes the padding again and refuses a checkpoint with another one."""
     own_checkpoint(tmp_path / "run", num_attention_heads=6, hidden_size=36)
     written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
     args = neox.read(written).args

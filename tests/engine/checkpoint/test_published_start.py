@@ -1,4 +1,4 @@
-"""Published checkpoints as `load`: evaluated on the published batches, continued, fine-tuned."""
+"""Test GPT-NeoX's checkpoints as `load`: evaluated on its batches, continued, fine-tuned."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def prefix(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    """The folder of a release: published files that `load` and `save` name."""
+    """Return the folder of a release, a copy of published files for `load` and `save`."""
     return Path(shutil.copytree(PUBLISHED, tmp_path / "release"))
 
 
@@ -68,7 +68,7 @@ def config_at(tmp_path, prefix, run, **changes):
 
 
 def published_loss(config, prefix, part, start, count):
-    """Mean loss over `count` batches from micro-step `start` on, from the index arrays alone."""
+    """Compute the mean loss over `count` batches from micro-step `start` on, without the loader."""
     b, t = config.batch, config.training
     shards = ShardReader(prefix)
     splits = split_documents(config.data.split, len(shards))
@@ -150,7 +150,7 @@ def test_nothing_to_evaluate_is_an_error(tmp_path, prefix):
 
 
 def test_the_recorded_curve_is_taken_where_the_config_asks_for_it(tmp_path, prefix, run):
-    """The release was trained with another rate than this config's 0.01."""
+    """The release was trained with another learning rate than 0.01, the rate of this config."""
     for use, rate in ((True, 6e-4), (False, 0.01)):
         path = config_at(tmp_path, prefix, run, train_iters=60000, use_checkpoint_lr_scheduler=use)
         config = load_config([path])

@@ -1,4 +1,4 @@
-"""Perplexity by length, compared with direct computation."""
+"""Test perplexity by length against a direct computation."""
 
 import math
 
@@ -14,7 +14,7 @@ GROUPS = build_groups(torch.device("cpu"))
 
 
 def loss_of(inputs, targets):
-    """A "model" whose loss at position t depends on the target and on how much it has seen."""
+    """Return losses of a fake model. They depend on the target and on the length of the context."""
     seen = torch.arange(1, inputs.shape[1] + 1).expand_as(inputs)
     return targets.float() / 10 + 1.0 / seen
 

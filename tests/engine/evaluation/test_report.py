@@ -1,4 +1,4 @@
-"""The evaluation's table, CSV and plots."""
+"""Test the evaluation's table, CSV and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published checkpoints that are damaged, incomplete, or whose shards differ."""
+"""Test GPT-NeoX's checkpoints that are damaged or incomplete, or whose shards differ."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_missing_rank_is_seen_although_no_file_says_that_there_were_two(tmp_pa
 
 
 def test_shards_that_merging_alters_are_given_back_as_they_were(tmp_path):
-    """Biases that each rank trained for itself are summed; replicas may differ by rounding."""
+    """Such shards are biases that are summed, and replicas that differ slightly."""
     folder, tag = copy_of("tp2_row_gptj_geglu", tmp_path)
     files = folder / tag
     bias, norm = "attention.dense.bias", "input_layernorm.weight"
@@ -123,7 +123,7 @@ def test_shards_that_merging_alters_are_given_back_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("summed", [True, False])
 def test_an_import_for_another_residual_is_refused(tmp_path, summed):
-    """A folder without its config is merged as if trained without gpt_j_residual."""
+    """Without its config, a checkpoint is merged as if trained without `gpt_j_residual`."""
     folder, tag = copy_of("tp2_row_gptj_geglu", tmp_path)
     import_checkpoint(folder / tag, tmp_path / "ours", summed_biases=summed)
     own = ["model_parallel_size=1", "make_vocab_size_divisible_by=64", "seq_length_val=null"]

@@ -1,4 +1,4 @@
-"""Published checkpoints are read, refused if they are wrong, and exported without a loss."""
+"""Test that GPT-NeoX's checkpoints are read, refused if wrong, and exported without a loss."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model(pos_emb="kerple_log", hidden_size=64, **changes) -> GPT:
 
 
 def small_model(pos_emb: str) -> GPT:
-    """The shape of the cases `power_beyond_bounds` and `tp2_column_original`."""
+    """Build a model of the shape of the cases `power_beyond_bounds` and `tp2_column_original`."""
     return model(pos_emb, 24, num_layers=2, vocab_size=64, max_positions=16)
 
 
@@ -61,7 +61,7 @@ def edit(path: Path, change) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_import_then_export_gives_the_same_files(name, tmp_path):
-    """Names of files and tensors, shapes, dtypes and values; tensor-parallel shards included."""
+    """File names and tensor names, shapes, dtypes and values of all shards are the same."""
     source = source_of(name)
     found = import_checkpoint(source, tmp_path / "ours", summed_biases="gptj" in name)
     back = export_checkpoint(tmp_path / "ours", tmp_path / "back")

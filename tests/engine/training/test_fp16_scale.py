@@ -1,4 +1,4 @@
-"""The loss scale of fp16, from the config's keys to the engine's scaler; no GPU needed.
+"""Test the loss scale of fp16, from the config's keys to the engine's scaler, without a GPU.
 
 The engine refuses fp16 on a CPU: fp16 jobs are in tests/gpu/test_gpu_engine.py.
 """
@@ -31,7 +31,7 @@ optimizer: {type: Adam, params: {lr: 0.1}}
 
 @pytest.fixture(scope="module")
 def job():
-    """The scaler asks for its rank when a step overflows."""
+    """Join a job, because the scaler asks for its rank when a step overflows."""
     join.join_job()
     yield
     join.leave_job()
@@ -41,7 +41,7 @@ def job():
 
 @pytest.fixture
 def scaler(job, tmp_path):
-    """The scaler that the engine builds from the config's `fp16` section."""
+    """Return a function that builds the engine's scaler from the config's `fp16` section."""
 
     def build(fp16):
         path = tmp_path / "config.yml"
@@ -98,7 +98,7 @@ def test_a_fixed_scale_stays(scaler):
 
 
 class ZeroOptimizer:
-    """The methods of DeepSpeed's ZeRO optimizers that use the loss scale."""
+    """A fake ZeRO optimizer of DeepSpeed, with the methods that use the loss scale."""
 
     param_groups = ({"lr": 0.1},)
 
@@ -137,7 +137,7 @@ def run_loop(engine, settings):
 
 @pytest.mark.parametrize("kind", [ZeroOptimizer, PlainOptimizer])
 def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, kind):
-    """Steps 1 and 2 lower the scale to the least, step 3 fits, step 4 is beyond help."""
+    """Steps 1 and 2 lower the scale to the least one, step 3 fits, and step 4 overflows."""
     least = scaler("{enabled: true, initial_scale_power: 3, hysteresis: 1, min_loss_scale: 2}")
     engine = SimpleNamespace(optimizer=kind(least), train=lambda: None, get_lr=lambda: [0.1])
     overflows = [True, True, False, True, False]

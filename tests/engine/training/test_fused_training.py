@@ -1,4 +1,4 @@
-"""The fused passes under the training engine: launched as often as they should be, and right.
+"""Test training with the fused Triton kernels: the number of launches, and the results.
 
 In Triton's interpreter, in a separate process; in fp32, because the interpreter is wrong in bf16.
 """
@@ -34,7 +34,7 @@ def test_training_launches_the_passes_and_learns_the_same(tmp_path, prefix):
 
 
 def test_dropout_is_repeated_on_resume(tmp_path, prefix):
-    """A run that stops after its first step and goes on ends as if it had not stopped."""
+    """A run that stops after its first step and is resumed ends like an uninterrupted run."""
     run = tmp_path / "run"
     config = write_config(tmp_path / "config.yml", prefix, **keys(run))
     options = ("-o", "attention_backend=fused", "-o", "attention_dropout=0.3")

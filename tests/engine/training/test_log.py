@@ -1,4 +1,4 @@
-"""RunLog: what lands in metrics.jsonl, on the console and in wandb, which really runs (offline)."""
+"""Test RunLog: metrics.jsonl, the console, and wandb, which really runs (offline)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def finished_runs(folder: Path) -> list[list[Record]]:
-    """The records of each finished offline run; wandb's process may write them a little late."""
+    """Return the records of each finished offline run; wandb's process may write them late."""
     runs = [list(records(path)) for path in folder.glob("wandb/offline-run-*/*.wandb")]
     return [run for run in runs if run and run[-1].HasField("exit")]
 
@@ -149,7 +149,7 @@ def test_wandb_offline_records_on_disk_and_a_resumed_run_adds_its_own(tmp_path, 
 
 
 class OnlineRun:
-    """Stands for a wandb run on a server, which no test has."""
+    """A fake of a wandb run on a server."""
 
     id, url, disabled, offline = "abc123", "https://wandb.invalid/abc123", False, False
 

@@ -1,4 +1,4 @@
-"""Which parameters decay, and the configuration that the engine gets."""
+"""Test which parameters have weight decay, and the configuration that the engine gets."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Learning rates against figures of the published schedule and against its properties."""
+"""Test learning rates against numbers of the published schedule and against its properties."""
 
 import math
 
