@@ -3,7 +3,7 @@
 Example: `python train.py a.yml b.yml -o key=value`.
 """
 
-from megatron import entry
+from megatron import entry, preemption
 from megatron.config.command_line import config_parser, load_or_exit
 from megatron.config.describe import describe
 
@@ -12,7 +12,7 @@ def main() -> int:
     """Train with the configs that the command line names, and return the exit code.
 
     The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
-    fix.
+    fix. A job that a signal ends early returns `preemption_exit_code`.
     """
     parser = config_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
@@ -24,12 +24,12 @@ def main() -> int:
     if args.check:
         print(describe(config))
         return 0
+    preemption.listen(config.training.preemption_exit_code, config.training.exit_duration_in_mins)
     from megatron.engine.job.exit_codes import user_errors
     from megatron.engine.run import train
 
     with user_errors():
-        train(config, verbose=args.verbose, allow_fallback=args.allow_fallback)
-    return 0
+        return train(config, verbose=args.verbose, allow_fallback=args.allow_fallback)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 NOBODY_READS = 141
 """Exit code when no process reads stdout any more: a shell's code for SIGPIPE (128 + 13)."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: a shell's code for SIGINT (128 + 2)."""
+
 
 def run(main: "Callable[[], int]") -> "NoReturn":
     """Call `main` and exit with the code that it returns.
@@ -50,6 +53,9 @@ def run(main: "Callable[[], int]") -> "NoReturn":
                 code = NOBODY_READS
         if sys.stdout and not sys.stdout.closed:  # None if the command started without it (`>&-`)
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
     except BrokenPipeError as error:
         code = NOBODY_READS
         if not output_has_no_reader():  # the broken pipe is not stdout

@@ -240,6 +240,7 @@ def _split(value: Any) -> str:
 
 Positive = Annotated[int, BeforeValidator(whole_number(1))]
 Count = Annotated[int, BeforeValidator(whole_number(0))]
+ExitCode = Annotated[int, BeforeValidator(whole_number(0, 255))]
 PositiveNumber = Annotated[float, BeforeValidator(number(0, above=True))]
 Epsilon = Annotated[float, BeforeValidator(number(0, above=True, write="e.g. 1e-8"))]
 Degree = Annotated[int, BeforeValidator(degree)]

@@ -36,6 +36,7 @@ from megatron.config.fields import (
     Count,
     Degree,
     Epsilon,
+    ExitCode,
     Flag,
     Frozen,
     FrozenDict,
@@ -159,6 +160,10 @@ class TrainingConfig(Section):
     eval_iters: Count = 100
     log_interval: Positive = 100
     exit_interval: Positive | None = None
+    exit_duration_in_mins: PositiveNumber | None = None  # Megatron-LM's name: save and leave then
+    # Not in GPT-NeoX: the exit code of a job that saves and leaves early (after SIGTERM, SIGUSR1,
+    # Ctrl-C or exit_duration_in_mins), for schedulers that restart only failed jobs.
+    preemption_exit_code: ExitCode = 0
     seed: Count = 1234
     precision: Precision = "fp32"
     loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic

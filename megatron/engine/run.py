@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron import preemption
 from megatron.config import Config
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.build import identity_of
 from megatron.engine.checkpoint.full_weights import describe
-from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
+from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import choose_start
 from megatron.engine.checkpoint.write import save as save_checkpoint
 from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
@@ -34,7 +38,11 @@ UNSAVED = Path("runs/unsaved")
 WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb_mode")
 
 
-def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> None:
+SLOW_SAVE = 25
+"""The seconds of a save after which the log warns of launchers that kill 30 s after a signal."""
+
+
+def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> int:
     """Train a model as the config asks, save checkpoints of it, and evaluate it.
 
     If the config's folder `load` holds a checkpoint, the run continues from this checkpoint.
@@ -44,6 +52,9 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         allow_fallback: whether to start from the newest intact checkpoint if the checkpoint named
             in the file `latest` is damaged. If false, a damaged checkpoint is an error.
 
+    Returns:
+        The exit code: 0, or `preemption_exit_code` if the job left early (see `preemption`).
+
     Raises:
         ConfigError, ShardError, CheckpointError, DivergedError: see `megatron.engine.errors`. Each
             error message names the remedy.
@@ -51,6 +62,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
     backend = config.parallel.distributed_backend
     with joined_job(backend=backend, verbose=verbose) as groups:
         Job(config, groups, allow_fallback=allow_fallback).run()
+    return preemption.exit_code() if preemption.reason() else 0
 
 
 class Job:
@@ -65,6 +77,7 @@ class Job:
             sequence_parallel=parallel.sequence_parallel,
         )
         self.config, self.groups = config, groups
+        self._warned = False
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
         require_agreement(groups, "config", settings_of(config))
@@ -101,18 +114,37 @@ class Job:
             config=c.to_flat_dict(),
             append=step > 0 or not trains,
             last_step=step if trains else None,
+            validates_again=bool(self.progress.interval.get("owes_validation")),
         ) as log:
             self._announce(log)
-            if step < c.training.train_iters:
-                self._train(log)
-                if self.progress.step < c.training.train_iters:
-                    return  # `exit_interval` ended the run, and only a finished run is evaluated
-            if c.training.eval_iters > 0 and trains:
-                self._log_final_losses(log)
-            elif c.training.eval_iters > 0:
-                log_published_losses(c, self.data, self.engine, self.groups, log, step)
-            if c.evaluation.eval_lengths:
-                self._evaluate_lengths(log)
+            with suppress(preemption.Leave):
+                self._train_and_evaluate(log)
+            if why := preemption.reason():
+                log.line(f"{why}: left after step {self.progress.step}; {self._how_to_go_on()}")
+
+    def _train_and_evaluate(self, log: RunLog) -> None:
+        c, step = self.config, self.progress.step
+        trains = c.training.train_iters > 0
+        if step < c.training.train_iters or self.progress.interval.get("owes_validation"):
+            self._train(log)
+            if self.progress.step < c.training.train_iters:
+                return  # the run left early, and only a finished run is evaluated
+        if c.training.eval_iters > 0 and trains:
+            self._log_final_losses(log)
+        elif c.training.eval_iters > 0:
+            log_published_losses(c, self.data, self.engine, self.groups, log, step)
+        if c.evaluation.eval_lengths:
+            self._evaluate_lengths(log)
+
+    def _how_to_go_on(self) -> str:
+        save, load = self.config.checkpoint.save, self.config.checkpoint.load
+        if not save:
+            return "nothing is saved, because the config names no folder `save`"
+        if self.config.checkpoint.finetune or (
+            load and Path(save).resolve() == Path(load).resolve()
+        ):
+            return "run the same command again to go on"
+        return f"run the same command with `load: {save}` to go on"
 
     def _announce(self, log: RunLog) -> None:
         """Print the job's model, devices, text and first step; write the resolved `config.yml`."""
@@ -162,17 +194,20 @@ class Job:
                 return None
             return self._held_out_loss("valid", step // c.training.eval_interval - 1)
 
-        TrainingLoop(self.engine, self.groups, self.theta, settings, log).run(
+        carried = self.progress.interval
+        preemption.begin()
+        TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
             loader,
             self.progress.step,
             validate=validate,
-            save=lambda step: self._save(step, loader, log),
+            save=lambda step, interval: self._save(step, interval, loader, log),
         )
 
-    def _save(self, step: int, loader: TrainLoader, log: RunLog) -> None:
+    def _save(self, step: int, interval: dict[str, Any], loader: TrainLoader, log: RunLog) -> None:
         c = self.config
-        train_samples = self.progress.train_samples
-        self.progress = TrainingProgress(step, loader.consumed_samples, train_samples)
+        self.progress = replace(
+            self.progress, step=step, consumed_samples=loader.consumed_samples, interval=interval
+        )
         if not c.checkpoint.save:
             return
         start = time.monotonic()
@@ -184,7 +219,14 @@ class Job:
             self.description,
             keep_last=c.checkpoint.keep_last_n_checkpoints,
         )
-        log.line(f"  saved {saved.path}, training waited {time.monotonic() - start:.2f} s")
+        seconds = time.monotonic() - start
+        log.line(f"  saved {saved.path}, training waited {seconds:.2f} s")
+        if seconds > SLOW_SAVE and not self._warned:
+            log.line(
+                "  a launcher that kills 30 s after its signal, as torchrun does, would cut such a "
+                "save; let the scheduler signal earlier (docs/cluster.md)"
+            )
+            self._warned = True
 
     def _held_out_loss(self, name: str, evaluations_before: int) -> float | None:
         """Return the mean loss on the split `name`, or None if the split has no batches.

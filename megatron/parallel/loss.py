@@ -10,6 +10,8 @@ If the vocabulary is sharded over a tensor-parallel group, the group reduces thr
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -64,3 +66,11 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         here_BT1 = (~elsewhere_BT1).to(softmax_BTW.dtype)
         dlogits_BTW = softmax_BTW.scatter_add(-1, local_BT1, -here_BT1)
         return dlogits_BTW.mul_(grad_BT.unsqueeze(-1)), None, None
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), which is infinite for a loss above 709.78."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def rows(run: Path, name: str = "train/loss") -> dict[int, float]:
     """step -> value of a metric."""
     read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row[name] for row in read if name in row}
+
+
+def all_but_speed(run: Path) -> list[str]:
+    """The rows of metrics.jsonl to the last digit, without the one number that may differ."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [re.sub(r'"train/tokens_per_second": [^,}]*', "", line) for line in lines]
 
 
 def rewind(source: Path, target: Path, step: int) -> None:

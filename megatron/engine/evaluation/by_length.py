@@ -41,6 +41,7 @@ from megatron.engine.job.join import joined_job
 from megatron.engine.text import Text, open_text
 from megatron.model import GPT
 from megatron.parallel.groups import Groups, build_groups
+from megatron.parallel.loss import perplexity
 from megatron.positional import PositionalEmbedding
 
 
@@ -142,7 +143,7 @@ def summarise(
         length=length,
         sequences=len(losses),
         loss=loss,
-        perplexity=math.exp(loss),
+        perplexity=perplexity(loss),
         bits_per_byte=loss * scored.size / (math.log(2) * bytes_scored),
         stderr=stderr,
     )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megatron import preemption
 from megatron.engine.training.loop import next_batches
 from megatron.engine.training.pipeline import PipelineLosses
 from megatron.parallel.groups import Groups
@@ -40,6 +41,7 @@ def loss_of_batches(
     loss_fn = loss_function(engine, groups)
     total = torch.zeros((), device=groups.device)
     for inputs, targets in next_batches(batches, count, groups):
+        preemption.safe_point()
         total += loss_fn(inputs, targets).mean().float()
     engine.train()
     return groups.sum_over_data(total).item() / (count * groups.data_size)
@@ -71,6 +73,7 @@ def losses_of_sequences(
     rounds = -(-len(batches) // groups.data_size)
     losses = torch.zeros(count, dtype=torch.float64)
     for turn in range(rounds):
+        preemption.safe_point()
         mine = turn * groups.data_size + groups.data_rank
         where = batches[min(mine, len(batches) - 1)]
         batch = torch.from_numpy(sequences[where]).to(groups.device)

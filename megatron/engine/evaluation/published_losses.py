@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import deepspeed
 
 from megatron.config import Config
@@ -11,6 +9,7 @@ from megatron.engine.evaluation.losses import loss_of_batches
 from megatron.engine.text import JobData
 from megatron.engine.training.log import RunLog
 from megatron.parallel.groups import Groups
+from megatron.parallel.loss import perplexity
 
 
 def log_published_losses(
@@ -39,8 +38,8 @@ def log_published_losses(
         sequences = count * loader.micro_batch * loader.dp_size
         text = (
             f"{name} loss at iteration {step}: {loss:.6f} | perplexity "
-            f"{math.exp(loss):.4f} | {sequences} sequences of "
+            f"{perplexity(loss):.4f} | {sequences} sequences of "
             f"{config.model.seq_length_val} tokens, from sample {first} on{short}"
         )
-        values = {f"final/{name}_loss": loss, f"final/{name}_ppl": math.exp(loss)}
+        values = {f"final/{name}_loss": loss, f"final/{name}_ppl": perplexity(loss)}
         log.metrics(step, values, text=text)

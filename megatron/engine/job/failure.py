@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypedDict
@@ -42,6 +43,8 @@ CAUSE_WAIT = 3.0
 """The seconds to wait until another rank's error is in the store. It must be less than GRACE."""
 POLL_INTERVAL = 1.0
 """The seconds between two reads of the store."""
+BUSY_INTERVAL = 0.05
+"""The seconds between two reads while the ranks agree where to leave (see `preemption`)."""
 OPEN_TIMEOUT = 1800.0
 """The time limit for rank 0 to open the store, in seconds."""
 STORE_TIMEOUT = 60.0
@@ -61,11 +64,15 @@ _IF_WRITABLE = contextlib.suppress(OSError)
 
 
 class Failure(TypedDict):
-    """The error of a rank, as it is written into the store in JSON."""
+    """The error of a rank, as it is written into the store in JSON.
+
+    `code` is the exit code for all other ranks.
+    """
 
     rank: int
     host: str
     text: str
+    code: int
 
 
 _ending = threading.Event()
@@ -84,9 +91,14 @@ class Watch:
     """A thread that ends this process when another rank fails.
 
     Create the watch before the process joins the job, so that failures while joining are noticed.
+
+    Args:
+        exchange: a function that is called with the store at each poll. It returns whether the
+            next poll should follow soon.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: Callable[[Store], bool] = lambda store: False) -> None:
+        self._exchange = exchange
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="failures", daemon=True)
         self._thread.start()
@@ -99,24 +111,29 @@ class Watch:
     def _poll(self) -> None:
         first, store, until = None, None, time.monotonic() + OPEN_TIMEOUT
         while first is None:
+            pause = POLL_INTERVAL
             try:
                 store = store or _connect()
                 if store.check(["end"]):
                     first = json.loads(store.get("end"))
+                elif self._exchange(store):
+                    pause = BUSY_INTERVAL
                 until = time.monotonic() + STORE_TIMEOUT
             except RuntimeError:
                 store = None
                 if time.monotonic() > until:  # the process that holds the store has ended
                     first = _local_failure(LOST_TEXT)
-            if first is None and self._over.wait(POLL_INTERVAL):
+            if first is None and self._over.wait(pause):
                 return
         _received.append(first)
         if not (self._over.wait(GRACE) or _ending.is_set()):
             _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)
-            os._exit(1)
+            os._exit(first["code"])
 
 
-def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
+def end_process(
+    text: str, *, lost: bool = False, code: int = 1, ends_all: bool = False
+) -> NoReturn:
     """Report an error to the other ranks and end this process. The other ranks then end too.
 
     Process groups stay open, because all ranks would have to close them together.
@@ -126,13 +143,15 @@ def end_process(text: str, *, lost: bool = False, code: int = 1) -> NoReturn:
         lost: whether the error is only a lost connection to another process. That process then
             reports the cause.
         code: the exit code of this process.
+        ends_all: whether the other ranks end with `code` too; otherwise they end with 1.
     """
     _ending.set()
-    failure = _local_failure(text)
+    failure = _local_failure(text, code if ends_all else 1)
     if not lost:
         _write_for_launcher(text)
     try:
-        _report(failure, lost)
+        cause = _report(failure, lost)
+        code = code if cause is None else cause["code"]
     except RuntimeError:  # there is no store, so no other rank prints the error
         _print(failure)
     if sys.stdout:
@@ -152,21 +171,24 @@ def lost_contact(error: BaseException | None) -> bool:
     return False
 
 
-def _report(failure: Failure, lost: bool) -> None:
+def _report(failure: Failure, lost: bool) -> Failure | None:
     """Write the failure into the store, and print it unless another rank prints the same error.
 
     Args:
         lost: as in `end_process`.
+
+    Returns:
+        The failure of another rank that caused this one, if `lost` and it is known.
     """
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
-        return
+        return _received[0]
     is_main = failure["rank"] == 0
     opens = is_main and not (dist.is_initialized() or _launcher_has_store())
     store = _connect(CAUSE_WAIT, opens)
     if lost and (first := _wait_for(store, "end")):
         print_if_elsewhere(first)
-        return
+        return first
     if is_main and not lost:
         store.set("main", json.dumps(failure))
     written: Failure = json.loads(store.compare_set("end", "", json.dumps(failure)))
@@ -178,6 +200,7 @@ def _report(failure: Failure, lost: bool) -> None:
         _print(failure)
     if is_main:  # rank 0 may hold the store, which the other ranks still have to read
         time.sleep(CAUSE_WAIT if opens else 1)
+    return None
 
 
 def _write_for_launcher(text: str) -> None:
@@ -245,8 +268,8 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _local_failure(text: str) -> Failure:
-    return {"rank": _rank(), "host": socket.gethostname(), "text": text}
+def _local_failure(text: str, code: int = 1) -> Failure:
+    return {"rank": _rank(), "host": socket.gethostname(), "text": text, "code": code}
 
 
 def _print(failure: Failure) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
+from megatron import preemption
 from megatron.engine.errors import StartError
 from megatron.engine.job import failure
 from megatron.parallel.groups import Groups, build_groups
@@ -48,7 +49,7 @@ def joined_job(*, backend: str | None = None, verbose: bool = False) -> Iterator
         finally:
             leave_job()
         return
-    watch = failure.Watch()
+    watch = failure.Watch(preemption.exchange)
     groups = join_job(backend=backend, verbose=verbose)
     yield groups
     groups.barrier()

@@ -17,6 +17,7 @@ earlier step and wandb's internal step counter cannot.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from typing import Any
 from megatron.engine.errors import RunLogError
 from megatron.files import write_text
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"
 WANDB_OPTIONS = ("project", "team", "group", "host", "mode")
@@ -49,6 +51,8 @@ class RunLog:
         append: whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
             from `metrics.jsonl`. None drops no row because of its step.
+        validates_again: whether the run evaluates step `last_step` again; the row of an earlier
+            evaluation of this step is dropped.
 
     Raises:
         ValueError: a wandb option or the wandb mode is unknown.
@@ -65,10 +69,12 @@ class RunLog:
         config: Mapping[str, Any] | None = None,
         append: bool = False,
         last_step: int | None = None,
+        validates_again: bool = False,
     ) -> None:
         options = _checked_options(wandb_options or {})
         self.is_main = is_main
-        self._file = None
+        self._path: Path | None = None
+        self._unwritten: list[str] = []
         self._wandb = None
         if not is_main:
             return
@@ -80,17 +86,23 @@ class RunLog:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / METRICS_FILE
             if append:
-                _keep_complete_rows(path, last_step)
+                _keep_complete_rows(path, last_step, validates_again)
             elif path.exists():
                 os.replace(path, path.with_suffix(".jsonl.previous"))
-            self._file = path.open("a", encoding="utf-8")
+            path.touch()
+            self._path = path
         if self._wandb is not None:
             self.line(_location(self._wandb))
 
     def line(self, text: str) -> None:
-        """Print one line on the console."""
-        if self.is_main:
+        """Print one line on the console. If its disk is full, the line is lost."""
+        if not self.is_main:
+            return
+        try:
             print(text, flush=True)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def metrics(self, step: int, values: Mapping[str, float], *, text: str | None = None) -> None:
         """Record values at a step, in `metrics.jsonl` and wandb.
@@ -102,9 +114,8 @@ class RunLog:
         if not self.is_main:
             return
         row = {"step": step} | {name: _number(value) for name, value in values.items()}
-        if self._file is not None:
-            self._file.write(_json_line(row))
-            self._file.flush()
+        if self._path is not None:
+            self._append(self._path, _json_line(row))
         if self._wandb is not None:
             self._wandb.log(row)
         if text is not None:
@@ -116,12 +127,32 @@ class RunLog:
         Args:
             failed: whether wandb marks the run as failed.
         """
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._unwritten and self._path is not None and not self._append(self._path):
+            self.line(f"{len(self._unwritten)} rows are missing at the end of {self._path}")
+        self._path = None
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
             self._wandb = None
+
+    def _append(self, path: Path, row: str = "") -> bool:
+        """Append `row`, after the rows that could not be written before; return whether it worked.
+
+        Training goes on without metrics. A part of a row is removed from the file again.
+        """
+        rows = [*self._unwritten, row] if row else self._unwritten
+        try:
+            with path.open("ab", buffering=0) as file:
+                content, end = "".join(rows).encode(), file.tell()
+                if file.write(content) != len(content):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._unwritten:
+                self.line(f"metrics cannot be written, training goes on: {path}: {error}")
+            self._unwritten = rows
+            return False
+        self._unwritten = []
+        return True
 
     def __enter__(self) -> RunLog:
         return self
@@ -154,24 +185,22 @@ def _json_line(row: Mapping[str, int | float]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _keep_complete_rows(path: Path, last_step: int | None) -> None:
+def _keep_complete_rows(path: Path, last_step: int | None, validates_again: bool) -> None:
     """Remove incomplete lines, rows of later steps and rows of final results from the file `path`.
 
-    The file is replaced atomically.
-
-    Args:
-        last_step: rows of steps after this one are dropped; None drops no row because of its step.
+    The file is replaced atomically. The arguments are those of `RunLog`.
     """
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [text for text in lines if _is_kept(text, last_step)]
+    again = last_step if validates_again else None
+    kept = [text for text in lines if _is_kept(text, last_step, again)]
     if kept == lines:
         return
     write_text(path, "".join(kept))
 
 
-def _is_kept(text: str, last_step: int | None) -> bool:
+def _is_kept(text: str, last_step: int | None, validated_again: int | None) -> bool:
     if not text.endswith("\n"):
         return False
     try:
@@ -180,6 +209,8 @@ def _is_kept(text: str, last_step: int | None) -> bool:
     except (ValueError, KeyError, TypeError):
         return False
     if any(name.startswith("final/") for name in row):  # a resumed run measures these again
+        return False
+    if step == validated_again and "validation/loss" in row:
         return False
     return last_step is None or step <= last_step
 

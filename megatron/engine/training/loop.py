@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import deepspeed
@@ -21,12 +21,15 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from megatron import preemption
 from megatron.engine.errors import DivergedError
 from megatron.engine.training.log import RunLog
+from megatron.engine.training.meter import Meter
 from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
 from megatron.engine.training.pipeline import train_batch
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
+from megatron.parallel.loss import perplexity
 
 ADVICE = (
     "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "
@@ -62,18 +65,6 @@ class LoopSettings:
         """Return whether the config asks for a checkpoint after `step`."""
         at_interval = bool(self.save_interval) and step % self.save_interval == 0
         return at_interval or step in self.extra_save_iters
-
-
-@dataclass
-class Meter:
-    """The losses and the seconds of the steps since the last log line."""
-
-    losses: list[torch.Tensor] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def reset(self) -> None:
-        self.losses.clear()
-        self.seconds = 0.0
 
 
 def next_batches(
@@ -162,7 +153,12 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
 
 
 class TrainingLoop:
-    """A loop that takes training steps, and logs, validates and saves as `settings` ask."""
+    """A loop that takes training steps, and logs, validates and saves as `settings` ask.
+
+    Args:
+        carried: the state that the last checkpoint holds of an interval that it cut (see `save` in
+            `run`); empty for a run that starts.
+    """
 
     def __init__(
         self,
@@ -171,10 +167,12 @@ class TrainingLoop:
         theta: TrainedTheta,
         settings: LoopSettings,
         log: RunLog,
+        carried: dict[str, Any] | None = None,
     ):
         self.engine, self.groups, self.theta = engine, groups, theta
         self.settings, self.log = settings, log
-        self._meter = Meter()
+        self._carried = carried or {}
+        self._meter = Meter(groups, self._carried)
 
     def run(
         self,
@@ -182,35 +180,39 @@ class TrainingLoop:
         first_step: int,
         *,
         validate: Callable[[int], float | None],
-        save: Callable[[int], None],
+        save: Callable[[int, dict[str, Any]], None],
     ) -> None:
         """Take the steps after `first_step`, up to step `train_iters`.
 
-        The loop ends earlier at the next step that is a multiple of `exit_interval`.
+        The loop ends earlier at the next step that is a multiple of `exit_interval`, and where
+        `preemption` says that the job leaves.
 
         Args:
             batches: micro-batches of this rank, int64 [B, T + 1].
             first_step: the number of steps that were taken before.
             validate: a function from the step to the validation loss or None. It is called every
-                `eval_interval` steps.
-            save: a function that writes a checkpoint after the given step. It is called every
-                `save_interval` steps, after each step in `extra_save_iters`, and at the end.
+                `eval_interval` steps, and it may raise `Leave`.
+            save: a function that writes a checkpoint after the given step, with the given state of
+                the loop. It is called every `save_interval` steps, after each step in
+                `extra_save_iters`, and at the end.
 
         Raises:
             DivergedError: the loss or a weight is not finite. No checkpoint is written then.
         """
         settings, meter = self.settings, self._meter
         self.engine.train()
+        if self._carried.get("owes_validation") and not self._validates(first_step, validate):
+            return
         for step in range(first_step + 1, settings.train_iters + 1):
             start = time.monotonic()
             lr = self.engine.get_lr()[0]
             with explained_overflow(self.engine, step):
                 loss, norm = train_step(self.engine, batches, settings.accumulation, self.groups)
             self.theta.project()
-            meter.losses.append(loss)
-            leaves = settings.leaves_after(step)
-            last = step == settings.train_iters or leaves
-            saves = last or settings.saves_after(step)
+            meter.add(loss)
+            leaves = preemption.due()
+            last = step == settings.train_iters
+            saves = last or leaves or settings.leaves_after(step) or settings.saves_after(step)
             logs = last or step % settings.log_interval == 0
             mean = self._finite_loss(step) if logs or saves else math.nan
             # The loss was computed before the update, so it does not show what the update did.
@@ -220,13 +222,24 @@ class TrainingLoop:
             if logs:
                 self._log_step(step, mean, lr, norm)
                 meter.reset()
-            if step % settings.eval_interval == 0:
-                self._log_validation(step, validate(step))
-            if saves:
-                save(step)
-            if leaves and step < settings.train_iters:
+            owes = step % settings.eval_interval == 0
+            if owes and not leaves:
+                owes = leaves = not self._validates(step, validate)
+            if saves or leaves:
+                save(step, meter.state() | ({"owes_validation": True} if owes else {}))
+            if leaves:
+                return
+            if settings.leaves_after(step) and not last:
                 self.log.line(f"leaving at step {step}: exit_interval {settings.exit_interval}")
                 return
+
+    def _validates(self, step: int, validate: Callable[[int], float | None]) -> bool:
+        """Log the validation loss; return whether the job has not left during the evaluation."""
+        try:
+            self._log_validation(step, validate(step))
+        except preemption.Leave:
+            return False
+        return True
 
     def _finite_loss(self, step: int) -> float:
         """Return the mean loss over all ranks and all steps since the last log line.
@@ -234,8 +247,7 @@ class TrainingLoop:
         Raises:
             DivergedError: the loss is not finite, and the precision is not fp16.
         """
-        losses = torch.stack(self._meter.losses)
-        mean = (self.groups.sum_over_data(losses.mean()) / self.groups.data_size).item()
+        mean = self._meter.mean()
         if not math.isfinite(mean) and not self.settings.skips_overflow:
             raise DivergedError(f"the loss is {mean} at step {step}; {ADVICE}")
         return mean
@@ -244,7 +256,7 @@ class TrainingLoop:
         self, step: int, loss: float, lr: float, norm: float | torch.Tensor | None
     ) -> None:
         settings = self.settings
-        seconds = self._meter.seconds / len(self._meter.losses)
+        seconds = self._meter.seconds_per_step
         rate = settings.train_batch_size * settings.seq_length / seconds
         values = {"train/loss": loss, "train/lr": lr, "train/tokens_per_second": rate}
         text = f"step {step}/{settings.train_iters} | loss {loss:.4f} | lr {lr:.2e}"
@@ -262,7 +274,7 @@ class TrainingLoop:
 
     def _log_validation(self, step: int, loss: float | None) -> None:
         if loss is not None:
-            text = f"  validation at step {step}: loss {loss:.4f}, ppl {math.exp(loss):.3f}"
+            text = f"  validation at step {step}: loss {loss:.4f}, ppl {perplexity(loss):.3f}"
             self.log.metrics(step, {"validation/loss": loss}, text=text)
 
 

@@ -17,6 +17,7 @@ from megatron.engine.errors import DivergedError
 from megatron.engine.job import join
 from megatron.engine.training import loop
 from megatron.engine.training.deepspeed_engine import FP16_OPTIONS, engine_config
+from megatron.parallel.groups import build_groups
 
 BASE = """
 num_layers: 1
@@ -131,7 +132,7 @@ class PlainOptimizer(FP16_Optimizer):
 
 def run_loop(engine, settings):
     theta = SimpleNamespace(project=lambda: None)
-    training = loop.TrainingLoop(engine, None, theta, settings, None)
+    training = loop.TrainingLoop(engine, build_groups(torch.device("cpu")), theta, settings, None)
     training.run(iter(()), 0, validate=None, save=None)
 
 

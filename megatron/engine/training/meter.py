@@ -1,0 +1,61 @@
+"""Average the losses between two log lines, also if the run is resumed between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.parallel.groups import Groups
+
+
+class Meter:
+    """The losses and the seconds of the steps since the last log line.
+
+    Attributes:
+        steps: the number of steps since the last log line.
+        seconds: the time that these steps took in this process.
+    """
+
+    def __init__(self, groups: Groups, state: dict[str, Any] | None = None):
+        """Start empty, or from the `state` of a meter of an earlier process."""
+        self.groups = groups
+        self.reset()
+        sums = (state or {}).get("losses")
+        if state is not None and sums:
+            self.steps = int(state["steps"])
+            same = len(sums) == groups.data_size
+            own = sums[groups.data_rank] if same else sum(sums) / len(sums)
+            self._total += own
+
+    def reset(self) -> None:
+        self.steps = self._timed = 0
+        self.seconds = 0.0
+        self._total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a step with this rank's mean loss, a 0-d tensor."""
+        self._total += loss.detach().double()
+        self.steps += 1
+        self._timed += 1
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.seconds / max(1, self._timed)
+
+    def mean(self) -> float:
+        """Return the mean loss over all ranks and steps. Every rank must call this method."""
+        total = self.groups.sum_over_data(self._total.clone())
+        return total.item() / (self.groups.data_size * self.steps) if self.steps else float("nan")
+
+    def state(self) -> dict[str, Any]:
+        """Return the sum of the losses of each data-parallel rank, as JSON values.
+
+        From these sums, a resumed run computes the mean of an undisturbed run to the last bit.
+        Every rank must call this method.
+        """
+        if not self.steps:
+            return {}
+        mine = (self.groups.data_rank, self._total.item())
+        sums = dict(self.groups.gather_from_job(mine))
+        return {"steps": self.steps, "losses": [sums[rank] for rank in sorted(sums)]}

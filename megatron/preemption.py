@@ -1,0 +1,217 @@
+"""Leave a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a set time.
+
+Before training starts, a signal ends the process at once, because there is nothing to save. Later
+a signal is only noted, and all ranks leave at the same safe point: after an optimizer step, or
+between two batches of an evaluation. So no signal interrupts a step or a checkpoint.
+
+Python runs a signal's handler in the main thread, which may be inside a collective for minutes. A
+thread therefore reads the signals from Python's wake-up descriptor, and the handlers do nothing.
+
+All ranks pass the same safe points in the same order, so the number of a safe point is the same on
+every rank. The ranks agree through the job's store, which each rank's `failure.Watch` polls anyway.
+A step without a signal costs no communication.
+
+    key       value
+    leave     why the job leaves, from the first rank that was asked to
+    at/RANK   the number of the safe point that this rank reaches next
+    until     the largest of these numbers, at which all ranks leave
+
+A rank that has written `at/RANK` waits at that safe point for `until`. No rank can be further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+IMPATIENT = 3
+"""The number of Ctrl-C at which the process ends at once, without a complete checkpoint."""
+INTERRUPTED = 130
+"""The exit code then: a shell's code for SIGINT (128 + 2)."""
+
+
+class Leave(Exception):
+    """The job leaves at this safe point. Its last step is complete."""
+
+
+class Preemption:
+    """The request to leave the job, on one rank.
+
+    Args:
+        exit_code: the exit code of a process that leaves early.
+        minutes: the minutes after which the job leaves without a signal; None for no limit.
+    """
+
+    def __init__(self, exit_code: int = 0, minutes: float | None = None):
+        self.exit_code, self._minutes = exit_code, minutes
+        self._begin = time.monotonic()
+        self._lock = threading.Lock()
+        self._decided = threading.Event()
+        self._trains = False
+        self._passed = 0
+        self._interrupts = 0
+        self._announced = False
+        self._at: int | None = None
+        self._until = 0
+        self.why = ""
+        self.left = False
+
+    def listen(self) -> None:
+        """Handle `SIGNALS` from now on. Only the main thread may call this method."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, _nothing)
+            signal.siginterrupt(number, False)
+        threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
+
+    def begin(self) -> None:
+        """Note that training starts: from now on, signals wait for the next safe point."""
+        self._trains = True
+
+    def ask(self, why: str) -> None:
+        """Ask all ranks to leave at a safe point soon."""
+        with self._lock:
+            self.why = self.why or why
+            if _ranks() == 1 and self._at is None:
+                self._at = self._until = self._passed + 1
+                self._decided.set()
+
+    def due(self) -> bool:
+        """Return whether the job leaves at this safe point. Every rank must call this method."""
+        if self._minutes is not None and time.monotonic() - self._begin > 60 * self._minutes:
+            self.ask(f"exit_duration_in_mins {self._minutes:g}")
+        with self._lock:
+            self._passed += 1
+            asked = self._at is not None
+        if not asked:
+            return False
+        self._decided.wait()
+        self.left = self._passed >= self._until
+        return self.left
+
+    def exchange(self, store: Any) -> bool:
+        """Agree with the other ranks where to leave. The rank's `Watch` calls this with each poll.
+
+        Args:
+            store: the job's key-value store, a `torch.distributed.Store`.
+
+        Returns:
+            Whether an agreement is under way, so that the next poll should follow soon.
+        """
+        if self.why and not self._announced:
+            where = f"{self.why} at rank {os.environ['RANK']} on {socket.gethostname()}"
+            store.compare_set("leave", "", json.dumps(where))
+            self._announced = True
+        if self._decided.is_set() or not store.check(["leave"]):
+            return False
+        if self._at is None:
+            self.why = json.loads(store.get("leave"))
+            self._announced = True
+            with self._lock:
+                self._at = self._passed + 1
+            store.set(f"at/{os.environ['RANK']}", str(self._at))
+        keys = [f"at/{rank}" for rank in range(_ranks())]
+        if os.environ["RANK"] == "0" and store.check(keys):
+            store.set("until", str(max(int(store.get(key)) for key in keys)))
+        if store.check(["until"]):
+            self._until = int(store.get("until"))
+            self._decided.set()
+        return True
+
+    def _read(self, reader: int) -> None:
+        while True:
+            number = os.read(reader, 1)[0]
+            if number in SIGNALS:
+                self._receive(signal.Signals(number))
+
+    def _receive(self, sent: signal.Signals) -> None:
+        self._interrupts += sent is signal.SIGINT
+        name = "Ctrl-C" if sent is signal.SIGINT else sent.name
+        if self._interrupts >= IMPATIENT:
+            _say(f"{name} for the {IMPATIENT}rd time: ending at once, nothing more is saved")
+            os._exit(INTERRUPTED)
+        if not self._trains:
+            self._end_at_once(f"{name} before the first step: there is nothing to save")
+        if os.environ.get("RANK", "0") == "0":
+            again = "leaving already, a checkpoint is written first"
+            _say(f"{name}: {again if self.why else 'leaving after this step'}")
+        self.ask(name)
+
+    def _end_at_once(self, text: str) -> None:
+        from megatron.engine.job import failure
+
+        if failure.is_member():
+            failure.end_process(text, code=self.exit_code, ends_all=True)
+        _say(text)
+        os._exit(self.exit_code)
+
+
+_current: Preemption | None = None
+
+
+def listen(exit_code: int, minutes: float | None) -> None:
+    """Handle `SIGNALS` for the rest of this process.
+
+    Args:
+        exit_code: as in `Preemption`.
+        minutes: as in `Preemption`.
+    """
+    global _current
+    _current = Preemption(exit_code, minutes)
+    _current.listen()
+
+
+def begin() -> None:
+    """Note that training starts (see `Preemption.begin`)."""
+    if _current:
+        _current.begin()
+
+
+def due() -> bool:
+    """Return whether the job leaves at this safe point. Every rank must call this function."""
+    return _current is not None and _current.due()
+
+
+def safe_point() -> None:
+    """Raise `Leave` if the job leaves at this safe point. Every rank must call this function."""
+    if due():
+        raise Leave
+
+
+def exchange(store: Any) -> bool:
+    """Agree with the other ranks where to leave (see `Preemption.exchange`)."""
+    return _current is not None and _current.exchange(store)
+
+
+def reason() -> str:
+    """Return why the job has left at a safe point; "" if it has not."""
+    return _current.why if _current and _current.left else ""
+
+
+def exit_code() -> int:
+    """Return the exit code of this process if it leaves early."""
+    return _current.exit_code if _current else 0
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _nothing(_number: int, _frame: Any) -> None:
+    """Handle a signal by doing nothing; only a handler in Python wakes the descriptor."""
+
+
+def _say(text: str) -> None:
+    """Print `text` on stderr, even while the main thread hides what a library prints there."""
+    with contextlib.suppress(OSError):  # nobody reads, or the disk is full
+        print(text, file=sys.__stderr__, flush=True)
