@@ -1,11 +1,13 @@
-"""Write files atomically: write to a temporary name, flush to disk, then rename."""
+"""Write files atomically (to a temporary name, flushed to disk, then renamed); parse JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 UNFINISHED = ".unfinished"
 
@@ -36,6 +38,19 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Atomically replace the content of the file `path` with `content`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text of unknown origin.
+
+    Raises:
+        ValueError: the text is not JSON, is nested too deeply, or has a number of thousands of
+            digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
 
 
 def flush(path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from megatron.data.errors import CorpusError, DataError, needs_package
 from megatron.data.prepare.chunks import Chunk
 from megatron.data.tokenizers.base import Tokenizer, utf8
+from megatron.files import parse_json
 
 _ONE_A_LINE = "write one JSON object a line, e.g. with jq -c '.[]'"
 _JOINER = "\n\n"  # between paragraphs if a text is a list of paragraphs, as in lm_dataformat
@@ -110,7 +111,7 @@ class Encoder:
 
                     values = [ftfy.fix_text(value) for value in values]
                 sizes = [len(v) if v.isascii() else len(utf8(v)) for v in values]
-            except (DataError, ValueError, RecursionError) as error:
+            except (DataError, ValueError) as error:
                 out.faults.append(_describe(error, place))
                 continue
             out.counts["text_bytes"] += sum(sizes)
@@ -126,7 +127,7 @@ class Encoder:
             CorpusError: the record is not a JSON object with a text for each key, or `pile_sets` is
                 given and the record has no `meta.pile_set_name`.
         """
-        record = json.loads(line)
+        record = parse_json(line)
         keys, sets = self.options.keys, self.options.pile_sets
         if isinstance(record, str) and keys == ("text",) and not sets:
             return [record]  # lm_dataformat can write a string instead of an object
@@ -185,10 +186,6 @@ def _describe(error: Exception, place: str) -> str:
             array = f"; {_ONE_A_LINE}" if error.doc.strip() in ("[", "{") else ""
             fault = error.msg.removesuffix(" at")
             message = f"is not JSON: {fault} at column {error.colno}{array}"
-        case RecursionError():
-            message = "is nested too deeply"
-        case ValueError():
-            message = "is not JSON that can be read: it has a number of thousands of digits"
         case _:
             message = str(error)
     return f"{place}: {message}"

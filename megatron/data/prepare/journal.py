@@ -42,7 +42,7 @@ class Journal:
         if not self.exists:
             return None
         try:
-            entry = json.loads(self.path.read_text(encoding="utf-8"))
+            entry = files.parse_json(self.path.read_bytes())
             job, state = entry["job"], entry["state"]
         except (ValueError, KeyError, TypeError) as error:
             self.refused = f"is not a journal ({error!r})"

@@ -8,6 +8,7 @@ import os
 from megatron.data.errors import ShardError
 from megatron.data.shards.format import shard_path
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.files import parse_json
 
 
 def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source: dict) -> dict:
@@ -49,7 +50,7 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
     if not path.exists():
         return None
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_bytes())
     except ValueError as error:
         raise ShardError(
             f"{path}: is not a manifest ({error}); remove it, or rebuild the data"

@@ -157,5 +157,7 @@ def fault_in_file(message: str) -> Iterator[None]:
     """Replace any error of a `with` block that reads a tokenizer's file by a TokenizerError."""
     try:
         yield
-    except Exception as error:  # the libraries raise bare Exceptions
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Rust's panics are no Exceptions
         raise TokenizerError(f"{message}: {error}") from error

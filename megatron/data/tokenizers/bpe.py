@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import tokenizers
@@ -14,6 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.data.errors import TokenizerError
 from megatron.data.tokenizers import fast_bpe, gpt2
 from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, check_utf8, fault_in_file
+
+_MOST_IDS = 1 << 30  # more than any vocabulary has; a token takes up to 4 bytes in a shard
 
 
 class HFTokenizer(Tokenizer):
@@ -32,10 +36,18 @@ class HFTokenizer(Tokenizer):
             # The fingerprint hashes this text, because the library's own dump varies by version.
             self._canonical = json.dumps(json.loads(text), sort_keys=True)
             self.reference = tokenizers.Tokenizer.from_str(text)
+            self.reference.no_truncation()  # some files would cut each document short, silently
+            self.reference.no_padding()
         self._set_sizes(self.reference.get_vocab(with_added_tokens=True), str(vocab_file))
 
     def _set_sizes(self, vocabulary: dict[str, int], source: str) -> None:
-        self.vocab_size = max(len(vocabulary), max(vocabulary.values(), default=-1) + 1)
+        tokens: dict[int, str] = {}
+        for token, i in vocabulary.items():
+            if not 0 <= i < _MOST_IDS or i in tokens:
+                why = f"of {tokens[i]!r} too" if i in tokens else f"not one of 0 to {_MOST_IDS - 1}"
+                raise TokenizerError(f"{source}: the id {i} of the token {token!r} is {why}")
+            tokens[i] = token
+        self.vocab_size = max(len(tokens), max(tokens, default=-1) + 1)
         eod = vocabulary.get(END_OF_DOCUMENT)
         if eod is None:
             raise TokenizerError(f"{source}: has no token {END_OF_DOCUMENT}, which ends a document")
@@ -159,7 +171,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
 def _read_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
     with fault_in_file(f"{path}: is not GPT-2's vocab.json"):
-        vocabulary = json.loads(content.decode("utf-8"))
+        vocabulary = json.loads(content.decode("utf-8"), object_pairs_hook=_distinct)
         if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
             raise ValueError("not an object of tokens and ids")
     if missing := sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if c not in vocabulary):
@@ -167,19 +179,32 @@ def _read_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
     return vocabulary
 
 
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict, unless a key occurs twice (then the last would win)."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the token {twice!r} is named twice")
+    return made
+
+
 def _read_merges(
     content: bytes, path: str | Path, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    merges = []
+    merges: dict[tuple[str, ...], int] = {}  # merge -> line
     with fault_in_file(f"{path}: is not GPT-2's merges.txt"):
         lines = content.decode("utf-8").split("\n")
-    # The first line is a version, not a merge.
+    first = lines[0].split()
+    if len(first) == 2 and "".join(first) in vocabulary:
+        raise TokenizerError(f"{path}:1: is a merge, not the version; put `#version: 0.2` above it")
     for number, line in enumerate(lines[1:], start=2):
         pair = tuple(line.split())
         if pair and (len(pair) != 2 or "".join(pair) not in vocabulary):
             raise TokenizerError(
                 f"{path}:{number}: {line!r} is not a merge of two tokens into one of the vocabulary"
             )
+        if pair in merges:
+            raise TokenizerError(f"{path}:{number}: {line!r} is the merge of line {merges[pair]}")
         if pair:
-            merges.append(pair)
-    return merges
+            merges[pair] = number
+    return cast(list[tuple[str, str]], list(merges))

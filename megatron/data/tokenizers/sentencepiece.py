@@ -26,7 +26,9 @@ class SPMTokenizer(Tokenizer):
         self._model = Path(vocab_file).read_bytes()
         with fault_in_file(f"{vocab_file}: is not a SentencePiece model"):
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
-        self.vocab_size = self._pieces.get_piece_size()
+            self.vocab_size = self._pieces.get_piece_size()
+            if not self.vocab_size:
+                raise ValueError("it has no pieces")
         self.eod = self._pieces.piece_to_id(END_OF_DOCUMENT)
         if self._pieces.id_to_piece(self.eod) != END_OF_DOCUMENT:
             raise TokenizerError(

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from megatron.files import parse_json
 from megatron.parallel.groups import Groups
 
 RECORD = "kerple.json"
@@ -51,7 +52,7 @@ def _damage_seen_by(folder: Path, rank: int, ranks: int) -> str | None:
     """Check `kerple.json` and this rank's share of the files; return the first damage or None."""
     path = folder / RECORD
     try:
-        record = json.loads(path.read_text())
+        record = parse_json(path.read_text())
         if "checksum" in record and record.pop("checksum") != _seal(record):
             return f"{path}: its checksum is wrong"
         for name, (size, checksum) in sorted(record.get("files", {}).items())[rank::ranks]:

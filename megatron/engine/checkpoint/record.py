@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from megatron.engine.checkpoint.checksums import RECORD
 from megatron.engine.errors import CheckpointError
+from megatron.files import parse_json
 
 LAYOUT_DEFAULTS: dict[str, Any] = {
     "model_parallel_size": 1,
@@ -92,7 +92,7 @@ class Record(RunDescription):
         """
         path = checkpoint / RECORD
         try:
-            stored = json.loads(path.read_text())
+            stored = parse_json(path.read_text())
             known = {f.name: stored[f.name] for f in fields(cls) if f.name in stored}
             known["progress"] = TrainingProgress(**stored["progress"])
             known["layout"] = LAYOUT_DEFAULTS | stored["layout"]

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron.engine.errors import RunLogError
-from megatron.files import write_text
+from megatron.files import parse_json, write_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 METRICS_FILE = "metrics.jsonl"
@@ -204,7 +204,7 @@ def _is_kept(text: str, last_step: int | None, validated_again: int | None) -> b
     if not text.endswith("\n"):
         return False
     try:
-        row = json.loads(text)
+        row = parse_json(text)
         step = row["step"]
     except (ValueError, KeyError, TypeError):
         return False
