@@ -1,4 +1,4 @@
-"""The floors: who may import whom, read from the source with `ast`.
+"""Test which packages import which, by the floors of ARCHITECTURE.md.
 
     F4 engine   F3 model   F2 attention   F1 data parallel kernels positional   F0 config
 
@@ -49,7 +49,7 @@ SHELVES = {
         "run": 6,
     },
 }  # fmt: skip
-"""Floors inside a package, of its sub-packages and modules."""
+"""Package -> the floors of its sub-packages and modules (shelves), lowest first."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Import:
 
 
 def imports(path: Path, root: Path) -> Iterator[Import]:
-    """Every import of `path`, relative ones made absolute."""
+    """Yield every import of the file `path`; relative imports are made absolute."""
     tree = parsed(path)
     package = path.relative_to(root).with_suffix("").parts[:-1]
 
@@ -87,7 +87,7 @@ def imports(path: Path, root: Path) -> Iterator[Import]:
 
 
 def own_package(path: Path, root: Path) -> str | None:
-    """`config` for megatron/config/load.py, empty for megatron/x.py, None outside megatron."""
+    """Return `config` for megatron/config/load.py, "" for megatron/x.py, None outside megatron."""
     parts = path.relative_to(root).parts
     if parts[0] != "megatron":
         return None
@@ -95,7 +95,7 @@ def own_package(path: Path, root: Path) -> str | None:
 
 
 def broken_shelf(module: str, found: Import) -> str | None:
-    """Why `module` of a package with shelves must not have this import, or None."""
+    """Return why `module` of a package with shelves must not have this import, or None."""
     _, package, own, *_ = [*module.split("."), "", ""]
     shelves = SHELVES.get(package, {})
     if not own or not shelves or not found.is_from(f"megatron.{package}"):
@@ -110,12 +110,12 @@ def broken_shelf(module: str, found: Import) -> str | None:
 
 
 def cycles(root: Path) -> list[str]:
-    """Groups of modules of megatron/ that import each other, in a circle of any length."""
+    """Return groups of modules of megatron/ that import each other in a cycle of any length."""
     modules = {".".join(p.relative_to(root).with_suffix("").parts): p for p in sources(root)}
     modules = {n.removesuffix(".__init__"): p for n, p in modules.items() if n[:9] == "megatron."}
 
     def target(name: str) -> str | None:
-        """The module that `import name` or `from ... import name` reads."""
+        """Return the module that `import name` or `from ... import name` loads."""
         parent = name.rpartition(".")[0]
         return name if name in modules else parent if parent in modules else None
 
@@ -134,7 +134,7 @@ def cycles(root: Path) -> list[str]:
 
 
 def broken_rule(own: str | None, found: Import) -> str | None:
-    """Why code of package `own` must not have this import, or None."""
+    """Return why code of the package `own` must not have this import, or None."""
     if found.is_from("deepspeed") and own != "engine":
         return "only megatron/engine may import deepspeed"
     if own is None:
@@ -163,7 +163,7 @@ def broken_rule(own: str | None, found: Import) -> str | None:
 
 
 def violations(root: Path) -> list[str]:
-    """One line for each broken rule in the tree: `path:line: import: why`."""
+    """Return one line `path:line: import: why` for each import that breaks a rule."""
     found = cycles(root)
     for path in sources(root):
         name = path.relative_to(root).as_posix()

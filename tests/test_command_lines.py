@@ -1,4 +1,4 @@
-"""Mistakes on command lines: named before anything is read, with what to write instead."""
+"""Test mistakes on command lines: reported before anything is read, with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Dockerfile's rules, checked without Docker: pinned, not root, no passwords, no downloads.
+"""Test rules for the Dockerfile without Docker: pins, no root, no passwords, no downloads.
 
 The last test shows that each rule can be broken and is then reported.
 """
@@ -15,7 +15,7 @@ UNWANTED = re.compile(r"\b(chpasswd|passwd|sudo|sshd|openssh-server|curl|wget)\b
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """(INSTRUCTION, arguments) pairs: comments dropped, continuation lines joined."""
+    """Return pairs (INSTRUCTION, arguments), without comments and with joined lines."""
     lines = [line for line in text.splitlines() if not re.match(r"\s*(#|$)", line)]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     pairs = [line.strip().split(None, 1) for line in joined.splitlines()]
@@ -27,7 +27,7 @@ def pins(requirements: str) -> dict[str, str]:
 
 
 def pip_arguments(run: str) -> list[str]:
-    """The packages that the pip install commands of one RUN install, without other options."""
+    """Return the packages that the pip install commands of one RUN install."""
     installs = re.findall(r"pip install ([^&;|]+)", run)
     words = " ".join(installs).replace("-r ", "-r=").replace("-e ", "-e=").split()
     return [word for word in words if not word.startswith("--")]

@@ -1,4 +1,4 @@
-"""What every command does first and last: it checks Python's version, and ends by `entry.run`.
+"""Test what every command does first (check Python's version) and last (`entry.run`).
 
 A command whose reader goes away (`| head -1`) ends quietly.
 """
@@ -33,7 +33,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def without_reader(*command, unbuffered=""):
-    """(exit code, stderr) of a command that writes into a pipe which nobody reads."""
+    """Run a command whose stdout nobody reads, and return (exit code, stderr)."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a newcomer relies on: README's two commands, CI, pins, links, clean linter and types."""
+"""Test what new users rely on: README's two commands, CI, pins, links, linter and types."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_ruff_finds_nothing(repo_root):
 
 
 def basedpyright(folder: Path) -> str:
-    """The report on a folder with a pyproject.toml."""
+    """Return basedpyright's report on a folder with a pyproject.toml."""
     done = subprocess.run(
         [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable],
         cwd=folder, capture_output=True, text=True,
@@ -134,7 +134,7 @@ def basedpyright(folder: Path) -> str:
 
 
 def test_the_types_are_right(repo_root):
-    """Everything that pyproject.toml names: megatron/, tools/ and the commands."""
+    """Check everything that pyproject.toml names: megatron/, tools/ and the commands."""
     report = basedpyright(repo_root)
     assert report.rstrip().endswith("0 errors, 0 warnings, 0 notes"), report
 
@@ -165,7 +165,7 @@ ABSENT = ("deepspeed", "pydantic", "yaml", "hypothesis", "tokenizers", "matplotl
 
 
 def test_gpu_tests_are_collected_where_there_is_little_more_than_torch(repo_root, tmp_path):
-    """As on a bare GPU machine; those that train with the engine say what they need."""
+    """On a bare GPU machine, tests that need the engine report the missing packages."""
     text = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
     (tmp_path / "sitecustomize.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q"]

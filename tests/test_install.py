@@ -1,4 +1,4 @@
-"""The package as pip installs it: its files, and megatron-core in the same environment.
+"""Test the package as pip installs it: its files, and with megatron-core beside it.
 
 Offline: the wheel is built with the installed hatchling, and a wheel with the layout of
 megatron-core (`megatron/core/__init__.py`, no `megatron/__init__.py`) is written here.
@@ -29,7 +29,7 @@ def wheel(repo_root, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def core_wheel(tmp_path_factory) -> Path:
-    """A wheel with the layout of megatron-core."""
+    """Build a wheel with the layout of megatron-core."""
     path = tmp_path_factory.mktemp("core") / "megatron_core-0.0.1-py3-none-any.whl"
     info = "megatron_core-0.0.1.dist-info"
     files = {
@@ -67,7 +67,7 @@ class Environment:
         pip("--python", self.python, "uninstall", "-y", name)
 
     def imports(self, statement: str) -> bool:
-        """Whether the statement runs; any error but a missing module fails the test."""
+        """Return whether the statement runs. Any error but a missing module fails the test."""
         done = subprocess.run(
             [self.python, "-c", statement],
             cwd=self.folder, env=os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")},

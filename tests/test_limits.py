@@ -1,4 +1,4 @@
-"""How large things may be, and what modules may use of each other: counted, not judged.
+"""Test limits that can be counted: sizes of files and functions, and uses of private names.
 
 Each rule is also tested on a made-up tree that breaks it.
 """
@@ -15,13 +15,13 @@ import pytest
 from tests.helpers.sources import PRODUCT, parsed, sources
 
 MAX_LINES = 300
-"""Of a file."""
+"""The largest number of lines in a file."""
 MAX_FUNCTION = 60
-"""Lines of a function, `parse_arguments` excepted: a command line is a list."""
+"""The largest number of lines in a function other than `parse_arguments` (a long list)."""
 MAX_FILES = 18
-"""Python files in a folder, `megatron/positional` excepted: one file per embedding."""
+"""The largest number of Python files in a folder other than `megatron/positional`."""
 MAX_GUARDS = 5.0
-"""`except` and `suppress` per 1,000 lines of the product that are neither blank nor comments."""
+"""The most `except` and `suppress` per 1,000 lines of the product (blank lines excluded)."""
 OWN = (*PRODUCT, "benchmarks", "tests")
 
 
@@ -51,7 +51,7 @@ def full_folders(root: Path) -> list[str]:
 
 
 def repeated_names(root: Path) -> list[str]:
-    """Test files of one name; pytest and people tell them apart by it."""
+    """Return test files that share a name with another test file."""
     places: dict[str, list[str]] = {}
     for path in sources(root, "tests"):
         if path.name not in ("__init__.py", "conftest.py"):
@@ -60,7 +60,7 @@ def repeated_names(root: Path) -> list[str]:
 
 
 def changed_import_paths(root: Path) -> list[str]:
-    """`sys.path` is left alone everywhere, in the code that tests pass to Python too."""
+    """Return the places that change `sys.path`, also in code that tests pass to Python."""
     return [
         f"{path.relative_to(root)}:{number}: {line.strip()}"
         for path in sources(root)
@@ -70,7 +70,7 @@ def changed_import_paths(root: Path) -> list[str]:
 
 
 def guards(root: Path) -> list[str]:
-    """Each `except` and `suppress` of the product, if there are more than `MAX_GUARDS`."""
+    """Return each `except` and `suppress` of the product, if there are more than `MAX_GUARDS`."""
     found, lines = [], 0
     for path in sources(root, *PRODUCT):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -83,7 +83,7 @@ def guards(root: Path) -> list[str]:
 
 
 def borrowed_private_names(root: Path) -> list[str]:
-    """Names with a leading underscore that are used outside the module that defines them."""
+    """Return names with a leading underscore that are used outside the module that defines them."""
     trees = {path: parsed(path) for path in sources(root, *OWN)}
     defined = {path: private_definitions(tree) for path, tree in trees.items()}
     anywhere = set().union(*defined.values())
@@ -104,7 +104,7 @@ def is_private(name: str) -> bool:
 
 
 def private_definitions(tree: ast.Module) -> set[str]:
-    """Functions, classes, variables and attributes with a leading underscore that a module sets."""
+    """Return the functions, classes, variables and attributes of a module that are private."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""How docstrings, comments, error texts and pages are written: markup, `Raises:`, plain words.
+"""Test docstrings, comments, error texts and pages: markup, `Raises:`, plain words.
 
 Each rule is also tested on made-up text that breaks it.
 """
@@ -31,12 +31,12 @@ WORDS = {
     r"for want of": "without",
     r"lest": "so that ... not",
 }
-"""Words that made readers read a sentence twice -> plain ones."""
+"""Words that made readers read a sentence twice -> plain words."""
 RAISES = re.compile(r"\w+(, \w+)*: \S")
 
 
 def broken_markup(root: Path) -> list[str]:
-    """Double backticks and roles: names stand in single backticks."""
+    """Return lines with double backticks or roles, because names have single backticks."""
     return [
         f"{path.relative_to(root)}:{number}: {line.strip()}"
         for path in sources(root, *PRODUCT)
@@ -46,7 +46,7 @@ def broken_markup(root: Path) -> list[str]:
 
 
 def broken_raises(root: Path) -> list[str]:
-    """Errors that are not described in a section `Raises:`, one entry `Name: when` for each."""
+    """Return errors that are not described as `Name: when` in a section `Raises:`."""
     return [
         f"{path.relative_to(root)}:{each.lineno + offset}: {why}"
         for path in sources(root, *PRODUCT)
@@ -56,7 +56,7 @@ def broken_raises(root: Path) -> list[str]:
 
 
 def raises_faults(docstring: str) -> Iterator[tuple[int, str]]:
-    """(line offset, what is wrong) for each mention of errors in the wrong style."""
+    """Yield (line offset, what is wrong) for each mention of an error in the wrong style."""
     lines = docstring.splitlines()
     section: int | None = None  # indentation of the header while inside a section `Raises:`
     for offset, line in enumerate(lines):
@@ -74,7 +74,7 @@ def raises_faults(docstring: str) -> Iterator[tuple[int, str]]:
 
 
 def unclear_words(root: Path) -> list[str]:
-    """Uses of `WORDS` in the product's prose and in the pages."""
+    """Return uses of `WORDS` in the product's prose and in the pages."""
     pattern = re.compile("|".join(rf"(?P<w{i}>\b({each})\b)" for i, each in enumerate(WORDS)), re.I)
     plain = list(WORDS.values())
     lines = [(path, *each) for path in sources(root, *PRODUCT) for each in prose(path)]

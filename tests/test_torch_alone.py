@@ -1,4 +1,4 @@
-"""Some packages need torch and nothing else: they can be taken into a notebook as they are."""
+"""Test that some packages need only torch, so that they work in any notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAVY = ("deepspeed", "pydantic", "triton", "yaml", "wandb", "tokenizers", "matp
 
 @pytest.fixture(scope="module")
 def imported_with_torch_alone(repo_root) -> dict[str, str]:
-    """Package -> the error of importing its modules, each package in a process of its own.
+    """Return package -> the error of importing its modules in a separate process, or "".
 
     All other third-party packages are made to look absent. The processes are forked from one that
     has imported torch.

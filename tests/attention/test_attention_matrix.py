@@ -107,8 +107,8 @@ def test_what_is_served_is_right(name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["kerple_log", "alibi", "rpe", "none"])
 def test_offsets_later_keys_and_shared_key_heads(name, backend):
-    """Three queries of two heads for each key head, at position 7 of 14 keys, of which the last
-    four are a cache's room, never written to."""
+    """Two query heads share a key head. Three queries begin at position 7. There are 14 keys, the
+    last four of which are the unused part of a cache."""
     pos = load(name)
     q = torch.randn(2, 4, 3, E, device=HERE)
     k, v = torch.randn(2, 2, 2, 14, E, device=HERE).unbind()

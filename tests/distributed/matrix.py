@@ -33,8 +33,8 @@ from tests.helpers.launch import run_ranks
 Note = Callable[[Path, "Cell"], None]
 STEPS = 10
 AT_ONCE = 6
-"""Cells that one set of processes trains. Each cell makes new groups, whose gloo threads stay and
-wake up a hundred times a second: after 30 cells of 8 processes they took most of the machine."""
+"""The number of cells that one set of processes trains. Each cell makes new process groups, whose
+gloo threads never end and wake up often. After 30 cells they would take most processor time."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 
@@ -99,10 +99,10 @@ def all_cells(ranks: int, largest: int = 8) -> list[Cell]:
 
 
 def alternating(cells: Iterable[Cell]) -> list[Cell]:
-    """Half of the cells of up to four processes, like the black fields of a chessboard, and a
-    quarter of the larger ones.
+    """Return half of the cells of up to four processes, and a quarter of the larger ones.
 
-    Every layout keeps fp32 and bf16, tied and untied embeddings; positional embeddings take turns.
+    They are chosen like the black fields of a chessboard. For every layout, fp32 and bf16, and tied
+    and untied embeddings remain. Positional embeddings take turns.
     """
 
     def colour(cell: Cell) -> int:

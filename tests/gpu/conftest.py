@@ -15,8 +15,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Free the memory of each test, and forget what dynamo compiled: it stops compiling after a few
-    variants of a function."""
+    """Free each test's memory, and reset dynamo, which compiles few variants of a function."""
     if torch.cuda.is_available():
         torch._dynamo.reset()
     yield

@@ -1,4 +1,4 @@
-"""All attention backends on a GPU against float64; a new kernel in one file, with gradients."""
+"""Test all attention backends on a GPU against float64, also with a newly defined kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTH = 300
 @pytest.mark.parametrize("backend", ["auto", *(name for name in BACKENDS if name != "flex")])
 @pytest.mark.parametrize("name", names())
 def test_every_pair_works_or_is_refused_with_what_works(name, backend, dtype):
-    """(flex, which takes long to compile, has tests of its own.)"""
+    """`flex` is tested elsewhere, because it takes long to compile."""
     case = make(name, 1, 2, LENGTH, 64, dtype=dtype)
     try:
         chosen = choose(backend, case.pos, device_type="cuda", dtype=dtype, head_size=64)
@@ -63,7 +63,7 @@ FLEX = [
 
 @pytest.mark.parametrize(("name", "dtype"), FLEX)
 def test_flex_with_gradients(name, dtype):
-    """Every input captured as [H] columns of theta, rpe's as a table."""
+    """The score_mod captures theta's columns [H], or a table for rpe."""
     case = make(name, 2, 2, LENGTH, 64, dtype=dtype)
     assert_close(case.run("flex"), case.run("eager", torch.float64), 2 * TOLERANCE[dtype])
 
@@ -81,7 +81,7 @@ def test_flex_with_grouped_heads_and_an_offset():
 
 
 def test_a_new_kernel_in_one_file(pos):
-    """Eager in float64 against numpy; then fused and flex, with gradients, against eager."""
+    """Test `eager` with numpy in float64, then `fused` and `flex` with `eager` (and gradients)."""
     assert not functions_of(pos)[0].tabulated
     case = make(pos, 2, 3, 140, 32)
     q, k, v, theta = (x.detach().double().cpu().numpy() for x in case.inputs)

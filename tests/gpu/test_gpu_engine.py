@@ -1,4 +1,4 @@
-"""Training with the fused passes on a GPU under the engine: 16-bit precisions, resuming.
+"""Test training with the fused Triton kernels on a GPU: 16-bit precisions, resuming.
 
 Whole jobs by `train.py` in processes of their own.
 """
@@ -29,14 +29,14 @@ def prefix(tmp_path_factory):
 
 
 def job(folder, prefix, **changes):
-    """(config file, run folder) of a job of a few steps, a checkpoint after each."""
+    """Return (config file, run folder) of a job of a few steps, with a checkpoint after each."""
     run = folder / "run"
     values = keys(run) | {"train_iters": STEPS, "eval_interval": STEPS} | changes
     return write_config(folder / "config.yml", prefix, **values), run
 
 
 def train(config, *options) -> dict[str, int]:
-    """Run it to its end; the passes launched."""
+    """Run a job to its end, and return how often each Triton kernel was launched."""
     options = [part for option in options for part in ("-o", option)]
     code, text, launches = train_in(config, *options, interpret=INTERPRET)
     assert code == 0, text
@@ -60,7 +60,7 @@ def test_fused_learns_what_eager_learns(tmp_path, prefix, precision):
 
 
 def test_fp16_steps_that_overflow_are_left_out(tmp_path, prefix):
-    """A loss scale far too large at first: steps are skipped until it fits, then it learns."""
+    """The first loss scale is far too large. Steps are skipped until it fits; then loss falls."""
     scaling = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
     config, run = job(tmp_path, prefix, fp16=scaling, train_iters=24, save_interval=24)
     train(config, "attention_backend=fused")

@@ -1,4 +1,4 @@
-"""The fused passes on a GPU against float64 autograd of the eager formula.
+"""Test the fused Triton kernels on a GPU against float64 autograd of the eager formula.
 
 Shapes cross several of the tiles in use (up to 128 rows and keys). Tolerances: `cases`.
 """
@@ -21,13 +21,13 @@ FAR = 1 << 22
 
 
 class TestEdges(EdgeCases):
-    """Those of the interpreter's suite."""
+    """Run the same cases as in Triton's interpreter."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", names())
 def test_every_embedding(name, dtype):
-    """Output, dq, dk, dv, dtheta."""
+    """Compare the output and the gradients dq, dk, dv and dtheta."""
     check(make(name, 2, 3, LENGTH, 64, dtype=dtype))
 
 
@@ -39,8 +39,8 @@ def test_heavy_kernels_in_wide_heads(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 32, 64, 80, 96, 128, 256])
 def test_head_sizes(size, dtype):
-    """Scores as spread as a model's: where one weight is nearly 1, theta's gradient is a small rest
-    of what the output's rounding leaves."""
+    """The scale keeps softmax weights away from 1. With weights near 1, theta's gradient would
+    consist mostly of the rounding errors of the output."""
     check(make("kerple_log", 1, 2, LENGTH, size, dtype=dtype), scale=size**-0.5)
 
 

@@ -25,7 +25,7 @@ PITCH = 1 << 21
 
 
 def big(name: str, batch: int, heads: int, length: int, size: int = 64) -> Case:
-    """As `cases.make`, drawn on the GPU, in bf16."""
+    """Make a case as `cases.make` does, but draw it on the GPU in bf16."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     pos = load(name)
     shape = batch, heads, length, size
@@ -39,7 +39,7 @@ def big(name: str, batch: int, heads: int, length: int, size: int = 64) -> Case:
 
 
 def peak(call) -> int:
-    """Bytes that a call adds to those in use, at its highest, its results included."""
+    """Return the peak memory in bytes that a call allocates, including its results."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -68,7 +68,7 @@ def test_memory_is_linear_in_the_length(name):
 
 
 def test_the_kernel_costs_less_than_a_megabyte():
-    """Beside what attention without a kernel takes: torch's flash attention."""
+    """The comparison is with attention without a distance kernel, torch's flash attention."""
     case = big("kerple_log", 1, 12, LONG // 4)
     plain = Case(load("none"), case.inputs[:3], case.grad)
     q, k, v = plain.inputs
@@ -100,7 +100,7 @@ def test_evaluation_keeps_nothing():
 
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power", "rpe", "none"])
 def test_rows_of_a_long_sequence(name):
-    """Some rows of out and dq, and the last rows of dk and dv, against float64."""
+    """Compare some rows of out and dq, and the last rows of dk and dv, with float64."""
     case = big(name, 1, 2, LONG + 40)
     out, dq, dk, dv, *_ = gradients(case)
     length, few = case.grad.shape[2], 16
@@ -120,7 +120,7 @@ def test_rows_of_a_long_sequence(name):
 
 
 def test_rows_gigabytes_apart():
-    """Inputs whose rows have a pitch of 2^21 elements: the last begins past element 2^31."""
+    """Rows are 2^21 elements apart, so that the last one begins past element 2^31."""
     length, size = 1100, 64
     shape = (1, 2, length, size)
     buffer = torch.empty(length * PITCH, device=DEVICE, dtype=BF16)
@@ -137,7 +137,7 @@ def test_rows_gigabytes_apart():
 
 
 def test_more_than_two_to_the_31_elements():
-    """Outputs and gradients too; the last sequences are as they are alone, bit for bit."""
+    """The results of the last sequences equal, bit for bit, those of a call with them alone."""
     heads, length = 16, 128
     batch = LIMIT // (heads * length * 64) + 9
     case = big("kerple_log", batch, heads, length)

@@ -30,7 +30,7 @@ def model_of(name: str, backend: str, dtype: torch.dtype, recompute: bool = Fals
 
 
 def step(model: GPT) -> tuple[float, dict[str, torch.Tensor]]:
-    """(mean loss, gradient of each parameter in float64)."""
+    """Return (mean loss, gradient of each parameter, converted to float64)."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=generator).to(DEVICE)
     loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
@@ -70,7 +70,7 @@ def test_activation_checkpointing_changes_nothing():
 
 
 def test_a_few_steps_learn_the_same():
-    """AdamW on one batch: the losses of fused and eager go down together."""
+    """With AdamW on one batch, the losses with `fused` and `eager` fall equally."""
     losses = {}
     for backend in ("eager", "fused"):
         model = model_of("kerple_log", backend, BF16)

@@ -1,4 +1,4 @@
-"""On a GPU: repetition bit for bit, dropout's mask, launches, other streams and devices."""
+"""Test on a GPU: bitwise repetition, dropout masks, launches, other streams and devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 
 class TestRepeatable(RepeatableCases):
-    """Those of the interpreter's suite."""
+    """Run the same cases as in Triton's interpreter."""
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -25,7 +25,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power_add_mul", "rpe"])
 def test_many_programs_repeat_bit_for_bit(name, dropout_p):
-    """More programs than fit on the GPU at once, so that their order is not the same."""
+    """There are more programs than fit on the GPU at once, so that their order varies."""
     case = make(name, 8, 12, 1000, 64, dtype=BF16)
     runs = []
     for _ in range(4):
@@ -35,7 +35,7 @@ def test_many_programs_repeat_bit_for_bit(name, dropout_p):
 
 
 def test_another_stream_gives_the_same_bits():
-    """Beside other work on the default stream."""
+    """Other work runs on the default stream at the same time."""
     case = make("kerple_log", 4, 12, 700, 64, dtype=BF16)
     torch.manual_seed(3)
     expected = case.run("fused", dropout_p=0.1)
@@ -52,7 +52,7 @@ def test_another_stream_gives_the_same_bits():
 
 
 def test_dropout_keeps_the_mean():
-    """Rows of softmax weights sum to 1 on average: v = 1 shows the sums."""
+    """With v = 1, the output shows the sums of softmax weights, which are 1 on average."""
     case = make("kerple_log", 8, 8, 512, 16)
     case.inputs[2] = torch.ones_like(case.inputs[2]).requires_grad_()
     out = case.run("fused", dropout_p=0.25)[0]

@@ -1,1 +1,1 @@
-"""What several tests share: small jobs, processes, shards, archives."""
+"""Code that several tests share: small jobs, processes, token shards, archives."""

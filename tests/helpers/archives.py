@@ -1,4 +1,4 @@
-"""Text in every kind of archive, made by the libraries that made the published ones."""
+"""Write text to every kind of archive, with the libraries that wrote the published corpora."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = [
 
 
 def texts(count: int, seed: int = 0, longest: int = 400) -> list[str]:
-    """Documents of many lengths, some of them empty."""
+    """Return documents of many lengths, some of them empty."""
     rng = random.Random(seed)
     made = [" ".join(rng.choices(WORDS, k=rng.randrange(1, longest))) for _ in range(count)]
     return ["" if rng.random() < 0.05 else text for text in made]
@@ -31,7 +31,7 @@ def write_jsonl(path: Path, documents: list[str], **meta: str) -> Path:
 
 
 def lmd_archive(folder: Path, documents: list[str], commits: int = 1) -> list[Path]:
-    """lm_dataformat's own .jsonl.zst files, one for each commit."""
+    """Write .jsonl.zst files with lm_dataformat, one for each commit."""
     archive = lm_dataformat.Archive(str(folder))
     step = -(-len(documents) // commits)
     for start in range(0, len(documents), step):
@@ -43,7 +43,7 @@ def lmd_archive(folder: Path, documents: list[str], commits: int = 1) -> list[Pa
 
 
 def tar_of(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    """A tar, gzipped if the name says so, with a folder entry as published ones have."""
+    """Write a tar (gzipped if its name ends in .gz), with a folder entry as in published ones."""
     with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as archive:
         folder = tarfile.TarInfo("papers")
         folder.type = tarfile.DIRTYPE
@@ -56,20 +56,20 @@ def tar_of(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def openwebtext2(folder: Path, documents: list[str]) -> Path:
-    """openwebtext2.jsonl.zst.tar: a tar of lm_dataformat archives."""
+    """Write openwebtext2.jsonl.zst.tar, a tar of lm_dataformat archives."""
     parts = lmd_archive(folder / "parts", documents, commits=3)
     members = [(part.name, part.read_bytes()) for part in parts]
     return tar_of(folder / "openwebtext2.jsonl.zst.tar", members)
 
 
 def github(folder: Path, documents: list[str]) -> Path:
-    """github_small.jsonl.zst: one lm_dataformat archive."""
+    """Write github_small.jsonl.zst, an lm_dataformat archive."""
     [part] = lmd_archive(folder / "parts", documents)
     return part.rename(folder / "github_small.jsonl.zst")
 
 
 def arxiv(folder: Path, documents: list[str]) -> Path:
-    """A .tar.gz with one text file per paper."""
+    """Write a .tar.gz with one text file per paper."""
     members = [(f"papers/{i:04}.tex", text.encode()) for i, text in enumerate(documents)]
     name = "2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz"
     return tar_of(folder / name, members)
@@ -84,7 +84,7 @@ def gz(path: Path, content: bytes) -> Path:
 
 
 def make_faults(folder: Path) -> dict[str, Path]:
-    """One input for each kind of fault."""
+    """Write one input for each kind of fault, and return fault -> path."""
     good = b'{"text": "fine"}\n'
     files = {
         "json": good * 3 + b'{"text": "cut\n' + good,

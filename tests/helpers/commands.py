@@ -1,4 +1,4 @@
-"""The commands of data preparation as real processes, which a test can pause."""
+"""Run the commands of data preparation as real processes, which a test can pause."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ sys.exit(prepare_data.main(sys.argv[1:]))
 
 
 def command(*arguments: object, script: str | None = None) -> list[str]:
-    """The command line of prepare_data.py with small chunks, or of the unchanged `script`."""
+    """Return a command line for prepare_data.py with small chunks, or for another `script`."""
     program = ["-c", SMALL_CHUNKS] if script is None else [str(ROOT / script)]
     return [sys.executable, *program, *map(str, arguments)]
 
 
 def call(*arguments: object, code: int = 0, script: str | None = None, **options) -> str:
-    """Run to the end; return its output on both streams."""
+    """Run a command to its end, and return its output on both streams."""
     done = subprocess.run(
         command(*arguments, script=script),
         capture_output=True, text=True, timeout=240, cwd=ROOT, **options,
@@ -49,7 +49,7 @@ def call(*arguments: object, code: int = 0, script: str | None = None, **options
 
 
 def begin_and_pause(*arguments: object, at: int) -> subprocess.Popen:
-    """Start a run that writes its journal after each chunk; return when it pauses at chunk `at`."""
+    """Start a run that writes its journal after each chunk; wait until it pauses at chunk `at`."""
     process = subprocess.Popen(
         command(*arguments, "--checkpoint-seconds", 0),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

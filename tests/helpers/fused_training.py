@@ -1,4 +1,4 @@
-"""Train in a separate process, and count the fused passes that were launched."""
+"""Train in a separate process, and count the launches of fused Triton kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.exit(code)
 
 
 def train(config: Path, *args: str, interpret: str = "1") -> tuple[int, str, dict[str, int]]:
-    """(exit code, output, passes launched)."""
+    """Return (exit code, output, number of launches of each Triton kernel)."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(config), *args],
         cwd=ROOT,
@@ -37,7 +37,7 @@ def train(config: Path, *args: str, interpret: str = "1") -> tuple[int, str, dic
 
 
 def keys(run: Path) -> dict:
-    """Two layers of two heads; two micro-steps a step; validation after the second step."""
+    """Return config keys: two layers, two heads, two micro-steps, validation after step 2."""
     return {
         "save": str(run),
         "load": str(run),

@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def patch_once_per_launch():
-    """Replace the functions once per launch and module, for all tests."""
+    """Replace the functions only once per launch and module, in all tests."""
     from triton.runtime import interpreter
 
     done: set[frozenset[int]] = set()

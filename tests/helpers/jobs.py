@@ -1,4 +1,4 @@
-"""Small training jobs that run inside one process group, and the files that they write."""
+"""Run small training jobs inside one process group, and read the files that they write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BASE = {
 
 
 def write_shards(folder: Path, documents: int = 60) -> str:
-    """Write shards of text with something to learn; return their prefix."""
+    """Write token shards of a text with something to learn, and return their prefix."""
     rng = np.random.default_rng(7)
     prefix = folder / "text_document"
     words = (rng.integers(97, 123, rng.integers(3, 9)) for _ in range(documents))
@@ -54,7 +54,7 @@ def write_shards(folder: Path, documents: int = 60) -> str:
 
 
 def write_config(path: Path, prefix: str, **changes: Any) -> Path:
-    """Write BASE with `changes` as a YAML file."""
+    """Write the config `BASE` with `changes` to a YAML file."""
     values = BASE | {"data_path": prefix} | changes
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values))
@@ -62,7 +62,7 @@ def write_config(path: Path, prefix: str, **changes: Any) -> Path:
 
 
 def cell(stage: int, precision: str) -> dict[str, Any]:
-    """Config keys of one ZeRO stage and precision."""
+    """Return the config keys of one ZeRO stage and precision."""
     return {
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": precision == "bf16"},
@@ -75,7 +75,7 @@ def run_job(groups: Groups, config: Path) -> None:
 
 
 def rows(run: Path, name: str = "train/loss") -> dict[int, float]:
-    """step -> value of a metric."""
+    """Return step -> value of a metric."""
     read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row[name] for row in read if name in row}
 
@@ -96,14 +96,14 @@ def rewind(source: Path, target: Path, step: int) -> None:
 
 
 def tensors_digest(path: Path) -> str:
-    """SHA-256 of every tensor and number in a file that `torch.save` wrote."""
+    """Return a SHA-256 of all tensors and numbers in a file that `torch.save` wrote."""
     hasher = hashlib.sha256()
     _feed(hasher, torch.load(path, weights_only=False, map_location="cpu"))
     return hasher.hexdigest()
 
 
 def digest(run: Path) -> dict[str, str]:
-    """A hash of every tensor and number in the newest checkpoint, by file."""
+    """Return file name -> hash of all its tensors and numbers, for the newest checkpoint."""
     paths = sorted(newest(run).path.glob("*.pt"))
     return {path.name: tensors_digest(path) for path in paths}
 

@@ -1,4 +1,4 @@
-"""Processes of a job without a launcher, which would end the others when one fails."""
+"""Run the processes of a job without a launcher, which would end them when one fails."""
 
 import multiprocessing
 import os
@@ -12,11 +12,15 @@ from megatron.engine.job import failure
 from tests.helpers.launch import PRELOADED
 
 SOON = 25
-"""Seconds in which all processes must end, on a busy machine; gloo waits half an hour."""
+"""The seconds within which all processes must end. (gloo would wait half an hour.)"""
 
 
 def run(function, *args, ranks=2, timeout=120):
-    """(exit codes, outputs, seconds from the first end to the last) of `function(rank, *args)`."""
+    """Run `function(rank, *args)` on each rank.
+
+    Returns:
+        (exit codes, outputs, seconds from the first end of a process to the last).
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with socket.socket() as probe:
@@ -68,7 +72,7 @@ def child(environ, output, function, args):
 
 
 def only_line_about_it(texts):
-    """The only line that all ranks together printed; fails for more lines or a traceback."""
+    """Return the only line that all ranks together printed. More lines or a traceback fail."""
     lines = [line for text in texts for line in text.splitlines() if "rank" in line]
     everything = "\n".join(texts)
     assert "Traceback" not in everything and len(lines) == 1, everything

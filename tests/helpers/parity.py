@@ -1,4 +1,4 @@
-"""Running `tools/check_parity.py` in this process, and changing the cases that it reads."""
+"""Run `tools/check_parity.py` in this process, and change the cases that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the project, its tests' data and its configurations are."""
+"""The paths of the project, its test data and its configurations."""
 
 from __future__ import annotations
 

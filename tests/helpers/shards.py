@@ -1,4 +1,4 @@
-"""Shards of given documents."""
+"""Write token shards of given documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_document(writer: ShardWriter, tokens: np.ndarray) -> None:
 
 
 def write_documents(prefix: str | Path, documents: Iterable, dtype=np.uint16) -> ShardReader:
-    """Write each document (any sequence of tokens), and open the result."""
+    """Write a token shard of documents (sequences of tokens), and open it."""
     with ShardWriter(prefix, dtype) as writer:
         for document in documents:
             add_document(writer, np.asarray(document, dtype))

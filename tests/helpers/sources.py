@@ -1,4 +1,4 @@
-"""The project's own source files, for the tests that read them."""
+"""Find and parse the project's own source files, for tests that check them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 
 SKIPPED = {"data", "runs", "venv"}
-"""Folders at the root that hold no source of the project."""
+"""Folders in the root that contain no source code of the project."""
 COMMANDS = ("train.py", "evaluate.py", "prepare_data.py")
 PRODUCT = ("megatron", "tools", *COMMANDS)
 
 
 def sources(root: Path, *tops: str, suffix: str = ".py") -> list[Path]:
-    """The files below `root`, sorted; with `tops`, only those in these folders and files."""
+    """Return the sorted files below `root`; with `tops`, only those in these folders and files."""
     found = []
     for path in sorted(root.rglob(f"*{suffix}")):
         parts = path.relative_to(root).parts
@@ -28,7 +28,7 @@ def sources(root: Path, *tops: str, suffix: str = ".py") -> list[Path]:
 
 
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file, parsed once for all tests."""
+    """Return the syntax tree of a file, which is parsed only once for all tests."""
     return _parsed(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -38,7 +38,7 @@ def _parsed(text: str, name: str) -> ast.Module:
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Every string that stands alone as a statement: docstrings, attributes' descriptions too."""
+    """Yield every string that is a statement: docstrings and descriptions of attributes."""
     for node in ast.walk(tree):
         alone = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if alone and isinstance(node.value.value, str):
@@ -46,7 +46,7 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, line) of the docstrings, comments and error texts of a Python file."""
+    """Yield (line number, line) of the docstrings, comments and error texts of a Python file."""
     text, tree = path.read_text(encoding="utf-8"), parsed(path)
     for each in docstrings(tree):
         yield from enumerate(each.value.splitlines(), each.lineno)

@@ -1,4 +1,4 @@
-"""The fused passes at the edges: theta's bounds, one key, odd memory layouts, ways of calling.
+"""Test edge cases of the fused kernels: theta's bounds, one key, memory layouts, autograd modes.
 
 Shared by the interpreter's tests and those on a GPU; compared with float64 autograd.
 """
@@ -22,7 +22,7 @@ class EdgeCases:
     @pytest.mark.parametrize("edge", ["low", "high"])
     @pytest.mark.parametrize("name", [name for name in LEARNABLE if name != "rpe"])
     def test_theta_at_its_bounds(self, name, edge, dtype):
-        """Where there is no upper bound, 3 stands for it."""
+        """If a column has no upper bound, 3 is used instead."""
         case = make(name, 1, 2, LENGTH, SIZE, dtype=dtype)
         bound = case.pos.bounds()[edge == "high"].clamp(max=3.0)
         case.inputs[3] = bound.expand(2, -1).clone().to(DEVICE).requires_grad_()
@@ -30,7 +30,7 @@ class EdgeCases:
 
     @pytest.mark.parametrize("name", DISTANCE)
     def test_the_diagonal_alone(self, name):
-        """One key in sight, so d = 0: the weight is 1, and theta has no gradient, not even NaN."""
+        """With a single key, d = 0: its weight is 1, and theta's gradient is 0, not NaN."""
         case = make(name, queries=1)
         out, *gradients = case.run("fused")
         torch.testing.assert_close(out, case.inputs[2])
@@ -40,7 +40,7 @@ class EdgeCases:
     @pytest.mark.parametrize("dtype", TOLERANCE)
     @pytest.mark.parametrize("name", KINDS)
     def test_the_layout_a_model_gives(self, name, dtype):
-        """q, k, v as slices of one projection, heads before positions, contiguous nowhere."""
+        """q, k and v may be slices of one projection's output, which are not contiguous."""
         case = make(name, 2, 3, LENGTH, SIZE)
         x = torch.randn(2, LENGTH, 3 * 3 * SIZE, device=DEVICE).to(dtype)
         grads = []
@@ -57,8 +57,8 @@ class EdgeCases:
 
     @pytest.mark.parametrize("dtype", TOLERANCE)
     def test_any_strides_and_alignment(self, dtype):
-        """Tensors that begin at an odd element, with gaps between columns, repeated sequences, or
-        transposed; a gradient that is one expanded number."""
+        """Tensors may begin at an odd element, have gaps, repeat sequences or be transposed, and
+        the output's gradient may be one expanded number."""
         case = make("kerple_log", 2, 2, LENGTH, SIZE, dtype=dtype)
         q, k, v, theta = (x.detach() for x in case.inputs)
         v = v[:1].expand_as(v)
@@ -77,7 +77,7 @@ class EdgeCases:
 
     @pytest.mark.parametrize("name", KINDS)
     def test_later_keys_may_hold_anything(self, name):
-        """Room in a cache that nothing was written to yet: NaN there reaches nobody."""
+        """NaN in the unused part of a cache does not affect the results."""
         offset, later = 21, 30
         case = make(name, 1, 2, 9, SIZE, keys=9 + offset + later)
         clean = case.run("fused", query_offset=offset)
@@ -89,7 +89,7 @@ class EdgeCases:
         check(case, query_offset=offset)
 
     def test_large_scores_do_not_overflow(self):
-        """One weight is nearly 1: in 16 bits theta's gradient is a rest of what rounding leaves."""
+        """One softmax weight is nearly 1, so in 16 bits theta's gradient is mostly rounding."""
         for dtype, tolerance in TOLERANCE.items():
             case = make("kerple_log", 1, 2, LENGTH, SIZE, dtype=dtype)
             case.inputs[0] = (case.inputs[0].detach() * 100).requires_grad_()
@@ -120,7 +120,7 @@ class EdgeCases:
 
     @pytest.mark.parametrize("name", KINDS)
     def test_ways_of_calling(self, name):
-        """No gradients, inference mode, backward twice, differentiated twice, autocast."""
+        """Calls without gradients, in inference mode, with two backward passes, under autocast."""
         case = make(name, 1, 2, 20, SIZE)
         full = case.run("fused")
 
@@ -144,7 +144,7 @@ class EdgeCases:
 
     @pytest.mark.parametrize("name", ["kerple_log", "rpe"])
     def test_in_a_compiled_model(self, name):
-        """torch.compile leaves the call as it is, and takes what is before and after it."""
+        """torch.compile compiles the code before and after the call, but not the call itself."""
         case, seen = make(name, 1, 2, 20, SIZE), []
         chosen = choose("fused", case.pos, device_type=DEVICE, dtype=torch.float32, head_size=SIZE)
 

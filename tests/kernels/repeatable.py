@@ -1,4 +1,4 @@
-"""Bitwise repetition, dropout, and the passes that are launched.
+"""Test bitwise repetition, dropout, and which Triton kernels are launched.
 
 Shared by the interpreter's tests and those on a GPU.
 """
@@ -30,7 +30,7 @@ class RepeatableCases:
 
     @pytest.mark.parametrize("name", ["kerple_log", "kerple_power_mul", "rpe", "none"])
     def test_dropout_against_an_explicit_mask(self, name):
-        """v = identity shows the weights after dropout, hence the mask; autograd does the rest."""
+        """With v = identity, the output shows the mask; autograd with it is the reference."""
         length, keep = 40, 0.8
         case = make(name, 2, 2, length, length)
         identity = torch.eye(length, device=DEVICE).expand(2, 2, -1, -1)
@@ -61,7 +61,7 @@ class RepeatableCases:
         assert_close(got, exact, TOLERANCE[torch.float32])
 
     def test_the_mask_does_not_depend_on_the_tiling(self):
-        """So that forward and backward passes, whose tiles differ, drop the same weights."""
+        """Forward and backward have different tiles, and must drop the same weights."""
         case = make("kerple_log", 1, 2, 40, 48)
         q, k, _, theta = (x.detach() for x in case.inputs)
         v = torch.eye(40, 48, device=DEVICE).expand(1, 2, -1, -1)
@@ -83,7 +83,7 @@ class RepeatableCases:
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_dropout_under_activation_checkpointing(self, reentrant):
-        """The recomputed forward pass draws the same seed, so the masks agree."""
+        """The recomputed forward pass draws the same seed, so both masks are the same."""
         case = make("kerple_log", 1, 2, 30, 16)
 
         def function(*tensors):
@@ -103,7 +103,7 @@ class RepeatableCases:
 
     @pytest.mark.parametrize("name", names())
     def test_launches(self, name):
-        """One pass forward, both passes backward, and one for a table that learns."""
+        """One kernel runs forward and two run backward, or three for a table with a gradient."""
         case = make(name, 1, 1, 20, 8)
         before = LAUNCHES.copy()
         case.run("fused")

@@ -1,4 +1,4 @@
-"""The fused passes against float64 autograd of the eager formula: outputs and every gradient."""
+"""Test the fused Triton kernels against float64 autograd of the eager formula."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_embedding(name, dtype):
     size=st.integers(1, 20),
 )
 def test_any_shape(name, key_heads, group, queries, offset, later, size):
-    """Tails, cached keys, keys that nobody may see, shared key heads, padded head sizes."""
+    """Cases are incomplete tiles, cached and unused keys, shared key heads, padded head sizes."""
     shape = {"batch": 1, "heads": key_heads * group, "queries": queries, "size": size}
     keys = offset + queries + later
     case = make(name, **shape, key_heads=key_heads, keys=keys, seed=queries)
@@ -59,7 +59,7 @@ FAR = 1 << 22
 
 @pytest.mark.parametrize("name", ["kerple_log", "rpe"])
 def test_distances_past_two_to_the_22(name, monkeypatch):
-    """Three queries that look four million keys back, in tiles wide enough for an interpreter.
+    """Three queries look four million keys back, in tiles wide enough for an interpreter.
 
     Heads of one number, without the padding, which would cost 16 times the memory accesses.
     """

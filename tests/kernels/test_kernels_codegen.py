@@ -1,4 +1,4 @@
-"""Generated device functions: values and derivatives, near and far, and what the text is like."""
+"""Test generated device functions: values and derivatives at all distances, and source text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def probe(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, f_zeros: tl.constexpr,
     f_add: tl.constexpr, f_finish: tl.constexpr, THETA: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """y of one tile whose first column is `base` before its first row, and theta's gradient."""
+    """Compute y and theta's gradient in a tile whose upper left corner is at distance `base`."""
     r = tl.arange(0, R)[:, None]
     column = tl.arange(0, R)[None, :]
     c = f_prepare(theta_ptr, THETA, scale)
@@ -44,7 +44,7 @@ def probe(
 @pytest.mark.parametrize("base", [15, 5000, (1 << 22) + 7, (1 << 23) + 12_345])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_tile_at_any_distance(name, base):
-    """Also past 2^22, where 1 + a i would have lost the digits that 1 + a (i - j) still has."""
+    """Past 2^22, computing with i and j instead of their difference would lose digits."""
     pos, R = load(name), 16
     functions, _ = functions_of(pos)
     theta = (pos.initial_theta(1, torch.Generator().manual_seed(1)) + 0.03).clamp(max=0.5)
@@ -71,7 +71,7 @@ def test_a_tile_at_any_distance(name, base):
 
 
 class Zoo(PositionalEmbedding):
-    """Base of the formulas below."""
+    """Base class of the formulas below."""
 
     kind = "distance"
     learnable = True
@@ -97,7 +97,7 @@ class Gauss(Zoo):
 
 
 class Shared(Zoo):
-    """Both parameters in bias and weight."""
+    """A formula with both parameters in the bias and in the weight."""
 
     def bias(self, theta_HN, d):
         d, x, y = self.columns(theta_HN, d)
@@ -115,7 +115,7 @@ class Waves(Zoo):
 
 
 class Unused(Zoo):
-    """A column without effect, a constant, and powers of several kinds."""
+    """A formula with an unused column of theta, a constant, and several kinds of powers."""
 
     def bias(self, theta_HN, d):
         d, x, _ = self.columns(theta_HN, d)
@@ -123,7 +123,7 @@ class Unused(Zoo):
 
 
 class Squares(Zoo):
-    """Theta indexed, not unpacked."""
+    """A formula that indexes theta instead of unpacking its columns."""
 
     def bias(self, theta_HN, d):
         x, y = theta_HN[:, 0], theta_HN[:, 1:].select(1, 0)
@@ -140,7 +140,7 @@ def test_any_formula_of_elementary_functions(kind):
 
 
 class Stairs(Zoo):
-    """No expression: it is tabulated, and works all the same."""
+    """A formula that has no symbolic expression and is therefore tabulated."""
 
     def bias(self, theta_HN, d):
         d, x, y = self.columns(theta_HN, d)
@@ -183,7 +183,7 @@ class Awkward(Zoo):
 
 @pytest.mark.parametrize("what", AWKWARD)
 def test_what_a_generated_kernel_would_get_wrong_is_tabulated(what):
-    """A theta at its bound in the first head: some derivatives divide by 0 there."""
+    """In the first head theta is at its bound, where some derivatives divide by 0."""
     pos = Awkward(what)
     functions, how = functions_of(pos)
     assert functions.tabulated, how
@@ -194,7 +194,7 @@ def test_what_a_generated_kernel_would_get_wrong_is_tabulated(what):
 
 
 def test_the_reciprocal_of_an_exponential_is_taken_alone():
-    """Two at a time would give 0 * inf where the exponential overflows."""
+    """Computed in pairs, it would give 0 * inf where the exponential overflows."""
 
     class Logistic(Zoo):
         def weight(self, theta_HN, d):
@@ -207,7 +207,7 @@ def test_the_reciprocal_of_an_exponential_is_taken_alone():
 
 
 def test_an_affine_argument_costs_one_subtraction():
-    """And the logarithm is shared by the value and its derivatives."""
+    """The value and its derivatives also share one logarithm."""
     source = functions_of(load("kerple_log"))[0].source
     assert source.count("lg2(") == 1 and source.count("rcp(") == 1
     assert "((1.0 + c[1] * di) - c[1] * dj)" in source
@@ -222,7 +222,7 @@ def test_powers_of_zero_are_guarded_and_nothing_else():
 
 
 def test_equal_formulas_have_equal_sources():
-    """Otherwise no compiled kernel would ever be found again."""
+    """Otherwise compiled kernels would never be found in Triton's cache."""
     assert read(load("kerple_log")) == read(load("kerple_log"))
     first, again = (functions_of.__wrapped__(load("kerple_power_add_mul"))[0] for _ in range(2))
     assert first.source == again.source

@@ -1,4 +1,4 @@
-"""The passes compile for real GPUs, without one, and fit: in a process without the interpreter."""
+"""Test that the fused Triton kernels compile for real GPUs, without having one, and fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTER
 
 @pytest.mark.timeout(600)
 def test_a_dozen_variants_compile_and_spill_nothing(tmp_path):
-    """Each pass of each, for Ampere and Hopper."""
+    """The variants include every Triton kernel, for Ampere and for Hopper GPUs."""
     done = subprocess.run(
         [sys.executable, "tools/compile_kernels.py", "--sample", "--out", str(tmp_path / "t.csv")],
         cwd=ROOT, env=WITHOUT_INTERPRETER, capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""The edges of the fused passes in Triton's interpreter."""
+"""Run the edge cases of the fused kernels in Triton's interpreter."""
 
 from tests.kernels.edges import EdgeCases
 

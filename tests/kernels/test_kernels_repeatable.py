@@ -1,4 +1,4 @@
-"""Repetition, dropout and launches of the fused passes in Triton's interpreter."""
+"""Run the tests of repetition, dropout and launches in Triton's interpreter."""
 
 from tests.kernels.repeatable import RepeatableCases
 

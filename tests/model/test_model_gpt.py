@@ -1,4 +1,4 @@
-"""The model: conventions, theta as data, initial values, and a second implementation in float64."""
+"""Test the model: conventions, theta, initial values, and a second implementation in float64."""
 
 import math
 
@@ -28,7 +28,7 @@ def tokens(n=2, length=LENGTH):
 
 
 def rebuilt_logits(model, ids):
-    """NeoX's formulas from the state dict, one head and one position at a time; kerple_log only."""
+    """Compute logits by GPT-NeoX's formulas in plain loops, for kerple_log only."""
     p = {name: value.double() for name, value in model.state_dict().items()}
     block = model.shape.block
     size, theta = block.head_size, p["embedding.theta"]
@@ -209,7 +209,7 @@ def test_dropout_acts_in_training_only():
 
 
 def test_learned_positions_are_shifted_within_the_tables_rows():
-    """As published: the offset moves the rows that are used, it adds none."""
+    """As in GPT-NeoX, the offset changes which rows are used but adds no rows."""
     model = build("learned", shape={"max_positions": LENGTH + 2, "position_offset": 2})
     table = model.embedding.position_embeddings.weight
     assert table.shape == (LENGTH + 2, 32)

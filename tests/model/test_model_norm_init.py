@@ -1,4 +1,4 @@
-"""Norms against their formulas, initial values against their distributions."""
+"""Test norms against their formulas, and initial values against their distributions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every collective's backward pass is its adjoint, on real ranks and in float64.
+"""Test that each collective's backward pass is its adjoint, on real ranks in float64.
 
 A value is the same on every rank (S) or different on each (D); an inner product counts an S value
 once and sums a D value over the ranks. See `megatron.parallel.collectives`.
@@ -54,19 +54,19 @@ COLLECTIVES = {
 
 
 def draw(shape, rank, kind, seed=0):
-    """A float64 tensor, different on each rank if `kind` is D."""
+    """Draw a float64 tensor, which is different on each rank if `kind` is D."""
     generator = torch.Generator().manual_seed(1000 * seed + (rank if kind == "D" else 99))
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def inner(a, b, kind, group):
-    """<a, b>: summed over the ranks unless the values are the same on each (S)."""
+    """Return the inner product <a, b>, summed over the ranks if the values differ (D)."""
     product = (a * b).sum()
     return product if kind == "S" else torch.stack(group.gather(product)).sum()
 
 
 def measure(groups: Groups):
-    """On each rank: every collective's value, gradient, and both inner products."""
+    """Return, on each rank, each collective's value, gradient and both inner products."""
     tp = groups.divided(model_size=WORLD).model
     pairs = groups.divided(model_size=2, context_size=2, sequence_parallel=True)
     found = {"order": [int(x) for x in tp.gather(torch.tensor(groups.rank))]}
@@ -83,7 +83,7 @@ def measure(groups: Groups):
 
 
 def sequence_checks(groups: Groups):
-    """Entering and leaving a sharded layer, and the split positions, under sequence parallelism."""
+    """Return results of entering and leaving a sharded layer under sequence parallelism."""
     tp, cp = groups.model, groups.context
     split = SequenceSplit(tp, cp)
     tokens_BT = torch.arange(22).view(2, 11)
@@ -116,7 +116,7 @@ def test_gathered_values_are_in_the_order_of_ranks(ranks):
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_gradient_is_the_adjoint(ranks, name):
-    """<f(x), y> == <x, f*(y)>, where f*(y) is what autograd returns."""
+    """<f(x), y> equals <x, f*(y)>, where f* is the backward pass."""
     for found in ranks:
         _, _, left, right, _ = found[name]
         assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
@@ -148,7 +148,7 @@ def test_values_are_those_of_one_process(ranks, name):
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_gradients_are_those_of_one_process(ranks, name):
-    """The same function of all ranks' inputs, differentiated by autograd in one process."""
+    """The reference is the same function of all ranks' inputs, in one process."""
     kind, *dims = name.split()
     dims = [int(dim) for dim in dims]
     same = COLLECTIVES[name][1] == "S"
@@ -176,7 +176,7 @@ def test_gradients_are_those_of_one_process(ranks, name):
 
 
 def test_a_layer_is_entered_with_all_positions_and_left_with_the_ranks_own(ranks):
-    """Two tensor groups of two ranks: 0 and 1, 2 and 3."""
+    """There are two tensor-parallel groups, ranks 0 and 1, and ranks 2 and 3."""
     for rank, found in enumerate(ranks):
         first = rank // 2 * 2
         inputs = [draw((2, 4, 3), each, "D") for each in (first, first + 1)]
@@ -190,7 +190,7 @@ def test_a_layer_is_entered_with_all_positions_and_left_with_the_ranks_own(ranks
 
 
 def test_positions_are_split_by_context_and_then_by_tensor_rank(ranks):
-    """11 tokens are padded to 12: two context slices of 6, in each two ranks with 3 positions."""
+    """11 tokens are padded to 12: two context slices of 6 with two ranks of 3 positions each."""
     padded_BT = torch.nn.functional.pad(torch.arange(22).view(2, 11), (0, 1))
     assert [found["positions"] for found in ranks] == [
         [0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11],

@@ -1,4 +1,4 @@
-"""`Groups.divided`: which ranks belong together, in which order, for every layout up to 8 ranks."""
+"""Test `Groups.divided`: the members of each group, in order, for layouts of up to 8 ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("pipe", "data", "context", "model")
 
 @pytest.fixture
 def created(monkeypatch):
-    """Process groups are the lists of their ranks; all that were created."""
+    """Replace process groups by lists of ranks, and collect all that are created."""
     groups = []
 
     def new_group(ranks):
@@ -38,7 +38,7 @@ def divided(world, rank, pipe, context, model, **options):
 
 
 def expected_members(layout, rank, *varied):
-    """Ranks with the coordinates of `rank` except those in `varied`, tensor ranks innermost."""
+    """Return the ranks that differ from `rank` only in the coordinates `varied`, in order."""
     world, pipe, context, model = layout
     sizes = (pipe, world // (pipe * context * model), context, model)
     by_rank = list(itertools.product(*map(range, sizes)))

@@ -1,4 +1,4 @@
-"""Named random streams and the loss."""
+"""Test named random streams and the loss."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`Sharding`: slicing and joining are inverse, block by block."""
+"""Test `Sharding`: joining is the inverse of slicing, also with several blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.parallel.sharding import (
 
 @st.composite
 def sharded(draw):
-    """(sharding, number of ranks, a full tensor that they divide)."""
+    """Draw (sharding, number of ranks, full tensor whose size is divisible by it)."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = draw(st.integers(-len(shape), len(shape) - 1))
     blocks, size = draw(st.integers(1, 3)), draw(st.integers(1, 8))

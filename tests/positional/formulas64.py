@@ -1,4 +1,4 @@
-"""Every positional embedding a second time, in float64 numpy, from the papers.
+"""Implement every positional embedding a second time, from the papers, in float64 numpy.
 
 Nothing here imports `megatron`. The entry of a distance kernel gives b and w of one head, from that
 head's theta (a sequence of floats) and an array of distances. `test_contract.py` checks every entry
@@ -19,7 +19,7 @@ INF = math.inf
 
 @dataclass(frozen=True)
 class Column:
-    """One number per head: name, bounds, and the range [0, top) of its uniform first value."""
+    """A column of theta: name, bounds, and the range [0, top) of its uniform initial values."""
 
     name: str
     low: float
@@ -75,7 +75,7 @@ def t5_bias(theta: Sequence[float], d: np.ndarray) -> np.ndarray:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """As published with ALiBi: by recursion to the powers of two around the number of heads."""
+    """Return ALiBi's slopes by its published recursion to neighbouring powers of two."""
     if math.log2(heads).is_integer():
         ratio = 2 ** (-(2 ** -(math.log2(heads) - 3)))
         return [ratio ** (i + 1) for i in range(heads)]

@@ -1,4 +1,4 @@
-"""The contract of positional embeddings, checked for each file of `megatron/positional`."""
+"""Test the contract of positional embeddings for each file of `megatron/positional`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ HEADS = 3
 
 
 def draw_theta(name: str, seed: int = 0, heads: int = HEADS) -> torch.Tensor:
-    """float64 theta inside the bounds, with the first head at its lower and the second at its
-    upper ones (for absent bounds: 2 above, below 0 for slopes and -2 for a free table)."""
+    """Draw float64 theta within its bounds, with the first head at the lower bounds and the second
+    head at the upper ones. An absent upper bound counts as 2, an absent lower bound as 0 (slopes)
+    or -2 (tables)."""
     columns = ENTRIES[name].columns
     low = np.maximum([column.low for column in columns], 0.0 if ENTRIES[name].cpd else -2.0)
     high = np.minimum([column.high for column in columns], 2.0)
@@ -29,7 +30,7 @@ def draw_theta(name: str, seed: int = 0, heads: int = HEADS) -> torch.Tensor:
 
 
 def rebuilt(name: str, part: str, theta: torch.Tensor, d: torch.Tensor) -> np.ndarray:
-    """b or w [heads, distances] by the table's formula."""
+    """Compute b or w [heads, distances] by the independent formula of `formulas64`."""
     formula = getattr(ENTRIES[name], part)
     with np.errstate(under="ignore"):
         return np.stack([formula(row, d.double().numpy()) for row in theta.double().numpy()])
@@ -73,7 +74,7 @@ def test_formula(name, part):
 @pytest.mark.parametrize("name,part", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_formula_in_single_precision_whatever_thetas_dtype(name, part, dtype):
-    """bf16 theta is widened, and distances past 256, where bf16 has gaps, keep their values."""
+    """bf16 theta is converted to fp32; distances above 256, which bf16 rounds, stay exact."""
     theta = draw_theta(name).to(dtype)
     got = getattr(load(name), part)(theta, DISTANCES)
     assert got.dtype == torch.float32
@@ -85,7 +86,7 @@ def test_formula_in_single_precision_whatever_thetas_dtype(name, part, dtype):
 
 @pytest.mark.parametrize("name,part", KERNELS)
 def test_gradient_by_theta(name, part):
-    """Autograd against central differences of the independent formula, in float64."""
+    """Compare autograd with central differences of the independent formula, in float64."""
     theta = draw_theta(name, seed=1).requires_grad_()
     d = torch.tensor([0, 1, 2, 3, 7, 20, 100, 513])
     coefficients = torch.from_numpy(np.random.default_rng(2).normal(size=(HEADS, len(d))))
@@ -103,7 +104,7 @@ def test_gradient_by_theta(name, part):
 
 @pytest.mark.parametrize("name,part", KERNELS)
 def test_distance_zero_is_neutral_and_without_gradient(name, part):
-    """b(0) = 0 and w(0) = 1 whatever theta is: d^p must not become 0 log 0 in the gradient."""
+    """For any theta b(0) = 0 and w(0) = 1, and the gradient of d^p is 0, not 0 log 0 = NaN."""
     if name == "rpe":  # its bucket 0 is a free number: the value is that number, the gradient 1
         theta = draw_theta(name).float().requires_grad_()
         (value := load(name).bias(theta, torch.tensor([0]))).sum().backward()
@@ -118,7 +119,7 @@ def test_distance_zero_is_neutral_and_without_gradient(name, part):
 
 
 def gram(name: str, part: str, seed: int, highest: float = 2.0) -> np.ndarray:
-    """One head's kernel on random real positions, theta in its bounds and at most `highest`."""
+    """Return one head's kernel matrix on random real positions, with theta at most `highest`."""
     positions = torch.from_numpy(np.random.default_rng(seed).uniform(0, 60, 40))
     distances = (positions[:, None] - positions).abs()
     theta = draw_theta(name, seed, heads=4)[seed % 4][None].clamp(max=highest)
@@ -134,7 +135,7 @@ def smallest_eigenvalue(matrix: np.ndarray) -> float:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", [name for name in DISTANCE if ENTRIES[name].cpd])
 def test_bias_is_conditionally_positive_definite(name, seed):
-    """c^T K c >= 0 for all c with sum 0, anywhere in the bounds."""
+    """For theta within its bounds, c^T K c >= 0 for all c with sum 0."""
     kernel = gram(name, "bias", seed)
     centre = np.eye(len(kernel)) - 1.0 / len(kernel)
     assert smallest_eigenvalue(centre @ kernel @ centre) > -1e-10
@@ -143,8 +144,7 @@ def test_bias_is_conditionally_positive_definite(name, seed):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", [name for name in DISTANCE if ENTRIES[name].cpd])
 def test_bias_plus_a_constant_is_positive_definite(name, seed):
-    """Exponents up to 1.5 here: -d^2 is only semidefinite where sum(c) = 0, and needs the limit
-    of ever larger constants."""
+    """Exponents are at most 1.5 here, because -d^2 would need an infinitely large constant."""
     kernel = gram(name, "bias", seed, highest=1.5)
     assert smallest_eigenvalue(kernel) < -0.1  # without a constant it is not
     constant = -2.0 / np.linalg.inv(kernel).sum()  # twice the smallest that does it
@@ -159,7 +159,7 @@ def test_weight_is_positive_definite(name, seed):
 
 
 def test_rpe_is_rightly_exempt_from_definiteness():
-    """A table of free numbers need not be CPD: this one rises with distance."""
+    """A learned table need not be conditionally positive definite: this one rises with distance."""
     theta = torch.linspace(0, 5, 32, dtype=torch.float64)[None]
     positions = torch.arange(40)
     kernel = load("rpe").bias(theta, (positions[:, None] - positions).abs())[0].numpy()
@@ -168,7 +168,7 @@ def test_rpe_is_rightly_exempt_from_definiteness():
 
 
 class Shifted(PositionalEmbedding):
-    """An embedding with a constant added to its bias."""
+    """An embedding whose bias is that of another one plus a constant."""
 
     kind = "distance"
 
@@ -201,7 +201,7 @@ def test_softmax_absorbs_a_constant(name, backend):
 
 
 def attention_of(name: str, qkv: list[torch.Tensor], backend: str) -> torch.Tensor:
-    """Attention as a model would call it with this embedding."""
+    """Compute attention with this embedding as a model does."""
     pos, (q, k, v) = load(name), qkv
     if pos.kind == "rotary":
         q, k = pos.rotate(q, k, offset=0, rotary_ndims=8, base=10000)
@@ -215,7 +215,7 @@ def attention_of(name: str, qkv: list[torch.Tensor], backend: str) -> torch.Tens
 @pytest.mark.parametrize("backend", ["eager", "blocked"])
 @pytest.mark.parametrize("name", ENTRIES)
 def test_causality(name, backend):
-    """Other keys and values from position 41 on leave positions 0 ... 40 bit for bit alone."""
+    """Changing keys and values from position 41 on changes no bit of the outputs 0 ... 40."""
     before, (_, k, v) = random_inputs(90), random_inputs(90, seed=1)
     after = [x.clone() for x in before]
     after[1][:, :, 41:], after[2][:, :, 41:] = k[:, :, 41:], 1e6 * v[:, :, 41:]

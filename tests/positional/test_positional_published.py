@@ -1,4 +1,4 @@
-"""Numbers that the original code produced (`tests/fixtures/kernels`), and its T5 buckets."""
+"""Test against numbers of the released code (`tests/fixtures/kernels`) and its T5 buckets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sinusoidal_table(probes):
 
 
 def test_rotary_cosines_and_sines(probes):
-    """Turning (1, 0) in every plane shows the cosine and the sine themselves."""
+    """Rotating (1, 0) in each plane of two dimensions gives the cosine and the sine."""
     cos, sin = probes["rotary/float32/cos600"], probes["rotary/float32/sin600"]
     ones = torch.cat((torch.ones(1, 1, 600, 8), torch.zeros(1, 1, 600, 8)), dim=-1)
     turned, _ = load("rotary").rotate(ones, ones, offset=0, rotary_ndims=16, base=10000)
@@ -60,7 +60,7 @@ def test_rotary_cosines_and_sines(probes):
 
 @pytest.mark.parametrize("buckets,max_distance", [(32, 128), (16, 40), (64, 1000)])
 def test_rpe_buckets(buckets, max_distance):
-    """Edge by edge in exact arithmetic: bucket m + i starts at the smallest d with
+    """Compare bucket edges with exact arithmetic: bucket m + i starts at the smallest d with
     (d / m)^(n - m) >= (max_distance / m)^i, where m = n // 2."""
     d = torch.arange(0, 3 * max_distance)
     got = load("rpe", num_buckets=buckets, max_distance=max_distance).bucket(d).tolist()

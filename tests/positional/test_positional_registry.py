@@ -1,4 +1,4 @@
-"""The folder as a registry, and its imports."""
+"""Test that each file in the folder is an embedding, and what these files import."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_new_file_is_found_and_must_define_one_embedding(tmp_path, monkeypatch
 
 
 def test_works_where_only_torch_is_installed():
-    """triton, pydantic, deepspeed and the rest cannot be imported; everything here still runs."""
+    """The package works although triton, pydantic, deepspeed and others cannot be imported."""
     script = """
         import sys
         for name in ("triton", "pydantic", "deepspeed", "yaml", "numpy.random", "wandb"):

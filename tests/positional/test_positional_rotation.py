@@ -1,4 +1,4 @@
-"""Rotary and sinusoidal embeddings against complex numbers in float64."""
+"""Test rotary and sinusoidal embeddings against complex numbers in float64."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROTARY = load("rotary")
 
 
 def frequencies(dim: int, base: float) -> np.ndarray:
-    """Frequencies rounded to fp32, as in published models."""
+    """Return the frequencies rounded to fp32, as in published models."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return (1.0 / torch.pow(base, torch.from_numpy(exponent))).double().numpy()
 
 
 def turned(x: np.ndarray, offset: int, ndims: int, base: float) -> np.ndarray:
-    """Dimensions m and m + ndims/2 as one complex number, multiplied by exp(i angle)."""
+    """Rotate dimensions m and m + ndims/2 as one complex number, by a factor exp(i angle)."""
     angle = np.outer(offset + np.arange(x.shape[-2]), frequencies(ndims, base))
     half = ndims // 2
     z = (x[..., :half] + 1j * x[..., half:ndims]) * np.exp(1j * angle)
@@ -53,7 +53,7 @@ def test_products_depend_on_distance_alone():
 
 
 def test_pieces_equal_the_whole():
-    """A cache rotates new keys at their positions; the result equals that of one long call."""
+    """Rotating pieces at their offsets, as with a cache, equals rotating all at once."""
     q, k = torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
     whole = ROTARY.rotate(q, k, rotary_ndims=4)
     first = ROTARY.rotate(q[:, :, :12], k[:, :, :12], rotary_ndims=4)
@@ -81,7 +81,7 @@ def test_impossible_sizes_are_refused():
 
 @pytest.mark.parametrize("dtype,atol", [(torch.float64, 1e-12), (torch.float32, 1e-3)])
 def test_sinusoidal_table(dtype, atol):
-    """fp32 angles near 5,000 are good to about 3e-4."""
+    """fp32 angles near 5,000 have errors of about 3e-4."""
     positions = torch.tensor([[0, 1, 2], [511, 4999, 77]])
     angle = positions.numpy()[..., None] * frequencies(12, 10000.0)
     got = load("sinusoidal").table(positions, 12, dtype)

@@ -1,4 +1,4 @@
-"""The committed parity cases."""
+"""Return the committed parity cases."""
 
 from __future__ import annotations
 

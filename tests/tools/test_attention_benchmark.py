@@ -1,4 +1,4 @@
-"""The attention benchmark: walked through in Triton's interpreter, and its arithmetic."""
+"""Test the attention benchmark: it runs in Triton's interpreter, and computes correctly."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_goals_beside_what_was_measured():
 
 
 class Bowl:
-    """Times with a minimum at M = 128, N = 32, 8 warps, 2 stages; five stages do not fit."""
+    """Fake times with a minimum at M = 128, N = 32, 8 warps, 2 stages; five stages do not fit."""
 
     compiled: list[TileSizes] = []
 
@@ -160,7 +160,7 @@ def test_the_search_walks_to_the_best_tile():
 
 
 def test_a_search_in_the_interpreter(tmp_path):
-    """The time is up after the committed tiles' own times: every pass of a row has been called."""
+    """The time is up as soon as the committed tiles of every pass have been timed."""
     shown = benchmark(*TINY, "--tiles", "--minutes", "0.001", "--out", str(tmp_path))
     page = (tmp_path / "attention_tiles.md").read_text()
     committed = row_text((4, 16, False), TileSizes(*[Tile(16, 16, 4, 1)] * 4))

@@ -1,4 +1,4 @@
-"""The parity tool on the committed models and curves; a case with one change must fail.
+"""Test the parity tool on the committed models and curves; a case with one change must fail.
 
 `test_check_parity_data.py` has the data, the schedules and the derived configurations.
 """
@@ -25,7 +25,7 @@ from tools.parity.models import case_config, require_divisible
 
 @pytest.fixture(scope="module", autouse=True)
 def leave_the_job():
-    """Training cases make this process a job of one; no later test shall be in it."""
+    """Leave the job of one process that training cases join."""
     yield
     groups_of.cache_clear()
     if dist.is_initialized():
@@ -60,7 +60,7 @@ def test_every_committed_case_passes_with_every_backend_of_the_cpu(cases):
     [("mlp.dense_4h_to_h.weight", (3, 5)), ("attention.dense.bias", (7,))],
 )
 def test_one_changed_number_of_a_checkpoint_is_seen(cases, tmp_path, capsys, key, number):
-    """A weight moved by 0.01; the sign of one bias."""
+    """The changes are a weight increased by 0.01, and the sign of one bias."""
     shutil.copytree(cases / "models" / "kerple_log", tmp_path / "kerple_log")
     [path] = tmp_path.rglob("layer_03-model_00-model_states.pt")
     state = torch.load(path)
@@ -88,7 +88,7 @@ def test_every_quantity_counts(cases, tmp_path, capsys, key):
 
 
 def tied(case: Path) -> Path:
-    """The case with its word embedding renamed as the published pipeline names a tied one."""
+    """Rename the case's word embedding as the published pipeline names a tied one."""
     manifest = case / "manifest.json"
     text = manifest.read_text()
     assert '"0.word_embeddings.weight"' in text
@@ -98,7 +98,7 @@ def tied(case: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def curves(cases, tmp_path_factory) -> list[str]:
-    """The tool's lines on three changed training cases, from one process."""
+    """Return the tool's output for three changed training cases."""
     folder = tmp_path_factory.mktemp("curves")
     for name, source in {
         "moved": "gas2_decay", "start": "original_fixed_slopes", "tied": "gas2_decay"
@@ -126,12 +126,12 @@ def test_a_changed_curve_is_seen(curves):
 
 
 def test_the_start_of_a_curve_is_clamped_as_the_first_forward_pass_would(curves):
-    """Slopes of 2^-8 are stored below the bound; one that is wrong after the start is seen."""
+    """A stored slope of 2^-8 is below its bound and accepted; a wrong later slope fails."""
     assert curves[1].startswith("FAIL") and "kernel 0.0061 (0.0001) TOO FAR" in curves[1]
 
 
 def test_the_published_name_of_a_tied_embedding_is_known_in_training(curves):
-    """In the optimizer's groups and among the final parameters."""
+    """It is known in the optimizer's groups and among the final parameters."""
     assert curves[2].startswith("ok    ") and "/tied fp32" in curves[2]
 
 
@@ -148,7 +148,7 @@ def test_a_case_may_hold_bf16_logits_alone(cases, tmp_path, capsys):
 
 
 def test_the_published_name_of_a_tied_embedding_is_known(cases, tmp_path, capsys):
-    """The committed case has the plain name, `0.word_embeddings.weight`."""
+    """The committed case has the other name, `0.word_embeddings.weight`."""
     case = tied(shutil.copytree(cases / "models" / "rpe_tied_rmsnorm", tmp_path / "tied"))
     code, lines = check(capsys, case)
     assert code == 0 and lines[-1] == "2 cases, 0 failed", lines
@@ -196,7 +196,7 @@ def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):
 
 
 def test_two_processes_hold_one_model_and_pass_too(cases, tmp_path):
-    """Every model and curve passes, and a changed case fails there as well."""
+    """Every model and curve passes, and a changed case fails, too."""
     shutil.copytree(cases / "models" / "kerple_log", tmp_path / "changed")
     stored = tmp_path / "changed" / "expected.npz"
     changed_npz(stored, "grad_l2_fp64_L64", lambda stored: stored * (1 + 1e-4))

@@ -1,4 +1,4 @@
-"""The parity tool on data, schedules and derived configurations; one change in a case must fail."""
+"""Test the parity tool on data, schedules and derived configs; a changed case must fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 
 @pytest.fixture(scope="session")
 def data_case(fixtures, gpt2_files, tmp_path_factory) -> Path:
-    """The committed data, laid out as a data case."""
+    """Return the committed data in the layout of a `data` case."""
     source, folder = fixtures / "data", tmp_path_factory.mktemp("cases") / "data"
     for part, files in {
         "samples_a": ("samples_a", "index_and_samples"),

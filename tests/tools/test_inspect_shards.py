@@ -1,4 +1,4 @@
-"""tools/inspect_shards.py on good and on damaged shards."""
+"""Test tools/inspect_shards.py on good and on damaged token shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Slurm template, run for real by bash with stand-ins for `srun` and `scontrol`."""
+"""Test the Slurm template: bash runs it, with fake commands `srun` and `scontrol`."""
 
 from __future__ import annotations
 
