@@ -1,14 +1,15 @@
 """Leave a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a set time.
 
 Before training starts, a signal ends the process at once, because there is nothing to save. Later
-a signal is only noted, and all ranks leave at the same safe point: after an optimizer step, or
+a signal is only recorded, and all ranks leave at the same safe point: after an optimizer step, or
 between two batches of an evaluation. So no signal interrupts a step or a checkpoint.
 
-Python runs a signal's handler in the main thread, which may be inside a collective for minutes. A
-thread therefore reads the signals from Python's wake-up descriptor, and the handlers do nothing.
+Python runs a signal's handler in the main thread, which may be inside a collective for minutes. The
+handlers therefore do nothing. Instead, a thread reads the signals from a pipe, to which Python
+writes the number of each signal (`signal.set_wakeup_fd`).
 
-All ranks pass the same safe points in the same order, so the number of a safe point is the same on
-every rank. The ranks agree through the job's store, which each rank's `failure.Watch` polls anyway.
+Every rank counts the safe points that it passes, and a safe point has the same number on all ranks.
+The ranks agree on a number through the job's store, which each rank's `failure.Watch` polls anyway.
 A step without a signal costs no communication.
 
     key       value
@@ -33,9 +34,9 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT = 3
-"""The number of Ctrl-C at which the process ends at once, without a complete checkpoint."""
+"""After this many times Ctrl-C, the process ends at once, without a complete checkpoint."""
 INTERRUPTED = 130
-"""The exit code then: a shell's code for SIGINT (128 + 2)."""
+"""The exit code after `IMPATIENT` times Ctrl-C: a shell's code for SIGINT (128 + 2)."""
 
 
 class Leave(Exception):
@@ -75,7 +76,7 @@ class Preemption:
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
 
     def begin(self) -> None:
-        """Note that training starts: from now on, signals wait for the next safe point."""
+        """Declare that training starts. From now on, a signal takes effect at a safe point."""
         self._trains = True
 
     def ask(self, why: str) -> None:
@@ -100,7 +101,9 @@ class Preemption:
         return self.left
 
     def exchange(self, store: Any) -> bool:
-        """Agree with the other ranks where to leave. The rank's `Watch` calls this with each poll.
+        """Agree with the other ranks on the safe point at which to leave.
+
+        The rank's `failure.Watch` calls this method at each poll of the store.
 
         Args:
             store: the job's key-value store, a `torch.distributed.Store`.
@@ -172,7 +175,7 @@ def listen(exit_code: int, minutes: float | None) -> None:
 
 
 def begin() -> None:
-    """Note that training starts (see `Preemption.begin`)."""
+    """Declare that training starts (see `Preemption.begin`)."""
     if _current:
         _current.begin()
 
@@ -189,7 +192,7 @@ def safe_point() -> None:
 
 
 def exchange(store: Any) -> bool:
-    """Agree with the other ranks where to leave (see `Preemption.exchange`)."""
+    """Agree with the other ranks on the safe point at which to leave (`Preemption.exchange`)."""
     return _current is not None and _current.exchange(store)
 
 
@@ -208,7 +211,7 @@ def _ranks() -> int:
 
 
 def _nothing(_number: int, _frame: Any) -> None:
-    """Handle a signal by doing nothing; only a handler in Python wakes the descriptor."""
+    """Do nothing. Python writes a signal to the pipe only if the signal has a Python handler."""
 
 
 def _say(text: str) -> None:

@@ -39,7 +39,8 @@ WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb
 
 
 SLOW_SAVE = 25
-"""The seconds of a save after which the log warns of launchers that kill 30 s after a signal."""
+"""If a save takes more seconds than this, the log warns that some launchers kill a job 30 s after
+their signal."""
 
 
 def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> int:

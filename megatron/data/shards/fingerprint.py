@@ -1,10 +1,9 @@
 """A fingerprint of the tokens of a data set, by which a resumed run recognises its text.
 
-Up to 64 MiB, all tokens are hashed. Of a larger data set, 256 blocks of 256 KiB are hashed,
-spread evenly from its first token to its last, because hashing everything would delay each start by
-minutes. The lengths of all documents are always hashed. So a large data set has another fingerprint
-if its text was replaced, reordered or tokenised again. A change of single tokens outside the blocks
-has no effect on it.
+In a data set of up to 64 MiB, all tokens are hashed. Hashing all of a larger data set would delay
+each start by minutes, so only 256 blocks of 256 KiB are hashed, spread evenly over it. The lengths
+of all documents are always hashed. So the fingerprint changes if the text was replaced, reordered
+or tokenised again. In a large data set, a change of a few tokens outside the blocks is not noticed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\
 # tiktoken's matcher fails on runs of several times this length (its stack holds a million entries).
 _LONG_RUN = 250_000
 CHECK_FIRST = 1 << 16
-"""Each process compares all texts with the reference until it has compared these characters."""
+"""Each process compares all texts with the reference until it has compared so many characters."""
 CHECK_EVERY = 64
 """After the first `CHECK_FIRST` characters, about one character in `CHECK_EVERY` is compared.
 

@@ -28,8 +28,8 @@ class TrainingProgress:
         consumed_samples: the number of training samples read.
         train_samples: the number of samples for which the training index was first built. The order
             of the samples depends on this number, so a resumed run keeps it.
-        interval: the state of the training loop between two log lines, as JSON values: the losses
-            since the last one (`Meter.state`), and `owes_validation` if the run left before the
+        interval: the state of the training loop since the last log line, as JSON values: the sums
+            of the losses (`Meter.state`), and `owes_validation` if the run left before the
             evaluation of this step was complete.
     """
 

@@ -48,7 +48,7 @@ ADVICE = {
 }
 """Field of `RunDescription` -> advice for a user whose run and checkpoint differ in this field."""
 _ADDED = ("content",)
-"""Entries that checkpoints of earlier versions lack. They are compared only where they exist."""
+"""Entries that checkpoints of earlier versions lack. They are compared only if they exist."""
 
 
 @dataclass(frozen=True)

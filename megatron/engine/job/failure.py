@@ -44,7 +44,7 @@ CAUSE_WAIT = 3.0
 POLL_INTERVAL = 1.0
 """The seconds between two reads of the store."""
 BUSY_INTERVAL = 0.05
-"""The seconds between two reads while the ranks agree where to leave (see `preemption`)."""
+"""The seconds between two reads while the ranks agree on where to leave (see `preemption`)."""
 OPEN_TIMEOUT = 1800.0
 """The time limit for rank 0 to open the store, in seconds."""
 STORE_TIMEOUT = 60.0

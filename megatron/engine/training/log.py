@@ -135,9 +135,10 @@ class RunLog:
             self._wandb = None
 
     def _append(self, path: Path, row: str = "") -> bool:
-        """Append `row`, after the rows that could not be written before; return whether it worked.
+        """Append `row`, after earlier rows that could not be written; return whether it worked.
 
-        Training goes on without metrics. A part of a row is removed from the file again.
+        If it did not, the rows are kept for the next call, and training continues. A row that was
+        written only in part is removed from the file again.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:

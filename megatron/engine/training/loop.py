@@ -156,8 +156,8 @@ class TrainingLoop:
     """A loop that takes training steps, and logs, validates and saves as `settings` ask.
 
     Args:
-        carried: the state that the last checkpoint holds of an interval that it cut (see `save` in
-            `run`); empty for a run that starts.
+        carried: the state of the loop that the checkpoint of a resumed run contains (see `save` in
+            `run`). In a new run it is empty.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class TrainingLoop:
                 return
 
     def _validates(self, step: int, validate: Callable[[int], float | None]) -> bool:
-        """Log the validation loss; return whether the job has not left during the evaluation."""
+        """Log the validation loss. Return False if the job left before it was complete."""
         try:
             self._log_validation(step, validate(step))
         except preemption.Leave:

@@ -18,7 +18,7 @@ class Meter:
     """
 
     def __init__(self, groups: Groups, state: dict[str, Any] | None = None):
-        """Start empty, or from the `state` of a meter of an earlier process."""
+        """Create an empty meter, or continue from the `state` of an earlier process's meter."""
         self.groups = groups
         self.reset()
         sums = (state or {}).get("losses")
@@ -49,9 +49,9 @@ class Meter:
         return total.item() / (self.groups.data_size * self.steps) if self.steps else float("nan")
 
     def state(self) -> dict[str, Any]:
-        """Return the sum of the losses of each data-parallel rank, as JSON values.
+        """Return the number of steps and each data-parallel rank's sum of losses, as JSON values.
 
-        From these sums, a resumed run computes the mean of an undisturbed run to the last bit.
+        From these sums, a resumed run computes the same mean as an uninterrupted run, bit for bit.
         Every rank must call this method.
         """
         if not self.steps:
