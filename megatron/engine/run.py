@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.engine.evaluation.losses import loss_function, loss_of_batches
 from megatron.engine.evaluation.published_losses import log_published_losses
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
+from megatron.engine.job.lease import Confirm, sole_writer, unleased
 from megatron.engine.text import JobData
 from megatron.engine.training.deepspeed_engine import job_engine, layout_of
 from megatron.engine.training.log import RunLog
@@ -60,16 +61,26 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         ConfigError, ShardError, CheckpointError, DivergedError: see `megatron.engine.errors`. Each
             error message names the remedy.
     """
-    backend = config.parallel.distributed_backend
-    with joined_job(backend=backend, verbose=verbose) as groups:
-        Job(config, groups, allow_fallback=allow_fallback).run()
+    backend, save = config.parallel.distributed_backend, config.checkpoint.save
+    with joined_job(backend=backend, verbose=verbose) as groups, ExitStack() as stack:
+        confirm = unleased
+        if save and config.training.train_iters > 0 and groups.is_main:
+            confirm = stack.enter_context(sole_writer(Path(save)))
+        Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
     return preemption.exit_code() if preemption.reason() else 0
 
 
 class Job:
     """One training job: the text, the model, the starting point and the engine, built in order."""
 
-    def __init__(self, config: Config, groups: Groups, *, allow_fallback: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        *,
+        allow_fallback: bool = False,
+        confirm: Confirm = unleased,
+    ):
         parallel = config.parallel
         groups = groups.divided(
             model_size=parallel.model_parallel_size,
@@ -77,7 +88,7 @@ class Job:
             context_size=parallel.context_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
         )
-        self.config, self.groups = config, groups
+        self.config, self.groups, self.confirm = config, groups, confirm
         self._warned = False
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
@@ -88,7 +99,7 @@ class Job:
         stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
         torch.manual_seed(config.training.seed + stream)
         self.model = build_local_shard(config, self.data.tokenizer.vocab_size, groups)
-        self.description = RunDescription(
+        description = RunDescription(
             model=identity_of(config, self.model.shape, self.data.tokenizer),
             data=self.data.identity,
             layout=layout_of(config, groups),
@@ -98,6 +109,7 @@ class Job:
         self.start = choose_start(
             config, groups, self.data.wanted["train"], allow_fallback=allow_fallback
         )
+        self.description = replace(description, lineage=self.start.lineage)
         self.start.load_weights(self.model, self.description, groups)
         self.engine, schedule = job_engine(config, self.model, groups)
         self.theta = TrainedTheta(self.engine, self.model.theta, self.model.pos, groups)
@@ -116,6 +128,7 @@ class Job:
             append=step > 0 or not trains,
             last_step=step if trains else None,
             validates_again=bool(self.progress.interval.get("owes_validation")),
+            confirm=self.confirm,
         ) as log:
             self._announce(log)
             with suppress(preemption.Leave):
@@ -219,6 +232,7 @@ class Job:
             self.progress,
             self.description,
             keep_last=c.checkpoint.keep_last_n_checkpoints,
+            confirm=self.confirm,
         )
         seconds = time.monotonic() - start
         log.line(f"  saved {saved.path}, training waited {seconds:.2f} s")

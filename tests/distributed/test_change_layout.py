@@ -12,7 +12,7 @@ from megatron.attention import choose
 from megatron.engine.checkpoint import full_weights, relayout
 from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.groups import build_groups
@@ -107,6 +107,8 @@ def test_the_losses_are_those_of_a_run_that_never_changed(runs, old, new):
         for step, value in expected.items():
             assert ours[step] == pytest.approx(value, rel=tolerance, abs=tolerance), (metric, step)
     assert not list((runs / f"{old} to {new}").glob(".unfinished*"))
+    lineage, source = newest(runs / f"{old} to {new}").record.lineage, newest(runs / old)
+    assert lineage == source.record.lineage and len(lineage) == 32
 
 
 def test_a_conversion_is_told(runs):

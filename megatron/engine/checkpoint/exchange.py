@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.config import Config, load_config
 from megatron.engine.build import DTYPES, positional_of, shape_of
-from megatron.engine.checkpoint.checksums import RECORD
+from megatron.engine.checkpoint.checksums import FORMAT, RECORD
 from megatron.engine.checkpoint.publish import new_folder
 from megatron.engine.checkpoint.record import Record
 from megatron.engine.checkpoint.saved import Kind, newest, tag_of
@@ -55,6 +55,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     tag = tag_of(found.step)
     _refuse_existing(target / tag)
     record = {
+        "format": FORMAT,
         "version": __version__,
         "progress": {"step": found.step, "consumed_samples": 0, "train_samples": 0},
         "layout": {"zero_stage": 0},

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.engine.checkpoint.checksums import RECORD
+from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
-from megatron.files import flush, write_text
+from megatron.files import flush, replacing
 
 UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 
@@ -24,8 +26,9 @@ def new_folder(folder: Path, tag: str) -> Iterator[Path]:
 
     After an error in the block, the folder is not published.
     """
-    yield create_unfinished(folder, tag)
-    publish(folder, tag)
+    with sole_writer(folder) as confirm:
+        yield create_unfinished(folder, tag)
+        publish(folder, tag, confirm)
 
 
 def create_unfinished(folder: Path, tag: str) -> Path:
@@ -36,17 +39,26 @@ def create_unfinished(folder: Path, tag: str) -> Path:
     return unfinished
 
 
-def publish(folder: Path, tag: str) -> None:
-    """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`."""
+def publish(folder: Path, tag: str, confirm: Confirm) -> None:
+    """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`.
+
+    Args:
+        confirm: the function that confirms this process's lease of `folder`.
+    """
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
     for path in (*unfinished.rglob("*"), unfinished):
         flush(path)
     replaced = folder / f"{REPLACED}{tag}"
-    if final.exists():
-        final.rename(replaced)
-    unfinished.rename(final)
-    flush(folder)
-    write_text(folder / "latest", tag)
+    confirm()
+    # If the process is killed after the renames, `remove_unfinished` completes `latest`.
+    with replacing(folder / "latest") as latest:
+        latest.write_text(tag)
+        flush(latest)
+        if final.exists():
+            final.rename(replaced)
+        unfinished.rename(final)
+        flush(folder)
+        confirm()
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -61,6 +73,10 @@ def remove_unfinished(folder: Path) -> list[str]:
         final = folder / replaced.name.removeprefix(REPLACED)
         if not final.exists():  # killed between the two renames: the old one is still the newest
             replaced.rename(final)
+    for file in folder.glob(f".latest.*{UNFINISHED_FILE}"):
+        tag = file.read_text(errors="replace")
+        if (folder / tag / RECORD).is_file() and not (folder / f"{UNFINISHED}{tag}").exists():
+            file.replace(folder / "latest")  # killed when only this was left to do
     for file in folder.glob(f".*{UNFINISHED_FILE}"):
         file.unlink(missing_ok=True)
     leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])

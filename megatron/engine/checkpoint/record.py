@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from megatron.engine.checkpoint.checksums import RECORD
+from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
+
+from megatron.engine.checkpoint.checksums import FORMAT, RECORD
 from megatron.engine.errors import CheckpointError
-from megatron.files import parse_json
+from megatron.version import __version__
 
+SIZES = ("model_parallel_size", "zero_stage")
+"""The entries of a layout without which weights cannot be read."""
 LAYOUT_DEFAULTS: dict[str, Any] = {
     "model_parallel_size": 1,
     "pipe_parallel_size": 1,
@@ -17,6 +21,18 @@ LAYOUT_DEFAULTS: dict[str, Any] = {
     "sub_group_size": None,
 }
 """Layout entry -> its value in checkpoints of earlier versions, which did not record the entry."""
+
+
+def _completed(layout: dict[str, Any]) -> dict[str, Any]:
+    layout = LAYOUT_DEFAULTS | layout
+    for key in SIZES:
+        if not isinstance(layout.get(key), int):
+            raise ValueError(f"{key} is {layout.get(key)!r}, not a whole number")
+    return layout
+
+
+Layout = Annotated[dict[str, Any], AfterValidator(_completed)]
+Pair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
 @dataclass(frozen=True)
@@ -33,9 +49,9 @@ class TrainingProgress:
             evaluation of this step was complete.
     """
 
-    step: int
-    consumed_samples: int
-    train_samples: int
+    step: NonNegativeInt
+    consumed_samples: NonNegativeInt
+    train_samples: NonNegativeInt
     interval: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,15 +69,18 @@ class RunDescription:
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: the resolved configuration, as flat keys.
+        lineage: the id that the run got when it started at step 0, and that each resumed run keeps.
+            It is "" for runs that an earlier version started.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
-    shapes: dict[str, list[int]] = field(default_factory=dict)
-    cuts: dict[str, list[int]] = field(default_factory=dict)
+    shapes: dict[str, list[NonNegativeInt]] = field(default_factory=dict)
+    cuts: dict[str, Pair] = field(default_factory=dict)
     layers: list[str] | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    lineage: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +90,7 @@ class Record(RunDescription):
     Fields that earlier versions or imports do not write have defaults.
 
     Attributes:
+        format: the `FORMAT` of the code that wrote the checkpoint.
         version: the version of this project that wrote the checkpoint.
         progress: the counters of the run when the checkpoint was written.
         imported: the values from which an export restores the original files (`Published.about`),
@@ -78,10 +98,12 @@ class Record(RunDescription):
         files: file name -> [bytes, CRC-32].
     """
 
+    format: NonNegativeInt = FORMAT
     version: str = ""
     progress: TrainingProgress
+    layout: Layout  # pyright: ignore[reportGeneralTypeIssues]  required here
     imported: dict[str, Any] | None = None
-    files: dict[str, list[int]] = field(default_factory=dict)
+    files: dict[str, Pair] = field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Record:
@@ -92,13 +114,38 @@ class Record(RunDescription):
         """
         path = checkpoint / RECORD
         try:
-            stored = parse_json(path.read_text())
-            known = {f.name: stored[f.name] for f in fields(cls) if f.name in stored}
-            known["progress"] = TrainingProgress(**stored["progress"])
-            known["layout"] = LAYOUT_DEFAULTS | stored["layout"]
-            return cls(**known)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            content = path.read_bytes()
+            written = _VERSIONS.validate_json(content)
+            if written.format > FORMAT:
+                raise CheckpointError(
+                    f"{path} is of format {written.format}, written by version {written.version}; "
+                    f"this is version {__version__}, which reads formats up to {FORMAT}: update "
+                    "it, or name another checkpoint"
+                )
+            return _RECORD.validate_json(content, strict=True)
+        except (OSError, ValueError) as error:
+            why = _problems(error) if isinstance(error, ValidationError) else error
             raise CheckpointError(
-                f"{path}: cannot be read ({error}); this folder was not written by this code, or "
+                f"{path}: cannot be read ({why}); this folder was not written by this code, or "
                 f"it is damaged: name another checkpoint in {checkpoint.parent / 'latest'}"
             ) from error
+
+
+@dataclass(frozen=True)
+class _Versions:
+    """The entries of a record that every format has."""
+
+    format: NonNegativeInt = FORMAT
+    version: str = ""
+
+
+_VERSIONS, _RECORD = TypeAdapter(_Versions), TypeAdapter(Record)
+
+
+def _problems(error: ValidationError) -> str:
+    """Return what is wrong in a record, entry by entry."""
+    found = (
+        f"{'.'.join(map(str, each['loc']))}: {each['msg']}".removeprefix(": ")
+        for each in error.errors(include_input=False, include_url=False)
+    )
+    return "; ".join(found)

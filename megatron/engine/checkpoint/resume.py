@@ -13,8 +13,10 @@ With `finetune: true`, a checkpoint in the folder `save` is resumed instead.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,7 @@ class Start:
         schedule: the learning-rate schedule that a published (GPT-NeoX) checkpoint records, for the
             config key `use_checkpoint_lr_scheduler`.
         save: the folder in which the job saves checkpoints; None if it saves none.
+        lineage: the id of the run, as in `RunDescription`.
     """
 
     progress: TrainingProgress
@@ -60,6 +63,10 @@ class Start:
     resumes: bool = False
     schedule: dict[str, Any] | None = None
     save: Path | None = None
+
+    @cached_property
+    def lineage(self) -> str:
+        return self.saved.record.lineage if self.saved and self.resumes else uuid.uuid4().hex
 
     def load_weights(self, model: Model, run: RunDescription, groups: Groups) -> None:
         """Load the weights into the model, unless the engine will load them in `finish`."""
@@ -154,8 +161,7 @@ def choose_start(
     save = config.checkpoint.save
     if save and config.training.train_iters > 0:
         require_one_folder(groups, Path(save))
-    if save and groups.is_main:
-        removed = remove_unfinished(Path(save))
+        removed = remove_unfinished(Path(save)) if groups.is_main else []
         if removed:
             print(f"removed what a killed run left half written: {', '.join(removed)}")
     groups.barrier()
@@ -214,7 +220,7 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
             way = f"resume from {before[0].path} with --allow-fallback, or " if before else ""
             raise CheckpointError(
                 f"{saved.path} is damaged: {problem}. Restore that file, or {way}"
-                f"remove {folder / 'latest'} to start from step 0"
+                "name another `save` to start from step 0"
             )
     raise CheckpointError(f"{folder} holds no intact checkpoint: " + "; ".join(found))
 

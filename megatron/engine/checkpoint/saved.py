@@ -191,6 +191,12 @@ def find_newest(folder: Path) -> tuple[Saved | None, str]:
                 f"{folder} is one checkpoint; name the folder that holds it, {folder.parent}, with "
                 f"a file `latest` in it that contains {folder.name}"
             )
+        if there := finished(folder):
+            return None, (
+                f"{latest} is missing, but {there[-1].path} is there; write {there[-1].tag} into "
+                "that file, let train.py --allow-fallback take the newest intact checkpoint, or "
+                "name another `save` to start from step 0"
+            )
         return None, ""
     tag = latest.read_text(errors="replace").strip()
     if not tag or "/" in tag or not (folder / tag).is_dir():
@@ -198,6 +204,6 @@ def find_newest(folder: Path) -> tuple[Saved | None, str]:
         return None, (
             f"{latest} names {tag!r}, which is not a checkpoint folder beside it (there: {there}); "
             "write the name of one of those into it, let train.py --allow-fallback take the newest "
-            "intact one, or remove it to start from step 0"
+            "intact one, or name another `save` to start from step 0"
         )
     return Saved(folder, tag), ""

@@ -6,13 +6,14 @@ If the process is killed at any moment, the previous checkpoint stays usable (se
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import deepspeed
 import torch
 
-from megatron.engine.checkpoint.checksums import RECORD, describe_files, sealed
+from megatron.engine.checkpoint.checksums import FORMAT, RECORD, describe_files, sealed
 from megatron.engine.checkpoint.publish import (
     UNFINISHED,
     create_unfinished,
@@ -23,6 +24,7 @@ from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.relayout import conversion_info
 from megatron.engine.checkpoint.saved import Saved, finished, tag_of
 from megatron.engine.errors import CheckpointError
+from megatron.engine.job.lease import Confirm, unleased
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import rng_state
 from megatron.version import __version__
@@ -36,6 +38,7 @@ def save(
     run: RunDescription,
     *,
     keep_last: int | None = None,
+    confirm: Confirm = unleased,
 ) -> Saved:
     """Write a checkpoint after `progress.step` steps. Every rank must call this function.
 
@@ -44,6 +47,7 @@ def save(
         progress: the counters of the run, which the checkpoint records.
         run: the description of the run, which the checkpoint records.
         keep_last: the number of newest checkpoints to keep; None keeps all.
+        confirm: the function that confirms this job's lease of `folder`.
 
     Raises:
         CheckpointError: the checkpoint cannot be written. Earlier checkpoints are unchanged.
@@ -65,29 +69,50 @@ def save(
     groups.barrier()
     files = describe_files(unfinished, groups)
     if groups.is_main:
-        record = {"version": __version__, "progress": asdict(progress), **asdict(run)}
+        versions = {"format": FORMAT, "version": __version__}
+        record = versions | {"progress": asdict(progress), **asdict(run)}
         (unfinished / RECORD).write_text(sealed(record | {"files": files}))
-        publish(folder, saved.tag)
-        prune(saved, keep_last)
+        set_aside_foreign(saved, run.lineage)
+        publish(folder, saved.tag, confirm)
+        prune(saved, keep_last, run.lineage, confirm)
     groups.barrier()
     return saved
 
 
-def prune(newest: Saved, keep_last: int | None) -> None:
+def set_aside_foreign(saved: Saved, lineage: str) -> None:
+    """Rename the checkpoint at the path of `saved`, if it is of another lineage than `lineage`."""
+    if saved.path.exists() and _lineage(saved) != lineage:
+        aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
+        saved.path.rename(aside)
+        print(f"{saved.path} is not of this run: renamed to {aside.name}", flush=True)
+
+
+def _lineage(saved: Saved) -> str | None:
+    """Return the lineage of a checkpoint; None if it cannot be read or is a published one."""
+    try:
+        return saved.record.lineage
+    except CheckpointError:
+        return None
+
+
+def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm = unleased) -> None:
     """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
 
     Checkpoints of later steps than `newest` are neither counted nor removed. They exist if the run
-    went back to an earlier step, for example because later checkpoints were damaged. Checkpoints in
-    the published (GPT-NeoX) layout are not removed either.
+    went back to an earlier step, for example because later checkpoints were damaged. Checkpoints of
+    other runs, damaged ones, and those in the published (GPT-NeoX) layout are not removed either.
 
     Args:
         keep_last: the number of checkpoints to keep; None or 0 keeps all.
+        lineage: the id of this run, as in `RunDescription`.
+        confirm: the function that confirms this job's lease of the folder.
     """
     if not keep_last:
         return
     tags = finished(newest.folder)
-    earlier = [each for each in tags[: tags.index(newest)] if (each.path / RECORD).is_file()]
+    earlier = [each for each in tags[: tags.index(newest)] if _lineage(each) == lineage]
     for each in earlier[: max(0, len(earlier) + 1 - keep_last)]:
+        confirm()
         # If the process is killed half-way, the next start removes the rest.
         removed = each.path.rename(each.folder / f"{UNFINISHED}{each.tag}")
         shutil.rmtree(removed, ignore_errors=True)

@@ -21,7 +21,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +53,8 @@ class RunLog:
             from `metrics.jsonl`. None drops no row because of its step.
         validates_again: whether the run evaluates step `last_step` again; the row of an earlier
             evaluation of this step is dropped.
+        confirm: a function to call before each line of metrics is written. It raises an exception
+            if another job has taken `run_dir` over.
 
     Raises:
         ValueError: a wandb option or the wandb mode is unknown.
@@ -70,12 +72,14 @@ class RunLog:
         append: bool = False,
         last_step: int | None = None,
         validates_again: bool = False,
+        confirm: Callable[[], None] | None = None,
     ) -> None:
         options = _checked_options(wandb_options or {})
         self.is_main = is_main
         self._path: Path | None = None
         self._unwritten: list[str] = []
         self._wandb = None
+        self._confirm = confirm
         if not is_main:
             return
         folder = None if run_dir is None else Path(run_dir)
@@ -142,6 +146,8 @@ class RunLog:
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:
+            if self._confirm is not None:
+                self._confirm()
             with path.open("ab", buffering=0) as file:
                 content, end = "".join(rows).encode(), file.tell()
                 if file.write(content) != len(content):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +11,19 @@ from torch import nn
 
 from megatron.engine.checkpoint import publish
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Saved, newest, tag_of
-from megatron.engine.checkpoint.write import prune
+from megatron.engine.checkpoint.record import Record, RunDescription, TrainingProgress
+from megatron.engine.checkpoint.resume import Start
+from megatron.engine.checkpoint.saved import Saved, finished, newest, tag_of
+from megatron.engine.checkpoint.write import prune, set_aside_foreign
 from megatron.engine.errors import CheckpointError
+from tests.helpers.paths import FIXTURES
 
 
-def make(folder, step, weights=None, zero_stage=1):
+def make(folder, step, weights=None, zero_stage=1, lineage="a"):
     saved = Saved(folder, tag_of(step))
     saved.path.mkdir(parents=True)
     record = {
+        "lineage": lineage,
         "layout": {"zero_stage": zero_stage},
         "model": {"width": 1},
         "progress": {"step": step, "consumed_samples": step, "train_samples": 200},
@@ -46,7 +50,7 @@ def test_pruning_counts_numbers_not_letters_and_spares_what_it_does_not_know(tmp
     for step in (5, 100, 20, 9):
         make(tmp_path, step)
     (tmp_path / "global_step_mine").mkdir()
-    prune(Saved(tmp_path, "global_step100"), 2)
+    prune(Saved(tmp_path, "global_step100"), 2, "a")
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"global_step100", "global_step20", "global_step_mine"}
 
@@ -55,11 +59,36 @@ def test_what_lies_beyond_the_newest_is_neither_counted_nor_removed(tmp_path):
     """Checkpoint 15 is damaged, so the run went back. At step 12 it keeps 10 and 12."""
     for step in (5, 10, 12, 15):
         make(tmp_path, step)
-    prune(Saved(tmp_path, "global_step12"), 2)
+    prune(Saved(tmp_path, "global_step12"), 2, "a")
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"global_step10", "global_step12", "global_step15"}
-    prune(Saved(tmp_path, "global_step10"), 1)  # a run that started over in a used folder
+    prune(Saved(tmp_path, "global_step10"), 1, "a")  # a run that started over in a used folder
     assert {p.name for p in tmp_path.iterdir()} == left
+
+
+def test_only_checkpoints_of_the_same_run_are_removed_or_replaced(tmp_path, capsys):
+    for step, lineage in ((1, "a"), (2, "b"), (3, ""), (4, "a"), (5, "a")):
+        make(tmp_path, step, lineage=lineage)
+    (make(tmp_path, 0, lineage="a").path / "kerple.json").write_text("{")
+    prune(Saved(tmp_path, "global_step5"), 1, "a")
+    assert [each.step for each in finished(tmp_path)[1:]] == [2, 3, 5]
+    set_aside_foreign(Saved(tmp_path, "global_step5"), "a")
+    assert not capsys.readouterr().out
+    set_aside_foreign(Saved(tmp_path, "global_step2"), "a")
+    assert "global_step2 is not of this run: renamed to" in capsys.readouterr().out
+    [aside] = tmp_path.glob("global_step2.of-another-run-*")
+    assert Record.read(aside).lineage == "b" and len(finished(tmp_path)) == 3
+
+
+def test_checkpoints_of_an_earlier_version_belong_to_the_run_that_goes_on_from_them(tmp_path):
+    for step in (1, 2):
+        shutil.copytree(FIXTURES / "checkpoint" / "run" / "global_step3", tmp_path / tag_of(step))
+    start = Start(None, "", Saved(tmp_path, tag_of(2)), resumes=True)
+    assert start.lineage == ""
+    prune(Saved(tmp_path, tag_of(2)), 1, start.lineage)
+    assert [each.tag for each in finished(tmp_path)] == [tag_of(2)]
+    tuned = Start(None, "", Saved(tmp_path, tag_of(2)))
+    assert len(tuned.lineage) == 32 and tuned.lineage == tuned.lineage != Start(None, "").lineage
 
 
 def test_a_failed_write_is_reported_with_the_space_that_is_left(tmp_path):
@@ -88,6 +117,61 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path, killed):
     publish.remove_unfinished(tmp_path)
     assert newest(tmp_path) == Saved(tmp_path, "global_step5")
     assert {p.name for p in tmp_path.iterdir()} == {"global_step5", "latest"}
+
+
+def test_a_kill_before_latest_is_written_is_completed(tmp_path):
+    make(tmp_path, 5)
+    (tmp_path / ".latest.4711.unfinished").write_text("global_step5")
+    assert publish.remove_unfinished(tmp_path) == []
+    assert newest(tmp_path) == Saved(tmp_path, "global_step5")
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step5", "latest"}
+
+
+def test_a_missing_latest_is_no_empty_folder(tmp_path):
+    for step in (5, 10):
+        make(tmp_path, step)
+    with pytest.raises(CheckpointError, match="latest is missing, but .*global_step10 is there"):
+        newest(tmp_path)
+
+
+FORGED = {
+    "progress.step: Input should be a valid integer": {"progress": {"step": "5"}},
+    "progress.train_samples: Field required": {"progress": {"step": 5, "consumed_samples": 5}},
+    "progress.step: Input should be greater than or equal to 0": {"progress": {"step": -1}},
+    "layout: Input should be an object": {"layout": []},
+    "layout: Value error, zero_stage is '1', not a whole number": {"layout": {"zero_stage": "1"}},
+    "cuts.a: List should have at least 2 items": {"cuts": {"a": [0]}},
+    "files: Input should be an object": {"files": 3},
+    "config: Input should be an object": {"config": "x"},
+    "lineage: Input should be a valid string": {"lineage": 7},
+    "kerple.json is of format 2, written by version 9.1; this is version": {
+        "format": 2, "version": "9.1", "progress": "in another shape",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_a_record_of_another_shape_or_version_is_named(tmp_path, text):
+    path = make(tmp_path, 5).path / "kerple.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | FORGED[text]))
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        Record.read(path.parent)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 9000, '{"format": ' + "9" * 5000])
+def test_a_record_that_is_none_is_named(tmp_path, text):
+    path = make(tmp_path, 5).path / "kerple.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match="kerple.json: cannot be read"):
+        Record.read(path.parent)
+
+
+def test_unknown_entries_of_the_same_format_are_ignored(tmp_path):
+    path = make(tmp_path, 5).path / "kerple.json"
+    record = json.loads(path.read_text())
+    record |= {"later": 1, "progress": record["progress"] | {"epoch": 2}}
+    path.write_text(json.dumps(record))
+    assert Record.read(path.parent).progress == TrainingProgress(5, 5, 200)
 
 
 def test_what_differs_is_named_with_a_way_out(tmp_path):

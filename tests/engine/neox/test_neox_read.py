@@ -255,7 +255,7 @@ def test_the_published_folders_are_never_pruned(tmp_path):
     folder, tag = copy_of("kerple_log", tmp_path)
     (folder / "global_step60000").mkdir()
     (folder / "global_step60000" / "kerple.json").write_text("{}")
-    prune(Saved(folder, "global_step60000"), 1)
+    prune(Saved(folder, "global_step60000"), 1, "")
     assert (folder / tag).is_dir()
 
 

@@ -1,0 +1,225 @@
+"""Let one process at a time write a run folder, over all machines that share the folder.
+
+The writer of a folder holds a *lease*: the file `.lease-N`, which only one process can create, and
+which describes its holder. A thread of the holder touches the file every HEARTBEAT seconds. The
+file server's clock gives the times, because the clocks of the machines differ.
+
+A holder is dead if it ran on this machine and its process has ended, or if its heartbeat stopped
+LIFETIME seconds ago. A process that finds the holder of `.lease-N` dead creates `.lease-N+1` and
+removes `.lease-N`, so two processes cannot both take it over. A holder that was taken for dead, for
+example because its machine was suspended, finds its own file gone before it writes again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megatron.engine.errors import CheckpointError
+
+HEARTBEAT = 5.0
+"""The seconds between two touches of a lease by its holder."""
+LIFETIME = 60.0
+"""The seconds without a heartbeat after which a holder that nobody can look at counts as dead."""
+PROC = Path("/proc")
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+"""Environment variables in which schedulers name the job."""
+
+Confirm = Callable[[], None]
+"""A function that raises CheckpointError if this process may no longer write the run folder."""
+
+
+def unleased() -> None:
+    """Confirm nothing. Use this for a folder that is written without a lease, or not at all."""
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[Confirm]:
+    """Hold the lease of `folder` during the `with` block, and yield the function that confirms it.
+
+    Call that function before each change of what another run could need: `latest`, finished
+    checkpoints, metrics. The folder is created if it does not exist.
+
+    Raises:
+        CheckpointError: another process holds the lease and is alive.
+    """
+    path, text = _take(folder)
+    over = threading.Event()
+
+    def is_ours() -> bool:
+        found = _read(path)
+        return found is not None and found[0] == text
+
+    def confirm() -> None:
+        if not is_ours():
+            others = " and ".join(_who(content) for content in _leases(folder).values())
+            raise CheckpointError(
+                f"save: {folder} is no longer this job's ({others or 'its lease was deleted'}): "
+                f"this process gave no sign of life for {LIFETIME:.0f} s, because it was stopped "
+                "or did not reach the file server. It has written nothing there since, and ends"
+            )
+
+    def beat() -> None:
+        while not over.wait(HEARTBEAT):
+            with suppress(OSError):  # the file server may come back
+                if is_ours():
+                    os.utime(path)
+
+    thread = threading.Thread(target=beat, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield confirm
+    finally:
+        over.set()
+        thread.join()
+        if is_ours():
+            path.unlink()
+
+
+def _take(folder: Path) -> tuple[Path, str]:
+    """Create the lease of `folder`; return its path and its content.
+
+    Raises:
+        CheckpointError: another process holds the lease and is alive.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(describe_process())
+    while True:
+        dead = _leases(folder)
+        for path, content in dead.items():
+            _wait_for_end(path, content)
+        number = max((int(each.name.rpartition("-")[2]) for each in dead), default=0)
+        path = folder / f".lease-{number + 1}"
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(text)
+        found = _leases(folder)
+        if found.get(path) == text:
+            if found.items() <= dead.items() | {(path, text)}:
+                for each in dead:
+                    each.unlink(missing_ok=True)
+                return path, text
+            path.unlink()  # another process saw other leases than this one, and created its own
+        time.sleep(random.uniform(0.05, 0.5))
+
+
+def _wait_for_end(path: Path, content: str) -> None:
+    """Return when the holder of the lease `path` is dead or has removed it.
+
+    While this is uncertain, wait for a heartbeat.
+
+    Raises:
+        CheckpointError: the holder is alive.
+    """
+    first = None
+    # The file server sets the times of this file and of the lease by the same clock.
+    with tempfile.TemporaryFile(dir=path.parent) as clock:
+        while (found := _read(path)) and found[0] == content:
+            alive = is_alive(content)
+            os.utime(clock.fileno())
+            age = os.fstat(clock.fileno()).st_mtime - found[1]
+            if alive is False or (alive is None and age > LIFETIME):
+                return
+            if first is None:
+                first = found[1]
+                print(
+                    f"{path.parent} is held by {_who(content)}; looking whether it is alive",
+                    flush=True,
+                )
+            if found[1] != first or age > LIFETIME:
+                raise CheckpointError(
+                    f"save: {path.parent} is in use by {_who(content)}, and only one job at a time "
+                    "can write a folder; name another `save`, or stop that job first"
+                )
+            time.sleep(0.5)
+
+
+def _leases(folder: Path) -> dict[Path, str]:
+    """Return the content of each lease in `folder`, by path."""
+    paths = [each for each in folder.iterdir() if re.fullmatch(r"\.lease-\d{1,9}", each.name)]
+    return {path: found[0] for path in paths if (found := _read(path))}
+
+
+def _read(path: Path) -> tuple[str, float] | None:
+    """Return the content of a lease and the time of its last heartbeat; None if it is gone.
+
+    Opening the file makes NFS ask the server, where `stat` alone would return cached values.
+    """
+    try:
+        with path.open(errors="replace") as file:
+            return file.read(4096), os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def describe_process() -> dict[str, Any]:
+    """Describe this process, as its lease does."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "job": next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), None),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "machine": _machine(),
+        "started": start_time(os.getpid()),
+        "id": uuid.uuid4().hex,
+    }
+
+
+def _parsed(content: str) -> dict[str, Any]:
+    """Return a lease's description of its holder; {} if it was written only in part."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(content), dict):
+            return found
+    return {}
+
+
+def _who(content: str) -> str:
+    """Return the words for the holder of a lease in messages."""
+    holder = _parsed(content)
+    if not holder:
+        return "an unknown process"
+    job = f"job {holder['job']}, " if holder.get("job") else ""
+    return f"process {holder.get('pid')} on {holder.get('host')} ({job}since {holder.get('since')})"
+
+
+def is_alive(content: str) -> bool | None:
+    """Return whether the holder of a lease is alive; None if this machine cannot tell."""
+    holder, here = _parsed(content), _machine()
+    pid = holder.get("pid")
+    if here is None or holder.get("machine") != here or not isinstance(pid, int):
+        return None
+    try:
+        os.kill(pid, 0)
+        return start_time(pid) == holder.get("started")
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's process
+        return None
+
+
+def _machine() -> str | None:
+    """Identify this boot of this machine, and the container; None without Linux's `/proc`."""
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> str | None:
+    """Return the time at which a process started; None if it has ended, or without `/proc`."""
+    path = PROC / str(pid) / "stat"
+    if not path.exists():
+        return None
+    state, *fields = path.read_text().rpartition(")")[2].split()
+    return None if state in "ZX" else fields[18]  # a zombie has ended, and waits for its parent

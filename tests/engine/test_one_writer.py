@@ -1,0 +1,123 @@
+"""Two jobs in one `save` folder: real processes that start at once, are killed, or are replaced."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megatron.engine.checkpoint.saved import finished
+from megatron.engine.job import lease
+from tests.helpers.jobs import digest, rows, write_config, write_shards
+from tests.helpers.launch import call, run_script
+from tests.helpers.paths import ROOT
+
+
+def start(pool, config):
+    """Start `train.py config` in a process of its own."""
+    return pool.submit(run_script, ROOT / "train.py", config, cwd=ROOT, environ=dict(os.environ))
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 200
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def holder(run):
+    """The description of the process that holds the lease of `run`; None if none does."""
+    for path in run.glob(".lease-*"):
+        return json.loads(path.read_text() or "null")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("writers")
+
+
+@pytest.fixture(scope="module")
+def prefix(folder):
+    return write_shards(folder)
+
+
+def config_at(folder, prefix, **changes):
+    run = folder / "run"
+    keys = {"save": str(run), "load": str(run), "train_micro_batch_size_per_gpu": 4}
+    keys |= {"save_interval": 20, "eval_iters": 0, "train_iters": 400}
+    return write_config(folder / "config.yml", prefix, **(keys | changes)), run
+
+
+def test_of_two_starts_at_once_one_is_refused_and_a_killed_one_is_followed_at_once(folder, prefix):
+    """They are two tasks of `srun` without a rendezvous: each is a job of one process."""
+    config, run = config_at(folder / "twice", prefix)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [start(pool, config), start(pool, config)]
+        refused, writer = wait_for(lambda: sorted(jobs, key=lambda job: not job.done())
+                                   if any(job.done() for job in jobs) else None)  # fmt: skip
+        code, text = refused.result()
+        pid = holder(run)["pid"]
+        assert code == 1 and "Traceback" not in text
+        assert f"error: save: {run} is in use by process {pid} on " in text
+        assert "name another `save`, or stop that job first" in text
+        wait_for(lambda: (run / "metrics.jsonl").exists() and max(rows(run), default=0) > 23)
+        os.kill(pid, signal.SIGKILL)
+        code, text = writer.result()
+        assert code == -signal.SIGKILL
+    assert (run / ".lease-1").exists() and max(rows(run)) < 400
+    text = call("train.py", config, "-o", "exit_interval=60")
+    assert "looking whether it is alive" not in text and "resuming from" in text
+    assert not list(run.glob(".*")) and not (run / "metrics.jsonl.previous").exists()
+    lineages = {each.record.lineage for each in finished(run)}
+    assert len(lineages) == 1 and len(lineages.pop()) == 32
+    whole, alone = config_at(folder / "alone", prefix)
+    call("train.py", whole, "-o", f"exit_interval={max(rows(run))}")
+    assert digest(run) == digest(alone) and rows(run) == rows(alone)
+
+
+def test_a_job_whose_folder_was_taken_over_writes_nothing_more(folder, prefix):
+    config, run = config_at(folder / "taken", prefix, keep_last_n_checkpoints=1)
+    with ThreadPoolExecutor(1) as pool:
+        job = start(pool, config)
+        wait_for(lambda: (run / "latest").exists())
+        (run / ".lease-2").write_text(json.dumps({"host": "elsewhere", "pid": 5}))
+        (run / ".lease-1").unlink()
+        time.sleep(0.2)  # a line may be half-way
+        before = (run / "metrics.jsonl").read_bytes(), (run / "latest").read_bytes()
+        code, text = job.result()
+    assert code == 1 and "Traceback" not in text and "step 400/400" not in text
+    assert f"error: save: {run} is no longer this job's (process 5 on elsewhere (" in text
+    assert before == ((run / "metrics.jsonl").read_bytes(), (run / "latest").read_bytes())
+    assert holder(run)["pid"] == 5
+
+
+def test_an_evaluation_needs_no_lease_and_changes_nothing(folder, prefix):
+    config, run = config_at(folder / "read", prefix, train_iters=2)
+    call("train.py", config)
+    (run / ".unfinished-global_step4").mkdir()
+    with lease.sole_writer(run):
+        text = call("train.py", config, "-o", "train_iters=0", "-o", "eval_iters=1")
+        assert "evaluating" in text and (run / ".unfinished-global_step4").is_dir()
+
+
+def test_without_latest_it_starts_only_when_allowed(folder, prefix):
+    config, run = config_at(folder / "latest", prefix, train_iters=4, save_interval=2)
+    call("train.py", config)
+    (run / "latest").unlink()
+    shutil.copytree(run, folder / "before")
+    text = call("train.py", config, code=1)
+    assert f"{run / 'latest'} is missing, but {run / 'global_step4'} is there" in text
+    assert "Traceback" not in text and digest_of(run) == digest_of(folder / "before")
+    text = call("train.py", config, "--allow-fallback", "-o", "train_iters=5")
+    assert f"resuming from {run / 'global_step4'} (passed over: " in text and "step 5/5" in text
+    assert max(rows(run)) == 5 and min(rows(run)) == 1
+
+
+def digest_of(folder):
+    """Every file's content, by path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
