@@ -83,6 +83,15 @@ def test_a_record_whose_numbers_changed_is_damaged(copy):
     assert "its checksum is wrong" in Saved(copy, "global_step6").damage(ALONE)
 
 
+def test_a_record_of_a_newer_format_is_not_called_damaged(copy):
+    path = copy / "global_step6" / "kerple.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    saved, found = usable(copy, ALONE, allow_fallback=True)
+    assert saved.tag == "global_step6" and not found
+    with pytest.raises(CheckpointError, match="is of format 2, written by version"):
+        _ = saved.record
+
+
 @pytest.mark.parametrize("named", ["", "global_step9"])
 def test_a_damaged_latest_is_passed_over_only_when_allowed(copy, named):
     (copy / "latest").write_text(named)
