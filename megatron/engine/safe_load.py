@@ -2,18 +2,28 @@
 
 A pickle file can name any Python function and have it called when the file is loaded.
 `torch.load(weights_only=True)` refuses every function and class that is not on torch's own list.
-This module adds only the numpy functions and classes that store the random state in the
-`mp_rank_*` file of a published (GPT-NeoX) checkpoint.
+This module adds only the functions and classes that checkpoints need:
+
+- numpy's, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
+- DeepSpeed's in its `*_optim_states.pt` files, while DeepSpeed reads. Objects of these classes hold
+  plain values, and no method runs when one is created or gets its attributes.
+
+DeepSpeed itself calls `torch.load(weights_only=False)`. Every call of DeepSpeed that reads a
+checkpoint is therefore made in `only_safe_loads`.
 """
 
 from __future__ import annotations
 
 import _codecs
+import os
 import pickle
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,29 +43,79 @@ _NUMPY = [
         for core in ("core", "_core")
     ),
 ]
+_PATH = re.compile(r"[/\0]|^\.\.?$")
+_TORCH_LOAD = torch.load
 
 
-def safe_load(path: Path) -> Any:
+def safe_load(path: Path, *, mmap: bool = True) -> Any:
     """Load a `torch.save` file into CPU memory, without running code that the file contains.
 
-    The tensors are memory-mapped unless the file was written by torch before 1.6.
+    Args:
+        mmap: whether to memory-map the tensors of the file. Files of torch before 1.6 are not
+            mapped.
 
     Raises:
         CheckpointError: the file cannot be read, or it contains more than tensors and plain values.
     """
+    return _load(path, "cpu", mmap=mmap)
+
+
+@contextmanager
+def only_safe_loads() -> Iterator[None]:
+    """Make every `torch.load` in the block, DeepSpeed's included, behave as `safe_load`.
+
+    The environment variable makes torch itself refuse code in processes that the block starts.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils import fragment_address
+
+    plain = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    with (
+        torch.serialization.safe_globals(plain),
+        mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
+        mock.patch.object(torch, "load", _load),
+    ):
+        yield
+
+
+def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored: Any) -> Any:
+    """Load `file` as `torch.load` does, with `weights_only=True` whatever the caller asks."""
+    path = Path(file).resolve()
     try:
+        if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
+            raise OSError("not a regular file")
         with torch.serialization.safe_globals(_NUMPY):
-            mapped = zipfile.is_zipfile(path)  # torch < 1.6 did not write zip archives
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (
-        pickle.UnpicklingError, OSError, RuntimeError, EOFError, KeyError, ValueError
-    ) as error:  # fmt: skip
+            mapped = mmap and zipfile.is_zipfile(path)
+            content = _TORCH_LOAD(path, map_location=map_location, weights_only=True, mmap=mapped)
+        _require_plain_keys(content)
+        return content
+    except Exception as error:  # foreign bytes raise errors of any type in the unpickler
         raise CheckpointError(f"{path}: {_why_not_loaded(error)}") from error
+
+
+def _require_plain_keys(content: Any) -> None:
+    """Refuse a key that is a path: DeepSpeed's converter writes to folders named by such keys.
+
+    Raises:
+        ValueError: a key of a dictionary in `content` contains a slash, or is `..`.
+    """
+    waiting, seen = [content], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or not isinstance(value, dict | list | tuple):
+            continue
+        seen.add(id(value))  # objects may contain themselves, or each other many times
+        if isinstance(value, dict):
+            if paths := [key for key in value if isinstance(key, str) and _PATH.search(key)]:
+                raise ValueError(f"the name {paths[0]!r} is a path")
+            value = value.values()
+        waiting.extend(value)
 
 
 def _why_not_loaded(error: Exception) -> str:
     if not isinstance(error, pickle.UnpicklingError):
-        return f"cannot be read ({error})"
+        return f"cannot be read ({str(error) or type(error).__name__})"
     name = re.search(r"GLOBAL ([\w.]+)", str(error))
     content = (
         f"asks for {name[1]}, which no checkpoint needs"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.engine.checkpoint.record import Record
-from megatron.engine.safe_load import safe_load
+from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.parallel.groups import Groups
 from megatron.parallel.sharding import Sharding, full_shape, local_slice, shardings_of
 
@@ -91,7 +91,8 @@ def _read_stage3(checkpoint: Path, rank: int) -> Weights:
     with tempfile.TemporaryDirectory() as links:
         for path in checkpoint.glob(f"*zero_pp_rank_*_mp_rank_{rank:02d}_*_states.pt"):
             (Path(links) / path.name).symlink_to(path.resolve())
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # and progress bars
+        silent = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())  # progress bars
+        with silent[0], silent[1], only_safe_loads():
             found = get_fp32_state_dict_from_zero_checkpoint(links, tag=".")
     return cast(Weights, found)  # None only with `lazy_mode`
 

@@ -33,6 +33,7 @@ from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.checkpoint.record import Record, RunDescription
 from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError
+from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.parallel.groups import Groups
 
 FREE = (
@@ -113,13 +114,16 @@ def convert(
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         target.mkdir(parents=True)
-        _run_converter(saved.path, target, workers)
-        _complete_weights(
-            target / "zero", saved.record, saved.record.cuts if cuts is None else cuts
-        )
-        _complete_counters(target)
+        with only_safe_loads():
+            _run_converter(saved.path, target, workers)
+            _complete_weights(
+                target / "zero", saved.record, saved.record.cuts if cuts is None else cuts
+            )
+            _complete_counters(target)
     except Exception as error:  # the converter raises many kinds, also on a full disk
         shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(
             f"{saved.path} cannot be converted into {target} ({why_not_written(target, error)}, "
             "and 24 bytes a parameter are needed)"
@@ -149,7 +153,7 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
         dim, blocks = cuts.get(name, (0, 1))
         for state in ("fp32", *MOMENTS):
             path = folder / name / f"{state}.pt"
-            stored = torch.load(path, weights_only=False)
+            stored = safe_load(path, mmap=False)  # the file is replaced
             tensor = stored[PARAM] if isinstance(stored, dict) else stored
             full = {PARAM: tensor.flatten()[: torch.Size(shape).numel()].view(shape)}
             full[CAT_DIM] = dim
@@ -157,8 +161,8 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
                 full[PARAM_N_SUB_PARAMS] = blocks
             torch.save(full, path)
         if (folder / name / "step.pt").exists():
-            step = torch.load(folder / name / "step.pt", weights_only=False)
-    common = torch.load(folder / "optimizer_state.pt", weights_only=False)
+            step = safe_load(folder / name / "step.pt")
+    common = safe_load(folder / "optimizer_state.pt", mmap=False)
     inner = common.setdefault("optimizer_state_dict", {})
     if step is None:  # ZeRO-3 stores one step for all parameters
         step = inner["state"][0]["step"]
@@ -176,7 +180,7 @@ def _complete_counters(folder: Path) -> None:
     ZeRO-1 and ZeRO-2 look for one of the two file names, and ZeRO-3 looks for the other.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
-    counters = torch.load(stored[0], map_location="cpu", weights_only=False)
+    counters = safe_load(stored[0], mmap=False)
     counters["module"] = None  # weights are read from zero/
     counters["mp_world_size"] = 1
     for path in stored:
@@ -221,7 +225,8 @@ def load(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     clip = getattr(optimizer, "clip_grad", None)
     settings.load_universal_checkpoint = True
     try:
-        engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        with only_safe_loads():
+            engine.load_checkpoint(str(folder.parent), tag=folder.name)
     finally:
         settings.load_universal_checkpoint = False
     if clip is not None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
-import torch
 
 from megatron.config import Config
 from megatron.engine.checkpoint import relayout
@@ -31,6 +30,7 @@ from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.saved import Kind, Saved, find_newest, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.agreement import require_one_folder, seen_by_all
+from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.parallel.groups import Groups
@@ -105,8 +105,7 @@ def restore(
 
     The state consists of weights, optimizer, schedule and random streams. If this run's layout
     differs from the checkpoint's, the main rank converts the checkpoint first, and dropout uses new
-    random streams. Load only checkpoints from a trusted source, because DeepSpeed unpickles the
-    files without restrictions, so they could run code.
+    random streams.
 
     Args:
         work: a writable folder in which a checkpoint of another layout is converted.
@@ -129,9 +128,9 @@ def restore(
         relayout.restore(engine, groups, saved, work / f"{UNFINISHED}universal", run.cuts, changed)
         return saved.record.progress
     try:
-        loaded, _ = engine.load_checkpoint(str(saved.folder), tag=saved.tag)
-        path = saved.path / f"rng_rank_{groups.rank:05d}.pt"
-        set_rng_state(torch.load(path, weights_only=True))
+        with only_safe_loads():
+            loaded, _ = engine.load_checkpoint(str(saved.folder), tag=saved.tag)
+        set_rng_state(safe_load(saved.path / f"rng_rank_{groups.rank:05d}.pt"))
     except Exception as error:  # any error: checkpoints of early versions have no checksums
         raise CheckpointError(
             f"{saved.path}: cannot be loaded on rank {groups.rank} ({type(error).__name__}: "
