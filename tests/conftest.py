@@ -1,8 +1,8 @@
-"""For every test: fixed seeds, one thread, no network for wandb, and the rule of the mark `gpu`.
+"""Set up every test: fixed seeds, one thread, no network for wandb, and the mark `gpu`.
 
-Without a GPU, Triton's kernels run in its interpreter. Triton decides that when it is imported, so
-the variable is set here. On a bare GPU machine (torch, triton, pytest) `-m gpu` collects only
-`tests/gpu`, which needs nothing else.
+Without a GPU, Triton's kernels run in its interpreter. Triton decides this when it is imported, so
+its environment variable is set here. On a bare GPU machine (with only torch, triton and pytest),
+`-m gpu` collects only `tests/gpu`, which needs nothing else.
 """
 
 from __future__ import annotations

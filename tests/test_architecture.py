@@ -2,10 +2,11 @@
 
     F4 engine   F3 model   F2 attention   F1 data parallel kernels positional   F0 config
 
-A package imports only from floors strictly below its own (so packages of one floor never import
-each other), wherever in the file the import stands. Large packages have shelves, ordered in the
-same way. No two modules import each other, not even for type checking. `broken_rule` has the other
-rules. The last tests show, on made-up trees, that the checker sees each kind of violation.
+A package imports only from floors strictly below its own, so packages of one floor never import
+each other. This also holds for imports inside functions. Large packages have shelves, which are
+floors inside the package. No two modules import each other, not even for type checking.
+`broken_rule` has the other rules. The last tests show, on made-up trees, that the checker sees each
+kind of violation.
 """
 
 from __future__ import annotations

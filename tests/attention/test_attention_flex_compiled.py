@@ -1,7 +1,8 @@
-"""FlexAttention with gradients, compiled as on a GPU as far as a CPU goes.
+"""Test gradients of FlexAttention on a CPU, as far as possible.
 
-torch refuses flex's backward pass on CPUs, but its plain form (dense, for any device) exists, and
-so does the check that its GPU code generator makes first: which lookups may have a gradient.
+torch refuses FlexAttention's backward pass on CPUs. These tests use two other parts of torch: a
+dense backward pass for any device, and the check with which the generator of GPU code begins (it
+decides which lookups may have a gradient).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Every (pos_emb x backend x dtype x device x training) pair works, or is refused naming what does.
+"""Test that each combination of embedding, backend, dtype, device and training works or is refused.
 
-What should work is written down here a second time. On this machine's device a pair that is served
-is also run, against eager attention in float64.
+The error of a refused combination must name the backends that work. This file states independently
+which combinations should work. Those that work on this machine are also run, and compared with
+eager attention in float64.
 """
 
 from __future__ import annotations

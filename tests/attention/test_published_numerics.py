@@ -1,7 +1,7 @@
-"""`PublishedNumerics`: the released code's 16-bit rounding, on request and only then.
+"""Test `PublishedNumerics`, the strategy that rounds to 16 bits where the released code does.
 
-That whole models meet the numbers which the released code computed in bf16 is shown by the parity
-tool's cases; here, what makes the difference.
+These tests are about single operations. The parity tool compares whole models with bf16 results of
+the released code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Published configurations load as they are, and mean what the published code made of them.
+"""Test that published config files load unchanged, with the meaning that they have in that code.
 
-`derived_args.json` is an excerpt of what the published code derived for its own files; the YAML
-files state the same settings.
+`derived_args.json` contains settings that the published code derived from its own config files. The
+YAML files in the fixtures have the same content as those files.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ CHANGES = [
 
 
 def train(groups, folder, prefix, cells):
-    """Train each (name of the run, layout, run to continue at step 5, or None)."""
+    """Train each of `cells`: (name of the run, layout, run to continue at step 5, or None)."""
     torch.set_num_threads(1)
     for name, layout, source in cells:
         run = folder / name

@@ -1,5 +1,4 @@
-"""When one rank fails, all end soon with an error code; one message names the rank and the
-error."""
+"""Test that all ranks end soon if one fails, and that one message names the rank and the error."""
 
 import os
 import re

@@ -1,7 +1,7 @@
-"""Every field of the configuration is read by the engine, as an attribute of its section.
+"""Test that the engine reads every field of the configuration, as an attribute of its section.
 
-The reads are found in the syntax tree: `config.model.norm`, also through local names (`c = config`,
-`m = config.model`). A field that is read in another way stands in `READ_OTHERWISE`.
+Reads such as `config.model.norm` are found in the syntax tree, also through local names
+(`c = config`, `m = config.model`). `READ_OTHERWISE` lists fields that are read in other ways.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Tests for a machine with a GPU, torch, triton and pytest; no DeepSpeed needed except where noted.
+"""Tests for a machine with a GPU, torch, triton and pytest. Few of them also need DeepSpeed.
 
     python -m pytest -m gpu
 

@@ -86,10 +86,10 @@ def test_random_shapes(seed):
 
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power", "kerple_power_mul", "rpe"])
 def test_distances_past_two_to_the_22(name):
-    """Three queries that look four million keys back; the sums have as many terms.
+    """Three queries look four million keys back, so sums have four million terms.
 
-    The near buckets of rpe weigh as much as the last one: else their gradients are a small rest of
-    a large sum, which fp32 leaves without a digit.
+    For rpe, the near buckets get as much weight as the last one. Otherwise their gradients would be
+    small differences of large sums, and would be lost to rounding in fp32.
     """
     case = make(name, 1, 1, 3, 16, keys=FAR + 20)
     theta = case.inputs[3].detach().clamp(max=0.3)

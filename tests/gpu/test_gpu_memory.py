@@ -1,4 +1,4 @@
-"""Long sequences and large tensors on a GPU: memory linear in the length, 64-bit offsets.
+"""Test long sequences and large tensors on a GPU: linear memory, 64-bit offsets.
 
 The largest test takes about 36 GB.
 """

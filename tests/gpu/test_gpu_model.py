@@ -1,7 +1,7 @@
-"""One training step of the whole model on a GPU in bf16: fused beside eager, both against float64.
+"""Test a training step of the whole model on a GPU in bf16, with `fused` and with `eager`.
 
-Rounding in the rest of the model is common to both, so what fused adds shows in the difference of
-their errors.
+Both are compared with float64. The rest of the model rounds equally in both, so the difference of
+their errors is caused by `fused`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A faster Triton interpreter.
+"""Make Triton's interpreter faster.
 
-At every call of a device function, Triton's interpreter replaces the functions of `triton.language`
-again, although the launch has replaced them already: a third of the time of our tests.
+At each call of a device function, the interpreter replaces the functions of `triton.language`
+again, although the launch has already replaced them. This takes a third of the time of the tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run a function on several gloo processes, or a script in one process.
 
-All are forked from a server that has imported DeepSpeed.
+All processes are forked from a server process that has already imported DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ rank."""
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 280
 ) -> list[Any]:
-    """`[function(groups, *args) on rank r for r in ranks]`; `function` must be importable.
+    """Run `function(groups, *args)` on each rank, and return the results in the order of ranks.
+
+    `function` must be importable.
 
     Args:
-        timeout: seconds for the first rank to finish.
+        timeout: the time limit in seconds for the first rank to finish.
 
     Raises:
         RuntimeError: a rank failed; its traceback is in the text.

@@ -20,8 +20,7 @@ DISTANCE = [name for name in names() if load(name).kind == "distance"]
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", names())
 def test_every_embedding(name, dtype):
-    """37 rows: two whole tiles of 16 and a tail. `test_any_shape` has one sequence, as here; the
-    tests of layouts and dropout have two."""
+    """There is one sequence of 37 rows: two complete tiles of 16 rows and an incomplete one."""
     check(make(name, 1, dtype=dtype))
 
 

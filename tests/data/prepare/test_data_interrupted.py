@@ -176,11 +176,11 @@ def write_input(path: Path, megabytes: int) -> None:
 
 @pytest.mark.parametrize(("kind", "workers"), [("jsonl", 1), ("jsonl", 2), ("parquet", 1)])
 def test_memory_does_not_grow_with_the_input(tmp_path, kind, workers):
-    """Compare the peaks for 4 MB and 24 MB.
+    """Compare the peak memory for inputs of 4 MB and 24 MB.
 
-    Six chunks of 64 KB are in progress, under 2 MB with their tokens; the allocator's share of the
-    peak varies by 3 MB between runs. Keeping the text would take 20 MB more, keeping one Python
-    integer per document 9 MB.
+    At most six chunks of 64 KB are in progress, which need less than 2 MB with their tokens. The
+    allocator's share of the peak varies by 3 MB between runs. If the text were kept, the peaks
+    would differ by 20 MB. If one Python integer per document were kept, they would differ by 9 MB.
     """
     peaks = []
     for megabytes in (4, 24):

@@ -1,4 +1,4 @@
-"""Fingerprints of the text: what they see, and what they do not."""
+"""Test fingerprints of the text: which changes they show, and which they do not."""
 
 from __future__ import annotations
 

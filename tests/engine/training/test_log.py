@@ -93,10 +93,11 @@ def test_wrong_wandb_options_name_the_right_ones(tmp_path, options, words):
 
 
 def records(path: Path) -> Iterator[Record]:
-    """What wandb wrote: a 7-byte file header, then LevelDB log fragments (7-byte header each).
+    """Yield the records in wandb's file: a 7-byte header, then fragments as in LevelDB's logs.
 
-    Fragment types: 1 whole record, 2 first, 3 middle, 4 last part. Blocks are 32 KiB; a tail too
-    short for a header is padding.
+    A fragment has a 7-byte header. Its type is 1 for a whole record, and 2, 3 or 4 for the first, a
+    middle or the last part of a record. Blocks have 32 KiB. At the end of a block, fewer than 7
+    bytes are padding.
     """
     content, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
