@@ -17,12 +17,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import multiprocessing
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -142,7 +146,11 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
         strict=True,
         inject_missing_state=False,
     )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    # Forked workers inherit `only_safe_loads`; others would refuse DeepSpeed's own classes.
+    pool = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("fork"))
+    forked = mock.patch.object(ds_to_universal, "ProcessPoolExecutor", pool)
+    silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with forked, silent[0], silent[1]:
         ds_to_universal.main(arguments)
 
 
