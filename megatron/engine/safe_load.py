@@ -5,11 +5,11 @@ A pickle file can name any Python function and have it called when the file is l
 This module adds only the functions and classes that checkpoints need:
 
 - numpy's, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
-- DeepSpeed's in its `*_optim_states.pt` files, while DeepSpeed reads. Objects of these classes hold
-  plain values, and no method runs when one is created or gets its attributes.
+- while DeepSpeed reads, the classes of DeepSpeed that its `*_optim_states.pt` files contain. They
+  hold plain values, and loading them runs no method.
 
 DeepSpeed itself calls `torch.load(weights_only=False)`. Every call of DeepSpeed that reads a
-checkpoint is therefore made in `only_safe_loads`.
+checkpoint is therefore made inside the block of `only_safe_loads`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def only_safe_loads() -> Iterator[None]:
 
 
 def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored: Any) -> Any:
-    """Load `file` as `torch.load` does, with `weights_only=True` whatever the caller asks."""
+    """Call `torch.load` with `weights_only=True`, whatever value the caller passes."""
     path = Path(file).resolve()
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would wait for ever

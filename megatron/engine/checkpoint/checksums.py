@@ -17,7 +17,7 @@ from megatron.parallel.groups import Groups
 
 RECORD = "kerple.json"
 FORMAT = 1
-"""The version of the content of `kerple.json`. A change that older code would misread raises it."""
+"""The version of the format of `kerple.json`. It grows with each change that old code misreads."""
 READ_BYTES = 1 << 24
 """The number of bytes to read from a file at a time."""
 

@@ -143,7 +143,7 @@ _VERSIONS, _RECORD = TypeAdapter(_Versions), TypeAdapter(Record)
 
 
 def _problems(error: ValidationError) -> str:
-    """Return what is wrong in a record, entry by entry."""
+    """Return a text that names each wrong entry of a record and its problem."""
     found = (
         f"{'.'.join(map(str, each['loc']))}: {each['msg']}".removeprefix(": ")
         for each in error.errors(include_input=False, include_url=False)

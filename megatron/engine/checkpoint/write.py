@@ -80,7 +80,7 @@ def save(
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the checkpoint at the path of `saved`, if it is of another lineage than `lineage`."""
+    """Rename the checkpoint at the path of `saved` if another run than `lineage` wrote it."""
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
         saved.path.rename(aside)
@@ -88,7 +88,7 @@ def set_aside_foreign(saved: Saved, lineage: str) -> None:
 
 
 def _lineage(saved: Saved) -> str | None:
-    """Return the lineage of a checkpoint; None if it cannot be read or is a published one."""
+    """Return the id of a checkpoint's run; None for unreadable or published (GPT-NeoX) ones."""
     try:
         return saved.record.lineage
     except CheckpointError:

@@ -29,9 +29,9 @@ from typing import Any
 from megatron.engine.errors import CheckpointError
 
 HEARTBEAT = 5.0
-"""The seconds between two touches of a lease by its holder."""
+"""The seconds between two heartbeats, in which the holder touches the file of its lease."""
 LIFETIME = 60.0
-"""The seconds without a heartbeat after which a holder that nobody can look at counts as dead."""
+"""The seconds without a heartbeat after which a holder whose process cannot be checked is dead."""
 PROC = Path("/proc")
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 """Environment variables in which schedulers name the job."""
@@ -41,14 +41,14 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Confirm nothing. Use this for a folder that is written without a lease, or not at all."""
+    """Do nothing. Pass this as `Confirm` for a folder that needs no lease, or is not written."""
 
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[Confirm]:
-    """Hold the lease of `folder` during the `with` block, and yield the function that confirms it.
+    """Hold the lease of `folder` during the `with` block, and yield a `Confirm` function.
 
-    Call that function before each change of what another run could need: `latest`, finished
+    Call this function before each change of a file that another run may need: `latest`, finished
     checkpoints, metrics. The folder is created if it does not exist.
 
     Raises:
@@ -116,7 +116,7 @@ def _take(folder: Path) -> tuple[Path, str]:
 def _wait_for_end(path: Path, content: str) -> None:
     """Return when the holder of the lease `path` is dead or has removed it.
 
-    While this is uncertain, wait for a heartbeat.
+    While this machine cannot tell, wait for a heartbeat.
 
     Raises:
         CheckpointError: the holder is alive.
