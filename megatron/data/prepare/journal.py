@@ -12,6 +12,7 @@ import glob
 import json
 import os
 import time
+import zlib
 from typing import Any
 
 from megatron import files
@@ -44,6 +45,8 @@ class Journal:
         try:
             entry = files.parse_json(self.path.read_bytes())
             job, state = entry["job"], entry["state"]
+            if entry["checksum"] != _checksum(job, state):
+                raise ValueError("its checksum is wrong")
         except (ValueError, KeyError, TypeError) as error:
             self.refused = f"is not a journal ({error!r})"
             return None
@@ -63,7 +66,9 @@ class Journal:
         return self.path.exists()
 
     def write(self, state: dict) -> None:
-        files.write_text(self.path, json.dumps({"job": self.job, "state": state}))
+        checksum = _checksum(self.job, state)
+        entry = {"job": self.job, "state": state, "checksum": checksum}
+        files.write_text(self.path, json.dumps(entry))
         self._last_write = time.monotonic()
 
     def remove(self) -> None:
@@ -71,3 +76,7 @@ class Journal:
         self.path.unlink(missing_ok=True)
         for path in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{files.UNFINISHED}"):
             path.unlink()
+
+
+def _checksum(job: Any, state: dict) -> int:
+    return zlib.crc32(json.dumps([job, state], sort_keys=True).encode())

@@ -13,7 +13,6 @@ shard of the complete run.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -283,8 +282,8 @@ class _Run:
         For an OSError that names no file, the text starts with the prefix of the first shard.
         """
         kept = ""
-        if self.journal.exists:
-            documents = json.loads(self.journal.path.read_text())["state"]["counts"]["documents"]
+        if state := self.journal.read():
+            documents = state["counts"]["documents"]
             kept = f"the same command goes on after the first {documents:,} documents"
         if isinstance(error, DataError):
             return type(error)(f"{error}, {kept}" if kept else str(error))

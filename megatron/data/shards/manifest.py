@@ -10,6 +10,10 @@ from megatron.data.shards.format import shard_path
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.files import parse_json
 
+COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_bytes")
+"""The keys of a manifest that count; those of merged shards are the sums."""
+_MOST_PARTITIONS = 1 << 20
+
 
 def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source: dict) -> dict:
     """Build the manifest of a shard that was made with `tokenizer`.
@@ -44,7 +48,7 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
         The manifest, or None if the shard has none because another program wrote it.
 
     Raises:
-        ShardError: the file PREFIX.json is not valid JSON.
+        ShardError: the file PREFIX.json is not valid JSON, or has values of wrong types.
     """
     path = shard_path(prefix, ".json")
     if not path.exists():
@@ -55,7 +59,30 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
         raise ShardError(
             f"{path}: is not a manifest ({error}); remove it, or rebuild the data"
         ) from None
-    return manifest if isinstance(manifest, dict) and "tokenizer_fingerprint" in manifest else None
+    if not isinstance(manifest, dict) or "tokenizer_fingerprint" not in manifest:
+        return None
+    numbers = [manifest.get(name, 0) for name in COUNTS]
+    source = manifest.setdefault("source", {})
+    named = isinstance(manifest["tokenizer_fingerprint"], str)
+    valid = named and all(type(number) is int for number in numbers)
+    if not (valid and isinstance(source, dict) and _is_partition(source.get("partition"))):
+        raise ShardError(f"{path}: has values of wrong types; remove it, or rebuild the data")
+    return manifest
+
+
+def _is_partition(value: object) -> bool:
+    """Return whether `value` has the form that `partition_of` describes, or is None."""
+    match value:
+        case None:
+            return True
+        case {
+            "part": int(part),
+            "of": int(of),
+            "begin": None | [int(), int()],
+            "end": None | [int(), int()],
+        }:
+            return 1 <= part <= of < _MOST_PARTITIONS
+    return False
 
 
 def partition_of(manifest: dict | None) -> dict | None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from megatron.data.errors import ShardError
 from megatron.data.shards.joined import check_compatible
-from megatron.data.shards.manifest import partition_of, read_manifest, to_bytes
+from megatron.data.shards.manifest import COUNTS, partition_of, read_manifest, to_bytes
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
 
 _TOKENS_AT_ONCE = 1 << 24
-_COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_bytes")
 
 
 def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]:
@@ -66,7 +65,7 @@ def _copy(
             writer.add_documents(tokens, reader.sizes[:0])
     prefixes = [reader.prefix for reader in readers]
     if len(manifests) == len(readers):
-        sums = {key: sum(each.get(key, 0) for each in manifests) for key in _COUNTS}
+        sums = {key: sum(each.get(key, 0) for each in manifests) for key in COUNTS}
         names = [Path(prefix).name for prefix in prefixes]
         sources = [each["source"] for each in manifests]
         merged = {"merged": dict(zip(names, sources, strict=True))}
