@@ -22,7 +22,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 
 from megatron import entry
-from tests.fuzz.mutate import Hang
+from tests.fuzz.damage import Hang
 
 _SECONDS = 600
 """Of one round of one fuzzer, before it counts as a hang: it may wait for a pipe, say."""

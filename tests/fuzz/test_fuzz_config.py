@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 
 from megatron.config import Config, ConfigError, load_config
-from tests.fuzz.mutate import damaged, in_time, written
+from tests.fuzz.damage import damaged, in_time, written
 from tests.helpers.paths import ROOT
 
 FILES = [*(ROOT / "configs").rglob("*.yml")]

@@ -23,7 +23,7 @@ from megatron.data.prepare.encode import EncodeOptions, Encoder
 from megatron.data.prepare.read_files import read_source
 from megatron.data.prepare.sources import find_sources
 from megatron.data.tokenizers.build import build_tokenizer
-from tests.fuzz.mutate import damaged, in_time, written
+from tests.fuzz.damage import damaged, in_time, written
 
 BYTES = build_tokenizer("ByteLevelTokenizer")
 ENCODER = Encoder(BYTES, EncodeOptions())

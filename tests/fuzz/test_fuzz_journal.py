@@ -13,7 +13,7 @@ from megatron.data.errors import TokenizerError
 from megatron.data.prepare.run import PrepareOptions, write_shards
 from megatron.data.prepare.sources import find_sources
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
-from tests.fuzz.mutate import FOLDER, damaged, in_time
+from tests.fuzz.damage import FOLDER, damaged, in_time
 
 OPTIONS = PrepareOptions(checkpoint_seconds=0, quiet=True)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.data.corpora.catalogue import RemoteFile
 from megatron.data.corpora.download import check, download
 from megatron.data.errors import CorpusError
-from tests.fuzz.mutate import FOLDER, damaged, in_time
+from tests.fuzz.damage import FOLDER, damaged, in_time
 
 BODY = b"the right file"
 HEADERS = b'HTTP/1.1 %s\r\nETag: "1"\r\nContent-Length: %d\r\n%s\r\n'

@@ -12,7 +12,7 @@ from megatron.data.shards.format import DTYPES
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
-from tests.fuzz.mutate import FOLDER, damaged, in_time, written
+from tests.fuzz.damage import FOLDER, damaged, in_time, written
 from tests.helpers.shards import write_documents
 
 BYTES = build_tokenizer("ByteLevelTokenizer")

@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers
 
 from megatron.data.errors import TokenizerError
 from megatron.data.tokenizers.build import build_tokenizer
-from tests.fuzz.mutate import damaged, in_time, written
+from tests.fuzz.damage import damaged, in_time, written
 
 SYMBOLS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCABULARY = {token: i for i, token in enumerate([*SYMBOLS, "he", "Ġt", "Ġthe", "<|endoftext|>"])}
