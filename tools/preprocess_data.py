@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 
 from megatron import entry
+from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.run import PrepareOptions, write_shards
@@ -46,6 +47,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--log-interval", type=int, default=100, help="accepted; progress is always shown")
     add("--on-error", choices=["stop", "skip"], default="stop", help="not in gpt-neox")
     add("--backend", choices=BACKENDS, default="auto", help="not in gpt-neox")
+    add("--max-document-bytes", type=int, default=1 << 30, help="not in gpt-neox")
+    add("--max-expansion", type=float, default=200.0, help="not in gpt-neox")
     arguments = parser.parse_args(argv)
     if len(set(arguments.jsonl_keys)) < len(arguments.jsonl_keys):
         parser.error(f"--jsonl-keys {' '.join(arguments.jsonl_keys)}: a key is given twice")
@@ -64,6 +67,7 @@ def prepare(arguments: argparse.Namespace) -> int:
         EncodeOptions(keys, arguments.append_eod, arguments.ftfy),
         max(1, arguments.workers),
         arguments.on_error,
+        limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
     )
     sources = find_sources(arguments.input.split(","))
     tokenizer = build_tokenizer(

@@ -12,6 +12,7 @@ A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -162,7 +163,7 @@ def finished(folder: Path) -> list[Saved]:
     """Return the complete checkpoints in the run folder `folder`, by increasing step."""
     prefix = tag_of(0)[:-1]
     steps = [path.name[len(prefix) :] for path in folder.glob(f"{prefix}*")]
-    return [Saved(folder, tag_of(step)) for step in sorted(int(s) for s in steps if s.isdigit())]
+    return [Saved(folder, tag_of(step)) for step in sorted(int(s) for s in steps if s.isdecimal())]
 
 
 def newest(folder: Path) -> Saved | None:
@@ -199,7 +200,7 @@ def find_newest(folder: Path) -> tuple[Saved | None, str]:
             )
         return None, ""
     tag = latest.read_text(errors="replace").strip()
-    if not tag or "/" in tag or not (folder / tag).is_dir():
+    if tag not in os.listdir(folder) or not (folder / tag).is_dir():
         there = ", ".join(sorted(p.name for p in folder.glob("global_step*"))) or "none"
         return None, (
             f"{latest} names {tag!r}, which is not a checkpoint folder beside it (there: {there}); "

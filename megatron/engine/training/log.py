@@ -215,6 +215,8 @@ def _is_kept(text: str, last_step: int | None, validated_again: int | None) -> b
         step = row["step"]
     except (ValueError, KeyError, TypeError):
         return False
+    if type(step) is not int:
+        return False
     if any(name.startswith("final/") for name in row):  # a resumed run measures these again
         return False
     if step == validated_again and "validation/loss" in row:

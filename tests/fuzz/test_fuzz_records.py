@@ -1,0 +1,77 @@
+"""Damaged records of a run: `kerple.json`, `latest` and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import example, given
+
+from megatron.engine.checkpoint import checksums
+from megatron.engine.checkpoint.record import Record
+from megatron.engine.checkpoint.saved import find_newest, finished
+from megatron.engine.errors import CheckpointError
+from megatron.engine.training.log import RunLog
+from tests.fuzz.damage import FOLDER, damaged, in_time
+from tests.helpers.paths import FIXTURES
+
+ALONE = cast(Any, SimpleNamespace(rank=0, world_size=1, gather_from_job=lambda found: [found]))
+CHECKPOINT = FIXTURES / "checkpoint/run/global_step3"
+COPY = FOLDER / "run/global_step3"
+shutil.copytree(CHECKPOINT, COPY)
+(FOLDER / "run/global_step²").mkdir()
+WRITTEN = (CHECKPOINT / "kerple.json").read_bytes()
+ROWS = b'{"step": 1, "train/loss": 2.5}\n{"step": 2, "train/loss": 2.25}\n{"step": 3, "x": 0}\n'
+
+
+@given(damaged([WRITTEN], most=2))
+@example(WRITTEN)
+@example(b"[" * 3000 + b"]" * 3000)
+@example(b'{"progress": ' + b"1" * 5000 + b"}")
+def test_a_record(content: bytes) -> None:
+    """Any change that is more than white space is seen by the checksum or by the reader."""
+    (COPY / "kerple.json").write_bytes(content)
+    with in_time():
+        damage = checksums.damage(COPY, ALONE)
+        assert damage is None or str(COPY) in damage
+        try:
+            Record.read(COPY)
+        except CheckpointError as error:
+            assert str(COPY) in str(error)
+            return
+    record = json.loads(content)
+    assert damage or record == json.loads(WRITTEN) or "checksum" not in record
+
+
+@given(damaged([b"global_step3", b"global_step3\n", b"../run/global_step3", b".."]))
+@example(b"g" * 5000)
+@example(b"global_step3\0")
+@example(b".")
+def test_latest(content: bytes) -> None:
+    (FOLDER / "run/latest").write_bytes(content)
+    saved, problem = find_newest(FOLDER / "run")
+    assert [each.tag for each in finished(FOLDER / "run")] == ["global_step3"]
+    if saved is None:
+        assert str(FOLDER / "run/latest") in problem
+    else:
+        assert saved.path.is_dir() and saved.path.parent == FOLDER / "run"
+        assert saved.tag.encode() == content.strip() and saved.tag.startswith("global_step")
+
+
+@given(damaged([ROWS]))
+@example(ROWS)
+@example(b'{"step": ' + b"[" * 3000 + b"]" * 3000 + b"}\n" + ROWS)
+@example(b'{"step": ' + b"1" * 5000 + b"}\n" + ROWS)
+@example(b'{"step": NaN}\n{"step": "1"}\n{"step": null}\n{"step": [1]}\n["step"]\n' + ROWS)
+def test_metrics(content: bytes) -> None:
+    """A resumed run drops the rows that it will write again, and those that are no rows."""
+    path = FOLDER / "metrics.jsonl"
+    path.write_bytes(content)
+    with in_time(), RunLog(FOLDER, is_main=True, append=True, last_step=2) as log:
+        log.metrics(3, {"train/loss": 2.0})
+    *rows, last = [json.loads(line) for line in path.read_text().splitlines()]
+    assert last == {"step": 3, "train/loss": 2.0} and all(row["step"] <= 2 for row in rows)
+    if content == ROWS:
+        assert [row["step"] for row in rows] == [1, 2]
