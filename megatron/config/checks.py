@@ -92,6 +92,24 @@ def relations(values: Values) -> Iterator[Found]:
                 yield found
 
 
+@relation("on_bad_loss", "zero_stage", "pipe_parallel_size", "precision", "save")
+def _bad_loss(
+    action: str, zero: int, stages: int, precision: str, save: str | None
+) -> Found | None:
+    if action == "roll_back" and not save:
+        return "on_bad_loss", "roll_back needs checkpoints to go back to; write save: FOLDER"
+    if action != "skip":
+        return None
+    why = None
+    if zero == 0:
+        why = "skip with zero_optimization stage 0: the optimizer there cannot drop a gradient"
+    elif stages > 1:
+        why = f"skip with pipe_parallel_size {stages}: only the last stage knows the loss in time"
+    elif precision == "fp16":
+        why = "skip with fp16: its loss scale skips overflows already"
+    return ("on_bad_loss", f"{why}; write roll_back or stop") if why else None
+
+
 @relation("hidden_size", "num_attention_heads")
 def _heads(hidden: int, heads: int) -> Found | None:
     if hidden % heads:

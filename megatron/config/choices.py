@@ -101,6 +101,9 @@ Precision = Annotated[_Precision, _choice(_Precision, aliases=_LONG_NAMES)]
 _Distributed = Literal["nccl", "gloo"]
 DistributedBackend = Annotated[_Distributed, _choice(_Distributed)]
 
+_OnBadLoss = Literal["stop", "skip", "roll_back"]
+OnBadLoss = Annotated[_OnBadLoss, _choice(_OnBadLoss)]
+
 _Split = Literal["valid", "test"]
 EvalSplit = Annotated[_Split, _choice(_Split)]
 

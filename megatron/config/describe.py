@@ -1,8 +1,9 @@
-"""Format a config as readable text, which `train.py --check` prints."""
+"""Format a config as readable text, which `train.py --check` prints, and name the way to resume."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.config.fields import key_of
@@ -66,3 +67,13 @@ def _show(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
     return str(value)
+
+
+def how_to_go_on(config: Config) -> str:
+    """Return what the user has to do to continue a run of `config` that left early."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if not save:
+        return "nothing is saved, because the config names no folder `save`"
+    if config.checkpoint.finetune or (load and Path(save).resolve() == Path(load).resolve()):
+        return "run the same command again to go on"
+    return f"run the same command with `load: {save}` to go on"

@@ -23,6 +23,7 @@ from megatron.config.choices import (
     EvalSplit,
     Init,
     Norm,
+    OnBadLoss,
     OptimizerType,
     PositionalName,
     Precision,
@@ -164,6 +165,10 @@ class TrainingConfig(Section):
     # Not in GPT-NeoX: the exit code of a job that saves and leaves early (after SIGTERM, SIGUSR1,
     # Ctrl-C or exit_duration_in_mins), for schedulers that restart only failed jobs.
     preemption_exit_code: ExitCode = 0
+    # Not in GPT-NeoX: what to do after a step whose loss or gradient is not finite, or whose loss
+    # is more than this many nats above the average of the steps before it.
+    on_bad_loss: OnBadLoss = "stop"
+    loss_spike_threshold: PositiveNumber | None = None
     seed: Count = 1234
     precision: Precision = "fp32"
     loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic

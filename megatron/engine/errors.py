@@ -15,5 +15,9 @@ class DivergedError(Exception):
     """The loss or a weight is no longer a finite number, or fp16 cannot represent the gradients."""
 
 
+class BadLossError(DivergedError):
+    """The loss of a step is bad, and `on_bad_loss` does not skip the step."""
+
+
 class RunLogError(RuntimeError):
     """Weights & Biases could not be started."""

@@ -12,13 +12,16 @@ import torch
 
 from megatron import preemption
 from megatron.config import Config
+from megatron.config.describe import how_to_go_on
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.build import identity_of
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.resume import choose_start
+from megatron.engine.checkpoint.resume import choose_start, restore
+from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.checkpoint.write import save as save_checkpoint
+from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
 from megatron.engine.evaluation.losses import loss_function, loss_of_batches
 from megatron.engine.evaluation.published_losses import log_published_losses
@@ -28,8 +31,10 @@ from megatron.engine.job.lease import Confirm, sole_writer, unleased
 from megatron.engine.text import JobData
 from megatron.engine.training.deepspeed_engine import job_engine, layout_of
 from megatron.engine.training.log import RunLog
-from megatron.engine.training.loop import LoopSettings, TrainingLoop
+from megatron.engine.training.loop import TrainingLoop
+from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.pipeline import build_local_shard, count_parameters
+from megatron.engine.training.settings import loop_settings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.files import write_text
 from megatron.parallel.groups import Groups
@@ -39,6 +44,8 @@ UNSAVED = Path("runs/unsaved")
 WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb_mode")
 
 
+MOST_ROLL_BACKS = 3
+"""How often a run goes back to one checkpoint after a bad loss."""
 SLOW_SAVE = 25
 """If a save takes more seconds than this, the log warns that some launchers kill a job 30 s after
 their signal."""
@@ -90,6 +97,7 @@ class Job:
         )
         self.config, self.groups, self.confirm = config, groups, confirm
         self._warned = False
+        self._rolled_back: list[Saved] = []
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
         require_agreement(groups, "config", settings_of(config))
@@ -111,9 +119,9 @@ class Job:
         )
         self.description = replace(description, lineage=self.start.lineage)
         self.start.load_weights(self.model, self.description, groups)
-        self.engine, schedule = job_engine(config, self.model, groups)
+        self.engine, self.schedule = job_engine(config, self.model, groups)
         self.theta = TrainedTheta(self.engine, self.model.theta, self.model.pos, groups)
-        self.progress = self.start.finish(self.engine, schedule, groups, self.description)
+        self.progress = self.start.finish(self.engine, self.schedule, groups, self.description)
 
     def run(self) -> None:
         """Train up to step `train_iters`, then evaluate as the config asks."""
@@ -134,7 +142,7 @@ class Job:
             with suppress(preemption.Leave):
                 self._train_and_evaluate(log)
             if why := preemption.reason():
-                log.line(f"{why}: left after step {self.progress.step}; {self._how_to_go_on()}")
+                log.line(f"{why}: left after step {self.progress.step}; {how_to_go_on(c)}")
 
     def _train_and_evaluate(self, log: RunLog) -> None:
         c, step = self.config, self.progress.step
@@ -149,16 +157,6 @@ class Job:
             log_published_losses(c, self.data, self.engine, self.groups, log, step)
         if c.evaluation.eval_lengths:
             self._evaluate_lengths(log)
-
-    def _how_to_go_on(self) -> str:
-        save, load = self.config.checkpoint.save, self.config.checkpoint.load
-        if not save:
-            return "nothing is saved, because the config names no folder `save`"
-        if self.config.checkpoint.finetune or (
-            load and Path(save).resolve() == Path(load).resolve()
-        ):
-            return "run the same command again to go on"
-        return f"run the same command with `load: {save}` to go on"
 
     def _announce(self, log: RunLog) -> None:
         """Print the job's model, devices, text and first step; write the resolved `config.yml`."""
@@ -182,26 +180,54 @@ class Job:
             write_text(self.run_dir / "config.yml", c.to_yaml())
 
     def _train(self, log: RunLog) -> None:
-        c = self.config
-        loader = self.data.training(
-            index_samples=self.progress.train_samples, consumed=self.progress.consumed_samples
-        )
-        if loader is None:
-            raise ShardError(
-                f"split {c.data.split!r} leaves no document to train on; give the first part more"
+        """Train; after a bad loss, go back to a checkpoint and train again, if the config asks."""
+        done = False
+        while not done:
+            left = self.config.training.train_iters - self.progress.step
+            loader = self.data.training(
+                index_samples=self.progress.train_samples,
+                consumed=self.progress.consumed_samples,
+                least=left * self.config.batch.train_batch_size,
             )
-        settings = LoopSettings(
-            train_iters=c.training.train_iters,
-            accumulation=c.batch.gradient_accumulation_steps,
-            seq_length=c.model.seq_length,
-            train_batch_size=c.batch.train_batch_size,
-            log_interval=c.training.log_interval,
-            eval_interval=c.training.eval_interval,
-            save_interval=c.checkpoint.save_interval,
-            extra_save_iters=tuple(c.checkpoint.extra_save_iters),
-            exit_interval=c.training.exit_interval,
-            skips_overflow=c.training.precision == "fp16",
+            if loader is None:
+                raise ShardError(
+                    f"split {self.config.data.split!r} leaves no document to train on; give the "
+                    "first part more"
+                )
+            try:
+                self._train_on(loader, log)
+                done = True
+            except BadLossError as bad:
+                self._roll_back(bad, loader, log)
+
+    def _roll_back(self, bad: BadLossError, loader: TrainLoader, log: RunLog) -> None:
+        """Load the last checkpoint, and pass over the samples that were read since.
+
+        Raises:
+            BadLossError: `bad`, if the config does not ask for this, or if there is no checkpoint.
+            DivergedError: the run went back to this checkpoint too often.
+        """
+        c = self.config
+        save = c.checkpoint.save if c.training.on_bad_loss == "roll_back" else None
+        saved = newest(Path(save)) if save else None
+        if saved is None:
+            raise bad
+        self._rolled_back.append(saved)
+        count = self._rolled_back.count(saved)
+        if count > MOST_ROLL_BACKS:
+            raise DivergedError(f"went back to {saved.path} {MOST_ROLL_BACKS} times; {bad}")
+        with keep_hyperparameters(self.schedule):
+            there = restore(self.engine, self.groups, saved, self.description, saved.folder)
+        consumed = loader.consumed_samples
+        self.progress = replace(there, consumed_samples=consumed)
+        log.go_back(there.step, bool(there.interval.get("owes_validation")))
+        log.line(
+            f"{bad}\nback to {saved.path} ({count} of at most {MOST_ROLL_BACKS} times), passing "
+            f"over the samples {there.consumed_samples} to {consumed - 1}"
         )
+
+    def _train_on(self, loader: TrainLoader, log: RunLog) -> None:
+        c = self.config
 
         def validate(step: int) -> float | None:
             if not c.training.eval_iters:
@@ -210,7 +236,7 @@ class Job:
 
         carried = self.progress.interval
         preemption.begin()
-        TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
+        TrainingLoop(self.engine, self.groups, self.theta, loop_settings(c), log, carried).run(
             loader,
             self.progress.step,
             validate=validate,

@@ -134,15 +134,16 @@ class JobData:
         self.wanted = samples_of_run(config)
         self._held_out: dict[str, Samples | None] = {}
 
-    def training(self, *, index_samples: int, consumed: int) -> TrainLoader | None:
+    def training(self, *, index_samples: int, consumed: int, least: int = 0) -> TrainLoader | None:
         """Return this rank's training batches, or None if the run reads no training sample.
 
         Args:
             index_samples: the number of samples for which the sample index was first built. The
                 order of the samples depends on this number, as in GPT-NeoX.
             consumed: the number of samples already read; the batches start after them.
+            least: the number of samples that the batches must at least have.
         """
-        dataset = self._dataset("train", index_samples)
+        dataset = self._dataset("train", index_samples, consumed + least)
         return None if dataset is None else self._loader(dataset, consumed)
 
     def held_out(self, name: str, *, evaluations_before: int) -> TrainLoader | None:
@@ -184,7 +185,7 @@ class JobData:
         )
         return loader
 
-    def _dataset(self, name: str, index_samples: int) -> Samples | None:
+    def _dataset(self, name: str, index_samples: int, least: int = 0) -> Samples | None:
         """Return the samples of split `name`, or None if the run reads none or the split has none.
 
         Args:

@@ -108,8 +108,8 @@ def digest(run: Path) -> dict[str, str]:
     return {path.name: tensors_digest(path) for path in paths}
 
 
-IGNORED = ("ds_config", "ds_version", "param_slice_mappings")
-"""Entries that hold paths, versions or objects."""
+IGNORED = ("ds_config", "ds_version", "param_slice_mappings", "overflow")
+"""Entries that hold paths, versions, objects, or a flag that each step sets anew."""
 
 
 def _feed(hasher: Any, value: Any) -> None:

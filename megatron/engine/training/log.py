@@ -125,6 +125,17 @@ class RunLog:
         if text is not None:
             self.line(text)
 
+    def go_back(self, step: int, validates_again: bool) -> None:
+        """Drop the rows of steps after `step`, from which the run goes on.
+
+        Args:
+            validates_again: as in `RunLog`.
+        """
+        if self._path is not None:
+            again = step if validates_again else None
+            self._unwritten = [row for row in self._unwritten if _is_kept(row, step, again)]
+            _keep_complete_rows(self._path, step, validates_again)
+
     def close(self, *, failed: bool = False) -> None:
         """Close `metrics.jsonl` and finish the wandb run. A second call does nothing.
 

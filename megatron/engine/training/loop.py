@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import deepspeed
@@ -22,49 +20,20 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from megatron import preemption
-from megatron.engine.errors import DivergedError
+from megatron.data.samples.loader import TrainLoader
+from megatron.engine.errors import BadLossError
+from megatron.engine.training.bad_loss import ADVICE, LossGuard, explained_overflow
 from megatron.engine.training.log import RunLog
 from megatron.engine.training.meter import Meter
 from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
 from megatron.engine.training.pipeline import train_batch
+from megatron.engine.training.settings import LoopSettings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import perplexity
 
-ADVICE = (
-    "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "
-    "gradient_clipping"
-)
-_SCALE_EXHAUSTED = "loss scale already at minimum"  # DeepSpeed's bare Exception under ZeRO
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """The config values that the training loop reads. Most fields have the name of a config key.
-
-    Attributes:
-        accumulation: the number of micro-batches per step (`gradient_accumulation_steps`).
-        skips_overflow: whether DeepSpeed skips a step whose gradients overflow, as in fp16.
-    """
-
-    train_iters: int
-    accumulation: int
-    seq_length: int
-    train_batch_size: int
-    log_interval: int
-    eval_interval: int
-    save_interval: int | None
-    extra_save_iters: tuple[int, ...] = ()
-    exit_interval: int | None = None
-    skips_overflow: bool = False
-
-    def leaves_after(self, step: int) -> bool:
-        return self.exit_interval is not None and step % self.exit_interval == 0
-
-    def saves_after(self, step: int) -> bool:
-        """Return whether the config asks for a checkpoint after `step`."""
-        at_interval = bool(self.save_interval) and step % self.save_interval == 0
-        return at_interval or step in self.extra_save_iters
+STEEP = 3.0
+"""The rise of the mean loss, in nats, of which the log warns in any case."""
 
 
 def next_batches(
@@ -85,8 +54,12 @@ def train_step(
     batches: Iterator[np.ndarray],
     accumulation: int,
     groups: Groups,
+    guard: LossGuard | None = None,
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
     """Take one optimizer step, on the next `accumulation` micro-batches.
+
+    Args:
+        guard: the guard that makes DeepSpeed skip the update of a bad step; None skips none.
 
     Returns:
         This rank's mean loss (a 0-d tensor, not averaged over the data-parallel ranks), and the L2
@@ -100,6 +73,8 @@ def train_step(
     for inputs, targets in next_batches(batches, accumulation, groups):
         loss = engine(inputs, targets).mean()
         total += loss.detach().float()
+        if guard and engine.is_gradient_accumulation_boundary():
+            loss = guard.spoiled_if_bad(loss, total / accumulation)
         engine.backward(loss)
         if not engine.zero_optimization() and engine.is_gradient_accumulation_boundary():
             mark_sharded_gradients(_model(engine))
@@ -116,40 +91,6 @@ def train_step(
 
 def _model(engine: deepspeed.DeepSpeedEngine) -> nn.Module:
     return cast(nn.Module, engine.module)
-
-
-@contextmanager
-def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
-    """Run a training step in the `with` block; raise if fp16 gradients overflow at the least scale.
-
-    After an overflow, DeepSpeed skips the step and lowers the loss scale. If the scale is already
-    the least one, DeepSpeed raises an unclear error under ZeRO. Without ZeRO it would silently skip
-    every later step.
-
-    Args:
-        step: the number of the step, for the error message.
-
-    Raises:
-        DivergedError: the gradients overflow at the least loss scale.
-    """
-    optimizer: Any = engine.optimizer  # its class depends on the precision and the ZeRO stage
-    scaling = getattr(optimizer, "loss_scale_config", None)  # exists only without ZeRO
-    least = scaling and scaling.dynamic_loss_scale and scaling.cur_scale == scaling.min_loss_scale
-    try:
-        yield
-    except Exception as error:
-        if _SCALE_EXHAUSTED not in str(error):
-            raise
-    else:
-        if not (least and optimizer.overflow):
-            return
-    scale = optimizer.loss_scale
-    lower = ", lower min_loss_scale" if scale > 1 else ""
-    raise DivergedError(
-        f"fp16: the gradients overflow at step {step} even at the least loss scale, {scale:g}, so "
-        f"no step can be taken any more; {ADVICE}{lower}, or train a new run in bf16, which does "
-        "not overflow (bf16: {enabled: true}; `finetune: true` takes this run's weights)"
-    )
 
 
 class TrainingLoop:
@@ -173,10 +114,18 @@ class TrainingLoop:
         self.settings, self.log = settings, log
         self._carried = carried or {}
         self._meter = Meter(groups, self._carried)
+        self._guard = LossGuard(
+            engine,
+            groups,
+            settings.on_bad_loss,
+            settings.loss_spike_threshold,
+            self._carried.get("average_loss"),
+        )
+        self._last_mean = math.inf
 
     def run(
         self,
-        batches: Iterator[np.ndarray],
+        batches: TrainLoader,
         first_step: int,
         *,
         validate: Callable[[int], float | None],
@@ -197,7 +146,9 @@ class TrainingLoop:
                 `extra_save_iters`, and at the end.
 
         Raises:
-            DivergedError: the loss or a weight is not finite. No checkpoint is written then.
+            BadLossError: the loss or a weight is not finite, or the loss is a spike that the run
+                does not skip. No checkpoint is written then.
+            DivergedError: too many steps in a row were skipped.
         """
         settings, meter = self.settings, self._meter
         self.engine.train()
@@ -207,17 +158,24 @@ class TrainingLoop:
             start = time.monotonic()
             lr = self.engine.get_lr()[0]
             with explained_overflow(self.engine, step):
-                loss, norm = train_step(self.engine, batches, settings.accumulation, self.groups)
+                loss, norm = train_step(
+                    self.engine,
+                    batches,
+                    settings.accumulation,
+                    self.groups,
+                    self._guard if self._guard.skips else None,
+                )
             self.theta.project()
-            meter.add(loss)
+            if not self._guard.acts or self._is_good(step, loss, norm, batches):
+                meter.add(loss)
             leaves = preemption.due()
             last = step == settings.train_iters
             saves = last or leaves or settings.leaves_after(step) or settings.saves_after(step)
             logs = last or step % settings.log_interval == 0
-            mean = self._finite_loss(step) if logs or saves else math.nan
+            mean = self._finite_loss(step, batches) if logs or saves else math.nan
             # The loss was computed before the update, so it does not show what the update did.
             if saves and not all_finite(_model(self.engine), self.groups):
-                raise DivergedError(f"weights are no longer finite after step {step}; {ADVICE}")
+                raise BadLossError(f"weights are no longer finite after step {step}; {ADVICE}")
             meter.seconds += time.monotonic() - start
             if logs:
                 self._log_step(step, mean, lr, norm)
@@ -226,7 +184,8 @@ class TrainingLoop:
             if owes and not leaves:
                 owes = leaves = not self._validates(step, validate)
             if saves or leaves:
-                save(step, meter.state() | ({"owes_validation": True} if owes else {}))
+                owed = {"owes_validation": True} if owes else {}
+                save(step, meter.state() | self._guard.state() | owed)
             if leaves:
                 return
             if settings.leaves_after(step) and not last:
@@ -241,15 +200,39 @@ class TrainingLoop:
             return False
         return True
 
-    def _finite_loss(self, step: int) -> float:
-        """Return the mean loss over all ranks and all steps since the last log line.
+    def _is_good(
+        self, step: int, loss: torch.Tensor, norm: float | torch.Tensor | None, batches: TrainLoader
+    ) -> bool:
+        """Return whether a step was good; log a skipped one.
 
         Raises:
-            DivergedError: the loss is not finite, and the precision is not fp16.
+            BadLossError: the step was bad, and the run does not skip bad steps.
         """
-        mean = self._meter.mean()
-        if not math.isfinite(mean) and not self.settings.skips_overflow:
-            raise DivergedError(f"the loss is {mean} at step {step}; {ADVICE}")
+        problem = self._guard.judge(loss, norm)
+        if not problem:
+            return True
+        text = f"{problem} at step {step}, {_samples(batches, self.settings.train_batch_size)}"
+        if not self._guard.skips:
+            raise BadLossError(f"{text}; {ADVICE}")
+        self.log.line(f"  {text}: its update is skipped")
+        return False
+
+    def _finite_loss(self, step: int, batches: TrainLoader) -> float:
+        """Return the mean loss over all ranks and all good steps since the last log line.
+
+        Raises:
+            BadLossError: the loss is not finite, and the precision is not fp16.
+        """
+        steps, mean = self._meter.steps, self._meter.mean()
+        if steps and not math.isfinite(mean) and not self.settings.skips_overflow:
+            samples = _samples(batches, steps * self.settings.train_batch_size)
+            raise BadLossError(f"the loss is {mean} at step {step}, {samples}; {ADVICE}")
+        if mean > self._last_mean + STEEP:
+            self.log.line(
+                f"  the loss rose from {self._last_mean:.4f} to {mean:.4f}: see the keys "
+                "loss_spike_threshold and on_bad_loss"
+            )
+        self._last_mean = mean if steps else self._last_mean
         return mean
 
     def _log_step(
@@ -276,6 +259,11 @@ class TrainingLoop:
         if loss is not None:
             text = f"  validation at step {step}: loss {loss:.4f}, ppl {perplexity(loss):.3f}"
             self.log.metrics(step, {"validation/loss": loss}, text=text)
+
+
+def _samples(batches: TrainLoader, count: int) -> str:
+    last = batches.consumed_samples - 1
+    return f"samples {last + 1 - count} to {last} of the split train"
 
 
 def _clock(seconds: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from megatron.engine.errors import RunLogError
 from megatron.engine.training.log import RunLog
+from megatron.parallel.loss import perplexity
 
 
 def rows(folder: Path) -> list[dict]:
@@ -82,6 +85,50 @@ def test_fresh_start_keeps_the_old_file_aside(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == [5]
     previous = (tmp_path / "metrics.jsonl.previous").read_text().splitlines()
     assert [json.loads(text)["step"] for text in previous] == [10, 20]
+
+
+def test_rows_that_find_no_space_are_written_later_and_training_goes_on(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with RunLog(tmp_path, is_main=True) as log:
+        log.metrics(1, {"loss": 1.0})
+        kept = path.rename(tmp_path / "kept")
+        path.symlink_to("/dev/full")
+        log.metrics(2, {"loss": 2.0})
+        log.metrics(3, {"loss": 3.0})
+        path.unlink()
+        kept.rename(path)
+        log.metrics(4, {"loss": 4.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"training goes on: {path}: [Errno 28] No space left" in said
+
+
+def test_a_row_that_fits_in_part_leaves_no_torn_line_and_is_counted(tmp_path, capsys):
+    log = RunLog(tmp_path, is_main=True)
+    log.metrics(1, {"loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (35, limits[1]))
+    try:
+        for step in (2, 3, 4):
+            log.metrics(step, {"loss": 1.0})
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert f"3 rows are missing at the end of {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_full_disk_under_the_console_ends_nothing(tmp_path, monkeypatch):
+    with open("/dev/full", "w") as full, RunLog(tmp_path, is_main=True) as log:
+        monkeypatch.setattr("sys.stdout", full)
+        log.metrics(1, {"loss": 1.0}, text="step 1")
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # to close it
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+def test_a_loss_beyond_the_range_of_exp_is_infinite_not_fatal():
+    assert perplexity(709.0) == math.exp(709.0) and perplexity(710.0) == math.inf
 
 
 @pytest.mark.parametrize(

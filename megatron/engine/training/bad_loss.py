@@ -1,0 +1,144 @@
+"""Find the steps whose loss or gradient is bad, and skip their updates.
+
+A step is bad if its loss or the norm of its gradient is not finite, or if its loss is more than
+`loss_spike_threshold` nats above the average of the good steps before it. In this average, a step
+counts 0.9 times as much as the step after it.
+
+A skipped step leaves weights, moments and learning rate as they were, and only counts as a step.
+The loss of its last micro-batch is multiplied by NaN. DeepSpeed then finds a gradient that is not
+finite, on every rank and in every stage of ZeRO, and drops it as it drops an overflow in fp16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+
+from megatron.engine.errors import DivergedError
+from megatron.parallel.groups import Groups
+
+ADVICE = (
+    "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "
+    "gradient_clipping"
+)
+_SCALE_EXHAUSTED = "loss scale already at minimum"  # DeepSpeed's bare Exception under ZeRO
+KEPT = 0.9
+"""The weight of the average when the next step is added to it."""
+MOST_SKIPPED = 10
+"""The number of steps in a row that are skipped before the run ends."""
+
+
+class LossGuard:
+    """The judge of each step.
+
+    Args:
+        on_bad_loss: `stop`, `skip` or `roll_back`.
+        threshold: the rise of the loss, in nats, from which on a step is bad; None for no limit.
+        average: the average loss that a checkpoint recorded; None starts with the next step.
+    """
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        groups: Groups,
+        on_bad_loss: str,
+        threshold: float | None,
+        average: float | None = None,
+    ):
+        self.engine, self.groups, self._threshold = engine, groups, threshold
+        self.skips = on_bad_loss == "skip"
+        self.acts = on_bad_loss != "stop" or threshold is not None
+        self._average = average
+        self._skipped = 0
+        if self.skips:  # else DeepSpeed would apply a bf16 gradient that is not finite
+            engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+    def spoiled_if_bad(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return `loss`, or NaN if the step is bad. Every rank must call this method.
+
+        Args:
+            loss: the loss of the last micro-batch.
+            mean: this rank's mean loss of the step.
+        """
+        return loss * math.nan if self._problem(self._over_ranks(mean)) else loss
+
+    def judge(self, loss: torch.Tensor, norm: float | torch.Tensor | None) -> str:
+        """Return what is wrong with the step that was taken; "" if nothing is.
+
+        Every rank must call this method.
+
+        Args:
+            loss: this rank's mean loss of the step.
+            norm: the norm of the step's gradient, the same on every rank; None if unknown.
+
+        Raises:
+            DivergedError: `MOST_SKIPPED` steps in a row were bad.
+        """
+        mean = self._over_ranks(loss)
+        problem = self._problem(mean)
+        if not problem and norm is not None and not math.isfinite(float(norm)):
+            fp16 = self.engine.fp16_enabled()
+            problem = "" if fp16 else f"the norm of the gradient is {float(norm)}"
+        self._skipped = self._skipped + 1 if problem else 0
+        if self.skips and self._skipped == MOST_SKIPPED:
+            raise DivergedError(f"{problem}, after {MOST_SKIPPED - 1} skipped steps; {ADVICE}")
+        if not problem and math.isfinite(mean):
+            before = mean if self._average is None else self._average
+            self._average = KEPT * before + (1 - KEPT) * mean
+        return problem
+
+    def state(self) -> dict[str, Any]:
+        """Return the average loss, as JSON values, for a resumed run."""
+        return {} if self._average is None else {"average_loss": self._average}
+
+    def _problem(self, mean: float) -> str:
+        if not math.isfinite(mean):
+            return "" if self.engine.fp16_enabled() else f"the loss is {mean}"
+        average = math.inf if self._average is None else self._average
+        if self._threshold is not None and mean > average + self._threshold:
+            return f"the loss rose from {average:.4f} to {mean:.4f}"
+        return ""
+
+    def _over_ranks(self, loss: torch.Tensor) -> float:
+        """Return the mean over all ranks, which is the same number on each of them."""
+        total = self.groups.sum_over_job(loss.detach().double().clone())
+        return total.item() / self.groups.world_size
+
+
+@contextmanager
+def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
+    """Run a training step in the `with` block; raise if fp16 gradients overflow at the least scale.
+
+    After an overflow, DeepSpeed skips the step and lowers the loss scale. If the scale is already
+    the least one, DeepSpeed raises an unclear error under ZeRO. Without ZeRO it would silently skip
+    every later step.
+
+    Args:
+        step: the number of the step, for the error message.
+
+    Raises:
+        DivergedError: the gradients overflow at the least loss scale.
+    """
+    optimizer: Any = engine.optimizer  # its class depends on the precision and the ZeRO stage
+    scaling = getattr(optimizer, "loss_scale_config", None)  # exists only without ZeRO
+    least = scaling and scaling.dynamic_loss_scale and scaling.cur_scale == scaling.min_loss_scale
+    try:
+        yield
+    except Exception as error:
+        if _SCALE_EXHAUSTED not in str(error):
+            raise
+    else:
+        if not (least and optimizer.overflow):
+            return
+    scale = optimizer.loss_scale
+    lower = ", lower min_loss_scale" if scale > 1 else ""
+    raise DivergedError(
+        f"fp16: the gradients overflow at step {step} even at the least loss scale, {scale:g}, so "
+        f"no step can be taken any more; {ADVICE}{lower}, or train a new run in bf16, which does "
+        "not overflow (bf16: {enabled: true}; `finetune: true` takes this run's weights)"
+    )

@@ -1,0 +1,147 @@
+"""A step with a bad loss stops the run, is skipped, or is passed over from the last checkpoint."""
+
+import contextlib
+import io
+import math
+
+import pytest
+import torch
+
+from megatron.config import ConfigError, load_config
+from megatron.engine.checkpoint.saved import newest
+from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.run import Job
+from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config, write_shards
+from tests.helpers.launch import run_ranks
+
+KEYS = {
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": 8,
+    "eval_iters": 0,
+    "save_interval": 1,
+    "hidden_dropout": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("text"))
+
+
+def config_at(folder, prefix, **changes):
+    save = str(folder / "run")
+    return write_config(folder / "c.yml", prefix, **(KEYS | {"save": save, "load": save} | changes))
+
+
+def run_with_bad_sample(groups, config, numbers, change):
+    """Run a job in which these training samples have another loss; return what it prints."""
+    job = Job(load_config([config], world_size=groups.world_size), groups)
+    loader = job.data.training(index_samples=job.progress.train_samples, consumed=0)
+    samples = torch.from_numpy(loader.dataset.batch(numbers))
+
+    def spoil(_model, inputs, losses):
+        found = (inputs[0][:, None] == samples[:, :-1]).all(-1).any()
+        return change(losses) if found and torch.is_grad_enabled() else losses
+
+    job.model.register_forward_hook(spoil)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        job.run()
+    return said.getvalue()
+
+
+def not_finite(losses):
+    return losses * math.nan
+
+
+def high(losses):
+    """A spike with an ordinary gradient."""
+    return losses + 100.0
+
+
+def several(groups, cells):
+    return [run_with_bad_sample(groups, *cell) for cell in cells]
+
+
+def test_a_skipped_step_changes_nothing_but_the_counters(tmp_path, prefix):
+    cells = [(1, False, high), (2, True, not_finite), (3, False, high)]
+    configs = [
+        config_at(
+            tmp_path / str(stage), prefix, on_bad_loss="skip", loss_spike_threshold=20,
+            zero_optimization={"stage": stage}, bf16={"enabled": bf16},
+        )
+        for stage, bf16, _ in cells
+    ]  # fmt: skip
+    jobs = [(config, [17], change) for config, (_, _, change) in zip(configs, cells, strict=True)]
+    said, _ = run_ranks(2, several, jobs)
+    for (stage, _, change), text in zip(cells, said, strict=True):
+        run = tmp_path / str(stage) / "run"
+        what = "the loss is nan" if change is not_finite else "the loss rose from"
+        assert f"  {what}" in text
+        assert "at step 3, samples 16 to 23 of the split train: its update is skipped" in text
+        states = {
+            step: [tensors_digest(p) for p in sorted((run / f"global_step{step}").glob("*optim*"))]
+            for step in (2, 3, 4)
+        }
+        assert len(states[2]) == 2 and states[2] == states[3], stage
+        assert all(a != b for a, b in zip(states[3], states[4], strict=True))
+        rates = rows(run, "train/lr")
+        assert rates[4] == rates[3] != rates[5]
+        assert set(rows(run)) == {1, 2, 3, 4, 5, 6} and rows(run)[3] is None
+
+
+def test_going_back_passes_over_the_samples_and_is_the_same_after_a_restart(tmp_path, prefix):
+    keys = {"on_bad_loss": "roll_back", "save_interval": 2, "train_iters": 8}
+    config = config_at(tmp_path, prefix, **keys)
+    run = tmp_path / "run"
+    said, _ = run_ranks(2, run_with_bad_sample, config, [41], not_finite)
+    assert "the loss is nan at step 6, samples 40 to 47 of the split train" in said
+    assert (
+        f"back to {run}/global_step4 (1 of at most 3 times), passing over the samples 32 to 47"
+        in said
+    )
+    assert list(rows(run)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert newest(run).record.progress.consumed_samples == 8 * 8 + 16
+    again = tmp_path / "again" / "run"
+    again.parent.mkdir()
+    rewind(run, again, 4)
+    other = config_at(tmp_path / "again", prefix, **keys)
+    run_ranks(2, run_with_bad_sample, other, [41], not_finite)
+    assert digest(again) == digest(run) and rows(again) == rows(run)
+
+
+def stops(groups, folder, prefix):
+    config = config_at(folder, prefix, loss_spike_threshold=20)
+    with pytest.raises(BadLossError) as spike:
+        run_with_bad_sample(groups, config, [17], high)
+    assert newest(folder / "run").tag == "global_step2"
+    warned = run_with_bad_sample(groups, config_at(folder / "b", prefix), [17], high)
+    keys = {"on_bad_loss": "roll_back", "save_interval": None}
+    with pytest.raises(BadLossError) as unsaved:
+        run_with_bad_sample(groups, config_at(folder / "c", prefix, **keys), [17], not_finite)
+    config = config_at(folder / "d", prefix, on_bad_loss="skip", train_iters=12)
+    with pytest.raises(DivergedError, match="after 9 skipped steps"):
+        run_with_bad_sample(groups, config, range(96), not_finite)
+    return str(spike.value), warned, str(unsaved.value)
+
+
+def test_a_spike_stops_at_the_threshold_and_is_told_without_one(tmp_path, prefix):
+    [(spike, warned, unsaved)] = run_ranks(1, stops, tmp_path, prefix)
+    assert "the loss rose from" in spike and "at step 3, samples 16 to 23" in spike
+    assert "  the loss rose from" in warned and "loss_spike_threshold and on_bad_loss" in warned
+    assert "the loss is nan at step 3" in unsaved
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "stage 0: the optimizer there"),
+        ({"pipe_parallel_size": 2}, "pipe_parallel_size 2: only the last stage"),
+        ({"fp16": {"enabled": True}}, "fp16: its loss scale skips"),
+        ({"on_bad_loss": "roll_back", "save": None}, "write save: FOLDER"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tmp_path, prefix, changes, says):
+    config = config_at(tmp_path, prefix, **({"on_bad_loss": "skip"} | changes))
+    with pytest.raises(ConfigError) as error:
+        load_config([config], world_size=2)
+    assert says in str(error.value)
