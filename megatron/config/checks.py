@@ -31,6 +31,8 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
             values[name] = values[source]
     if values.get("decay_iters", 0) is None and "train_iters" in values:
         values["decay_iters"] = max(1, values["train_iters"])
+    if values.get("on_bad_loss") == "roll_back" and not values.get("save", "wrong"):
+        yield "on_bad_loss", "roll_back needs checkpoints to go back to; write save: FOLDER"
     values["world_size"] = world_size
     values.pop("data_parallel_size", None)  # remove the default; computed on the next line
     yield from layouts.derive_data_parallel_size(values)
@@ -92,12 +94,8 @@ def relations(values: Values) -> Iterator[Found]:
                 yield found
 
 
-@relation("on_bad_loss", "zero_stage", "pipe_parallel_size", "precision", "save")
-def _bad_loss(
-    action: str, zero: int, stages: int, precision: str, save: str | None
-) -> Found | None:
-    if action == "roll_back" and not save:
-        return "on_bad_loss", "roll_back needs checkpoints to go back to; write save: FOLDER"
+@relation("on_bad_loss", "zero_stage", "pipe_parallel_size", "precision")
+def _bad_loss(action: str, zero: int, stages: int, precision: str) -> Found | None:
     if action != "skip":
         return None
     why = None

@@ -23,7 +23,8 @@ from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.checkpoint.write import save as save_checkpoint
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
-from megatron.engine.evaluation.losses import loss_function, loss_of_batches
+from megatron.engine.evaluation.held_out import held_out_loss, log_final_losses
+from megatron.engine.evaluation.losses import loss_function
 from megatron.engine.evaluation.published_losses import log_published_losses
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
@@ -152,7 +153,7 @@ class Job:
             if self.progress.step < c.training.train_iters:
                 return  # the run left early, and only a finished run is evaluated
         if c.training.eval_iters > 0 and trains:
-            self._log_final_losses(log)
+            log_final_losses(c, self.data, self.engine, self.groups, log)
         elif c.training.eval_iters > 0:
             log_published_losses(c, self.data, self.engine, self.groups, log, step)
         if c.evaluation.eval_lengths:
@@ -232,7 +233,8 @@ class Job:
         def validate(step: int) -> float | None:
             if not c.training.eval_iters:
                 return None
-            return self._held_out_loss("valid", step // c.training.eval_interval - 1)
+            before = step // c.training.eval_interval - 1
+            return held_out_loss(c, self.data, self.engine, self.groups, "valid", before)
 
         carried = self.progress.interval
         preemption.begin()
@@ -268,31 +270,6 @@ class Job:
                 "save; let the scheduler signal earlier (docs/cluster.md)"
             )
             self._warned = True
-
-    def _held_out_loss(self, name: str, evaluations_before: int) -> float | None:
-        """Return the mean loss on the split `name`, or None if the split has no batches.
-
-        Args:
-            name: `valid` or `test`.
-            evaluations_before: the number of earlier evaluations, whose batches are skipped.
-        """
-        c = self.config
-        loader = self.data.held_out(name, evaluations_before=evaluations_before)
-        if loader is None:
-            return None
-        count = c.training.eval_iters * c.batch.gradient_accumulation_steps
-        return loss_of_batches(self.engine, loader, count, self.groups)
-
-    def _log_final_losses(self, log: RunLog) -> None:
-        t = self.config.training
-        for name, before in (("valid", t.train_iters // t.eval_interval), ("test", 0)):
-            loss = self._held_out_loss(name, before)
-            if loss is not None:
-                log.metrics(
-                    t.train_iters,
-                    {f"final/{name}_loss": loss},
-                    text=f"{name} loss after training: {loss:.4f}",
-                )
 
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()

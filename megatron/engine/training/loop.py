@@ -157,17 +157,7 @@ class TrainingLoop:
         for step in range(first_step + 1, settings.train_iters + 1):
             start = time.monotonic()
             lr = self.engine.get_lr()[0]
-            with explained_overflow(self.engine, step):
-                loss, norm = train_step(
-                    self.engine,
-                    batches,
-                    settings.accumulation,
-                    self.groups,
-                    self._guard if self._guard.skips else None,
-                )
-            self.theta.project()
-            if not self._guard.acts or self._is_good(step, loss, norm, batches):
-                meter.add(loss)
+            norm = self._take_step(step, batches)
             leaves = preemption.due()
             last = step == settings.train_iters
             saves = last or leaves or settings.leaves_after(step) or settings.saves_after(step)
@@ -191,6 +181,22 @@ class TrainingLoop:
             if settings.leaves_after(step) and not last:
                 self.log.line(f"leaving at step {step}: exit_interval {settings.exit_interval}")
                 return
+
+    def _take_step(self, step: int, batches: TrainLoader) -> float | torch.Tensor | None:
+        """Take a step, and add a good one to the meter; return the norm of the gradient."""
+        guard = self._guard
+        with explained_overflow(self.engine, step):
+            loss, norm = train_step(
+                self.engine,
+                batches,
+                self.settings.accumulation,
+                self.groups,
+                guard if guard.skips else None,
+            )
+        self.theta.project()
+        if not guard.acts or self._is_good(step, loss, norm, batches):
+            self._meter.add(loss)
+        return norm
 
     def _validates(self, step: int, validate: Callable[[int], float | None]) -> bool:
         """Log the validation loss. Return False if the job left before it was complete."""
