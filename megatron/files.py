@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 UNFINISHED = ".unfinished"
@@ -38,6 +39,21 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Atomically replace the content of the file `path` with `content`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Return the content of a file of unknown origin.
+
+    Raises:
+        OSError: the file cannot be read, is no regular file (reading a named pipe would wait for
+            ever), or has more than `most` bytes.
+    """
+    found = path.stat()
+    if not S_ISREG(found.st_mode):
+        raise OSError("not a regular file")
+    if found.st_size > most:
+        raise OSError(f"has {found.st_size:,} bytes, and at most {most:,} are read")
+    return path.read_bytes()
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -35,7 +35,7 @@ def main() -> int:
     if not args.source.is_dir():
         parser.error(f"{args.source}: no such folder; name that of an unzipped release")
     source = _checkpoint_in(args.source)
-    stored = sorted((source / "configs").glob("*.yml"))
+    stored = sorted(path for path in (source / "configs").glob("*.yml") if path.is_file())
     files = stored if args.config is None else args.config
     summed = bool(_last_value("gpt_j_residual", files))
     found = import_checkpoint(source, args.target, summed_biases=summed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config import layouts
+from megatron.config import sizes as _sizes  # noqa: F401  registers its checks
 from megatron.config.layouts import RELATIONS, Found, Values, relation
 
 _SPLITS = ("train", "valid", "test")

@@ -94,6 +94,10 @@ def _within(value: float, low: float | None, high: float | None, above: bool) ->
     return high is None or value <= high
 
 
+LARGEST = 10**12
+"""The largest whole number that any key takes."""
+
+
 def whole_number(
     low: int | None = None, high: int | None = None, *, write: str = "e.g. 100"
 ) -> Check:
@@ -111,6 +115,8 @@ def whole_number(
             value = int(value)
         if not is_number(value) or isinstance(value, float) or not _within(value, low, high, False):
             raise _wrong(expected, value, write)
+        if value > LARGEST:
+            raise ValueError(f"{value:.3g} is above {LARGEST:,}; write a smaller number")
         return value
 
     return check

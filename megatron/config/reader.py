@@ -40,6 +40,8 @@ _BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{t}" for t in ("null", "bool", "int", "float", "str", "timestamp")
 }
+_SECRET = re.compile(r"(?<=://)[^/@\s]*@")
+_MAX_BYTES = 2_000_000
 _MAX_NODES = 20_000  # YAML aliases let a small file expand to any size
 
 
@@ -132,6 +134,8 @@ class _Builder:
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
             text = f"the YAML tag {node.tag} is not supported; write a plain value"
             raise _Unreadable(line, dotted(path), text)
+        if problem := _unfit(node.value):
+            raise _Unreadable(line, dotted(path), problem)
         return scalar(node.value) if node.style is None else node.value
 
     def _count(self, node: yaml.Node, line: int, path: KeyPath) -> None:
@@ -171,6 +175,18 @@ def _syntax_problem(error: Exception, builder: _Builder) -> Problem:
     return Problem(place, "", f"not valid YAML: {what}; correct it")
 
 
+def _unfit(text: str) -> str | None:
+    """Return why `text` must not stand in a configuration, which is written to disk; else None."""
+    if _SECRET.search(text):
+        return (
+            "contains a user name or a password before @, and the configuration is written to "
+            "disk; leave it out, and give it in an environment variable such as WANDB_API_KEY"
+        )
+    if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
+        return "contains a character that no path and no text can have; remove it"
+    return None
+
+
 def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
     """Read one config file, and return its settings and its problems.
 
@@ -178,7 +194,9 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
     """
     name = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with Path(path).open("rb") as file:  # not always a file: `train.py <(COMMAND)` is a pipe
+            content = file.read(_MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, UnicodeDecodeError):
             why = "not UTF-8 text; a configuration is a YAML file"
@@ -186,6 +204,9 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
             why = "no such file; check the path"
         else:
             why = f"cannot be read ({error.strerror or error}); give a YAML file"
+        return {}, [Problem(Mark(name), "", why)]
+    if len(content) > _MAX_BYTES:
+        why = f"more than {_MAX_BYTES:,} bytes; is it a configuration?"
         return {}, [Problem(Mark(name), "", why)]
     return _read(text, name, lines=True)
 
@@ -195,7 +216,7 @@ def read_override(text: str) -> tuple[Settings, list[Problem]]:
 
     The key may be dotted, as in `optimizer.params.lr`, and the value is parsed as YAML.
     """
-    name = f"-o {text}"
+    name = f"-o {_SECRET.sub('***@', text)}"
     key, equals, value = text.partition("=")
     path = tuple(part.strip().replace("-", "_") for part in key.split("."))
     if not equals or not all(path):

@@ -172,7 +172,9 @@ class TrainingConfig(Section):
     seed: Count = 1234
     precision: Precision = "fp32"
     loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic
-    initial_scale_power: Annotated[Count, Key("fp16.initial_scale_power")] = 16
+    initial_scale_power: Annotated[
+        int, Key("fp16.initial_scale_power"), BeforeValidator(whole_number(0, 127))
+    ] = 16
     loss_scale_window: Annotated[Positive, Key("fp16.loss_scale_window")] = 1000
     hysteresis: Annotated[Positive, Key("fp16.hysteresis")] = 2
     min_loss_scale: Annotated[Positive, Key("fp16.min_loss_scale")] = 1

@@ -12,12 +12,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from megatron.files import parse_json
+from megatron.files import parse_json, read_small
 from megatron.parallel.groups import Groups
 
 RECORD = "kerple.json"
 FORMAT = 1
 """The version of the format of `kerple.json`. It grows with each change that old code misreads."""
+MOST_BYTES = 1 << 27
+"""The largest size at which `kerple.json` is read."""
 READ_BYTES = 1 << 24
 """The number of bytes to read from a file at a time."""
 
@@ -54,10 +56,13 @@ def _damage_seen_by(folder: Path, rank: int, ranks: int) -> str | None:
     """Check `kerple.json` and this rank's share of the files; return the first damage or None."""
     path = folder / RECORD
     try:
-        record = parse_json(path.read_text())
+        record = parse_json(read_small(path, MOST_BYTES))
         if record.get("format", 0) > FORMAT:
             return None  # intact for all that this code knows: `Record.read` names the versions
-        if "checksum" in record and record.pop("checksum") != _seal(record):
+        sealed_by = record.pop("checksum", None)
+        if sealed_by is None and not record.keys().isdisjoint(("format", "files")):
+            return f"{path}: its checksum is missing"
+        if sealed_by is not None and sealed_by != _seal(record):
             return f"{path}: its checksum is wrong"
         for name, (size, checksum) in sorted(record.get("files", {}).items())[rank::ranks]:
             path = folder / name

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.config import Config, load_config
 from megatron.engine.build import DTYPES, positional_of, shape_of
-from megatron.engine.checkpoint.checksums import FORMAT, RECORD
+from megatron.engine.checkpoint.checksums import FORMAT, RECORD, sealed
 from megatron.engine.checkpoint.publish import new_folder
 from megatron.engine.checkpoint.record import Record
 from megatron.engine.checkpoint.saved import Kind, newest, tag_of
@@ -65,7 +65,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.shards}
         torch.save(state, folder / "mp_rank_00_model_states.pt")
         _copy_configs(source, folder)
-        (folder / RECORD).write_text(json.dumps(record, indent=1))
+        (folder / RECORD).write_text(sealed(record))
     return found
 
 

@@ -7,6 +7,8 @@ exists, it is first renamed to `.replaced-NAME`, and deleted at the end.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,4 +94,9 @@ def why_not_written(folder: Path, error: Exception) -> str:
         why = "a file could not be written to its end"  # torch reports only byte counts
     while not folder.exists():
         folder = folder.parent
-    return f"{why}; {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free there"
+    disk = os.statvfs(folder)
+    if disk.f_files and not disk.f_favail:
+        return f"{why}; all {disk.f_files:,} files (inodes) that its disk can hold are taken"
+    free = f"{why}; {disk.f_bavail * disk.f_frsize / 1e6:,.0f} MB are free there"
+    quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
+    return f"{free}, but this user's quota is used up" if quota else free

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from megatron.engine.checkpoint.checksums import FORMAT, RECORD
+from megatron.engine.checkpoint.checksums import FORMAT, MOST_BYTES, RECORD
 from megatron.engine.errors import CheckpointError
+from megatron.files import read_small
 from megatron.version import __version__
 
 SIZES = ("model_parallel_size", "zero_stage")
@@ -114,7 +115,7 @@ class Record(RunDescription):
         """
         path = checkpoint / RECORD
         try:
-            content = path.read_bytes()
+            content = read_small(path, MOST_BYTES)
             written = _VERSIONS.validate_json(content)
             if written.format > FORMAT:
                 raise CheckpointError(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -58,25 +60,38 @@ def save(
         create_unfinished(folder, saved.tag)
     groups.barrier()
     client = {"universal_checkpoint_info": conversion_info(run)}
-    try:
+    with _removed_if_it_fails(saved, unfinished):
         engine.save_checkpoint(str(folder), unfinished.name, client, save_latest=False)
         torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
-        raise CheckpointError(
-            f"{saved.path} cannot be written ({why_not_written(folder, error)}); checkpoints "
-            "saved before are untouched"
-        ) from error
     groups.barrier()
     files = describe_files(unfinished, groups)
     if groups.is_main:
         versions = {"format": FORMAT, "version": __version__}
         record = versions | {"progress": asdict(progress), **asdict(run)}
-        (unfinished / RECORD).write_text(sealed(record | {"files": files}))
-        set_aside_foreign(saved, run.lineage)
-        publish(folder, saved.tag, confirm)
+        with _removed_if_it_fails(saved, unfinished):
+            (unfinished / RECORD).write_text(sealed(record | {"files": files}))
+            set_aside_foreign(saved, run.lineage)
+            publish(folder, saved.tag, confirm)
         prune(saved, keep_last, run.lineage, confirm)
     groups.barrier()
     return saved
+
+
+@contextmanager
+def _removed_if_it_fails(saved: Saved, unfinished: Path) -> Iterator[None]:
+    """If the block cannot write, remove the folder `unfinished`, which takes room on a full disk.
+
+    Raises:
+        CheckpointError: the block raised an OSError, or a RuntimeError of torch's writer.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        why = why_not_written(saved.folder, error)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(
+            f"{saved.path} cannot be written ({why}); checkpoints saved before are untouched"
+        ) from error
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:

@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from megatron.attention import AttentionError
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
@@ -47,15 +49,27 @@ def user_errors() -> Iterator[None]:
         if failure.is_member():
             lost = failure.lost_contact(error)
             failure.end_process(failure.LOST_TEXT if lost else _message(error), lost=lost)
-        if not isinstance(error, USER_ERRORS):
+        if not isinstance(error, USER_ERRORS) and not _is_out_of_memory(error):
             raise
         print(_message(error), file=sys.stderr)
         sys.exit(1)
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` means that memory of the GPU or of the machine was not enough."""
+    allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return allocator or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
 def _message(error: BaseException) -> str:
     if isinstance(error, USER_ERRORS):
         return f"error: {error}"
+    if _is_out_of_memory(error):
+        return (
+            f"error: not enough memory: {str(error).partition(chr(10))[0]}\nwrite a smaller model "
+            "or train_micro_batch_size_per_gpu, or divide the model over more processes "
+            "(zero_optimization.stage, model_parallel_size, pipe_parallel_size)"
+        )
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return "".join(traceback.format_exception(error)).rstrip()

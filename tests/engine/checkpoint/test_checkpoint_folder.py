@@ -1,6 +1,8 @@
 """Test how checkpoint folders are found, pruned and read; errors name the remedy."""
 
+import errno
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -9,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.checkpoint import publish
+from megatron.engine.checkpoint import publish, write
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import Record, RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import Start
 from megatron.engine.checkpoint.saved import Saved, finished, newest, tag_of
 from megatron.engine.checkpoint.write import prune, set_aside_foreign
 from megatron.engine.errors import CheckpointError
+from megatron.parallel.groups import build_groups
 from tests.helpers.paths import FIXTURES
 
 
@@ -96,6 +99,53 @@ def test_a_failed_write_is_reported_with_the_space_that_is_left(tmp_path):
     text = publish.why_not_written(tmp_path / "not" / "there", torchs)
     assert re.fullmatch("a file could not be written to its end; [0-9,]+ MB are free there", text)
     assert publish.why_not_written(tmp_path, OSError(13, "No")).startswith("[Errno 13] No; ")
+
+
+@pytest.mark.parametrize(
+    ("disk", "error", "says"),
+    [
+        ({"f_files": 1000, "f_favail": 0}, OSError(28, "No space"), "all 1,000 files (inodes)"),
+        ({"f_files": 0, "f_favail": 0}, OSError(28, "No space"), "60 MB are free there"),
+        ({}, OSError(errno.EDQUOT, "Quota"), "60 MB are free there, but this user's quota is used"),
+    ],
+)
+def test_a_failed_write_names_what_is_used_up(tmp_path, monkeypatch, disk, error, says):
+    free = {"f_bavail": 60, "f_frsize": 10**6, "f_files": 10, "f_favail": 5}
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**free | disk))
+    assert says in publish.why_not_written(tmp_path, error)
+
+
+@pytest.mark.parametrize("where", ["engine", "record"])
+def test_a_failed_save_leaves_nothing_on_the_full_disk(tmp_path, monkeypatch, where):
+    def full(*_arguments, **_keywords):
+        raise OSError(28, "No space left on device")
+
+    def written(folder, tag, _client, **_keywords):
+        (tmp_path / tag / "mp_rank_00_model_states.pt").write_bytes(b"1")
+        if where == "engine":
+            full()
+
+    monkeypatch.setattr(write, "sealed", full)
+    engine = SimpleNamespace(save_checkpoint=written)
+    progress, run = TrainingProgress(5, 5, 9), RunDescription()
+    with pytest.raises(CheckpointError, match="global_step5 cannot be written .*No space left"):
+        write.save(engine, build_groups(torch.device("cpu")), tmp_path, progress, run)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "huge"])
+def test_a_record_that_is_no_small_file_is_refused(tmp_path, kind):
+    saved = make(tmp_path, 5)
+    path = saved.path / "kerple.json"
+    path.unlink()
+    if kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(10**11)
+    else:
+        (os.mkfifo if kind == "a pipe" else os.mkdir)(path)
+    with pytest.raises(CheckpointError, match="at most 134,217,728|not a regular file"):
+        Record.read(saved.path)
+    assert "cannot be read" in saved.damage(build_groups(torch.device("cpu")))
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):

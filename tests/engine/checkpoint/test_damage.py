@@ -92,6 +92,16 @@ def test_a_record_of_a_newer_format_is_not_called_damaged(copy):
         _ = saved.record
 
 
+@pytest.mark.parametrize("key", ["format", "files"])
+def test_a_changed_letter_in_the_key_checksum_is_damage(copy, key):
+    """Records of this version have a format; earlier ones have files and no format."""
+    path = copy / "global_step6" / "kerple.json"
+    record = json.loads(path.read_text())
+    record.pop({"format": "files", "files": "format"}[key])
+    path.write_text(json.dumps(record).replace('"checksum"', '"checksvm"'))
+    assert "its checksum is missing" in Saved(copy, "global_step6").damage(ALONE)
+
+
 @pytest.mark.parametrize("named", ["", "global_step9"])
 def test_a_damaged_latest_is_passed_over_only_when_allowed(copy, named):
     (copy / "latest").write_text(named)
@@ -170,7 +180,7 @@ def test_train_stops_at_damage_and_goes_on_when_allowed(finished, copy):
 def test_damage_that_an_early_record_does_not_cover_is_named(finished, copy):
     """Checkpoints of early versions have no checksums, but some damage is noticed all the same."""
     record = json.loads((copy / "global_step6" / "kerple.json").read_text())
-    del record["checksum"], record["files"]
+    del record["checksum"], record["files"], record["format"]
     (copy / "global_step6" / "kerple.json").write_text(json.dumps(record))
     path = copy / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:3000])
