@@ -2,23 +2,26 @@
 
     S = scale (Q K^T) w + b, masked          P = softmax(S)          O = P V
     dV = P^T dO        dS = P (dO V^T - rowsum(P dO V^T))        dX = dS w   (X = scale Q K^T)
-    dQ = scale dX K    dK = scale dX^T Q     db(d) = sum of dS along diagonal d     dw(d) likewise
-                                                                                    of dS X
+    dQ = scale dX K    dK = scale dX^T Q
+    db(d) = sum of dS over all pairs at distance d     dw(d) = sum of dS X over the same pairs
+
+Here dX is the gradient of the loss with respect to X. b and w are the bias and the factor of a
+distance kernel, which depend only on the query-key distance d.
 
 This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
-and the scores of keys after a block's last query are never computed. b and w are the bias and the
-factor of a distance kernel, which depend only on the query-key distance. They are passed as fp32
-vectors over distances. The embedding's formula computes these vectors before the call, so that
-autograd propagates db and dw to theta. `toeplitz` explains why queries are reversed here.
+and the scores of keys after a block's last query are never computed. The embedding's formula
+computes b and w before the call, as vectors over distances in at least fp32. Therefore autograd
+propagates db and dw to theta. `toeplitz` explains why queries are reversed here.
 
 In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
-the size of one tile's scores (`tiles`). The forward pass needs one such buffer, and the backward
-pass needs two. Each pass needs one more if there is a factor w, and one more with dropout. For long
-sequences, the backward pass computes P again. For short sequences, where P is hardly larger than
-the inputs, P is kept (`KEPT_SHARE`), which saves a sixth of the time.
+the size of one tile's scores (see `tiles`). The forward pass needs one such buffer, and the
+backward pass needs two. With a factor w or with dropout, the forward pass needs one more. The
+backward pass needs one more for w, and one more for dropout. For long sequences, the backward pass
+computes P again. For short sequences, where P is hardly larger than the inputs, P is kept
+(`KEPT_SHARE`), which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
-a block, m sequences times heads of a tile. Within this file, the T axis is in reversed order.
+a tile, m pairs of sequence and head of a tile. In this file, the T axis is in reversed order.
 
 Caution: the last bits of the results depend on the number of threads, as for torch's matrix
 products. With the same number of threads, the results are repeatable bit for bit.
@@ -72,8 +75,7 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Compute the attention output. `arguments` are those of `BlockedCall`, in the same
-        order."""
+        """Compute the attention output. `arguments` are the arguments of `BlockedCall` in order."""
         inputs, ctx.numbers = arguments[:5], arguments[5:]
         call = BlockedCall(*arguments)
         kept = call.new_kept()
@@ -91,7 +93,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 class BlockedCall:
-    """One attention call, with its inputs in compute precision and its list of tiles.
+    """The computation of one attention call, with inputs in compute precision, and its tiles.
 
     Args:
         q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
@@ -152,10 +154,11 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return contiguous views [m, R, n] of buffers for this tile (m = sequences times heads).
+        """Return contiguous views [m, R, n] of memory for this tile's scores.
 
-        The first view is for the probabilities P. It lies in `kept`, or in the first buffer if
-        `kept` is None. The other views are those of the other buffers, in order.
+        The first view is for the probabilities P. If `kept` is not None, this view lies in `kept`,
+        and the following views lie in `buffers`, in order. If `kept` is None, all views lie in
+        `buffers`, in order.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]

@@ -60,9 +60,9 @@ def flex(call: Call) -> Tensor:
 def score_mod_of(
     pos: PositionalEmbedding, theta_HN: Tensor | None, offset: int, length: int
 ) -> ScoreMod | None:
-    """Return FlexAttention's score_mod for an embedding, or None without a distance kernel.
+    """Return FlexAttention's score_mod for an embedding, or None if it is no distance kernel.
 
-    The score_mod evaluates the embedding's formula. If the formula cannot be expressed, the
+    The score_mod evaluates the embedding's formula. If the formula has no symbolic expression, the
     score_mod looks up the values of the formula in tables.
     """
     if pos.kind != "distance" or theta_HN is None:

@@ -1,11 +1,11 @@
-"""Compute eager attention with the released code's rounding (config key `published_numerics`).
+"""Compute eager attention, rounded as in the released KERPLE code (key `published_numerics`).
 
 The formula is that of `eager`. Scores, biases and factors have the dtype of the activations and are
 rounded after each operation. Query-key products are scaled before they are rounded, by one
 `baddbmm`.
 
-In the configuration this backend is called `eager`. `choice` uses this backend if the
-embedding's numerics are `PublishedNumerics`.
+In the configuration this backend is called `eager`, too. If the embedding's numerics are
+`PublishedNumerics`, `choice` uses this backend instead of the module `eager`.
 
 Legend and caution: see `eager`.
 """

@@ -86,7 +86,8 @@ def assumed(low: float) -> dict[str, bool]:
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
-    The values, theta's gradient and the rounding errors in fp32 are compared with the embedding's.
+    The values and theta's gradient must equal those of the embedding in fp64. The rounding errors
+    in fp32 must not be much larger than those of the embedding.
 
     Raises:
         Unreadable: The formula and the embedding differ.
@@ -122,7 +123,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Evaluate `function` in `dtype`. Return its values and theta's gradient, both in fp64.
 
-    The gradient is that of a sum of the first values, each multiplied by a different constant.
+    The gradient is that of a sum with different weights of the values at the first four distances.
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
@@ -167,15 +168,15 @@ def torch_text(expression: Any) -> str:
 
 
 class Columns(tuple):
-    """A tuple of n neighbouring columns of theta, which stands for a traced tensor [H, n]."""
+    """A tuple of n neighbouring columns of theta. It stands for the tensor [H, n] of H heads."""
 
 
 class Reader:
     """Translates the graph of operations that torch's tracer records to sympy.
 
-    A value in the graph is one of:
+    For each node of that graph, the tensor that the node computes is replaced by a value, one of:
 
-    - a sympy expression, which is the same for all heads and distances;
+    - a sympy expression, which holds for all heads and distances;
     - `Columns` of theta;
     - a list of expressions;
     - a plain Python value.
@@ -225,7 +226,7 @@ class Reader:
         return self.scalar(values[node])
 
     def scalar(self, value: Any) -> Any:
-        """Convert a value in the graph to a single sympy expression."""
+        """Convert the value of a node of the traced graph to a single sympy expression."""
         import sympy
 
         if isinstance(value, int | float):
@@ -237,7 +238,7 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
-        """Return the value of one operation in the graph."""
+        """Return the value of a node that applies torch's operation `target` to other values."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if name in SAME:
             return args[0]

@@ -5,6 +5,9 @@
     dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
 
+do, dq, dk, dv and dtheta are the gradients of the loss with respect to the output o, q, k, v and
+theta. ds_ij is its gradient with respect to the logit x_ij.
+
 `query_pass`: each program handles M query rows of one head. It sums dq and theta's gradients in
 registers and writes its sums for theta to one row of the tensor `sums`. `launch` adds up these rows
 in fixed order. `query_pass` also computes delta.
@@ -29,7 +32,7 @@ from megatron.kernels.forward import LOG2E
 
 @triton.jit
 def weights(s, i, j, distance, constants, c, lse, f_evaluate: tl.constexpr, MASKED: tl.constexpr):
-    """Return the results of `evaluate` and the softmax weights p for a tile.
+    """Return, for a tile, the results of `f_evaluate` and the softmax weights p.
 
     With MASKED, p is 0 for future keys, that is, where i < j.
     """
@@ -184,7 +187,7 @@ def key_pass(
 ):  # fmt: skip
     """Compute the gradients of k and v, one tile of keys of one key head per program.
 
-    The tiles of early keys start first, because the most query rows see these keys.
+    The programs for the first keys start first, because most query rows see these keys.
     """
     tiles = tl.cdiv(keys, N)
     key_heads = heads // group

@@ -15,7 +15,7 @@ The generated code is fast for three reasons:
   B costs one subtraction per score: (A + B di) - B dj. As di and dj are small, no digits are lost.
 
 Powers d^p (and their products with a logarithm) are 0 at d = 0, as in torch's derivative of pow.
-Sources are stored in `linecache`, where Triton and tracebacks find them.
+The generated source texts are stored in `linecache`, where Triton and tracebacks find them.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
     log x. For example, the derivative of d^p by p is 0 log 0 at d = 0 and p = 0.
 
     Raises:
-        NotExpressible: It is not safe.
+        NotExpressible: The power may not be computed in this way.
     """
     base, exponent = power.args
     near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
@@ -183,7 +183,7 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Return the code of an expression without s and d: a literal, or an entry of c."""
+        """Return the code of an expression without s and d: a literal, or an entry of tuple c."""
         if expr.is_number:
             return repr(float(expr))
         if expr not in self.constants:
@@ -291,7 +291,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile source text to Triton functions. Equal texts get equal names, for Triton's caches."""
+    """Compile `source` to Triton functions. For Triton's caches, equal texts get equal paths."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

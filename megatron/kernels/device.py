@@ -143,7 +143,8 @@ def table_distance(i, j, m0, n0, offset, queries):
     """Return the distances i - j within a tile, clamped to the indices of a table.
 
     The distance of a future key becomes 0. Rows past the last query get the distances of the last
-    query. `i` and `j` are relative to n0. The compiler removes the call if its result is unused.
+    query. `i` and `j` are counted from the tile's first key, which is key n0 of the sequence. The
+    compiler removes the call if its result is unused.
     """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 

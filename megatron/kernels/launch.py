@@ -140,7 +140,10 @@ def launch(
 
 
 def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Start a Triton kernel. The search for tile sizes replaces this function, to compile only."""
+    """Start a Triton kernel.
+
+    `benchmarks/attention_tiles.py` replaces this function by one that only compiles the kernel.
+    """
     function[(programs,)](**arguments)
 
 

@@ -15,7 +15,8 @@ To this end the entry in column c of row r is moved to column e = (r - c) mod R.
 two groups of entries: those with e <= r are at distance D + e, and those with e > r are at distance
 D + e - R. Each group is summed separately.
 
-Legend: see `forward`. In addition, G is the number of tiles of distances.
+Legend: see `forward`, and `backward` for ds. G is the number of distances D, which are 0, R, 2R,
+and so on.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 def by_distance(x, R: tl.constexpr):
     """Sum the tile x [R, R] over each query-key distance, and return two vectors [R].
 
-    Row r and column c of the tile are at distance D + r - c. Entry e of the first vector is the sum
-    at distance D + e. Entry e of the second vector is the sum at distance D + e - R.
+    Row r and column c of the tile are at distance D + r - c, where D is the distance of the tile's
+    upper left corner. Entry e of the first vector is the sum at distance D + e. Entry e of the
+    second vector is the sum at distance D + e - R.
     """
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
@@ -116,7 +118,7 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums [B, H, tables, G, 2, R] of the tables' gradients (1 or 2 tables)."""
+    """Compute partial sums [B, H, tables, G, groups, R] of the gradients of 1 or 2 tables."""
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D

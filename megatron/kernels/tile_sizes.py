@@ -4,8 +4,8 @@ The sizes were chosen without a GPU, from the compiler's report (`tools/compile_
 these rules:
 
 - Tiles are the largest whose scores, products and accumulators stay in registers.
-- There are 64 query rows or keys for each group of 4 warps, because a Hopper matrix product is 64
-  rows high. With more warps per 64 rows, scores would be computed twice.
+- Each group of 4 warps has 64 query rows or 64 keys, because a Hopper matrix product is 64 rows
+  high. With more warps per 64 rows, scores would be computed twice.
 - Two programs run on a multiprocessor where they fit, so that the special functions of one program
   overlap with the matrix products of the other.
 
@@ -130,7 +130,14 @@ def look_up(
 ) -> TileSizes:
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
-    If no such entry has the value `heavy`, return the entry for kernels that are not heavy.
+    If `heavy` is True and `rows` has no entry for heavy kernels of this head size, return the entry
+    for other kernels.
+
+    Args:
+        rows: The tile sizes for one GPU family, as in `TABLE`.
+        itemsize: The number of bytes of an element of q, k and v.
+        size: The padded head size.
+        heavy: As in `choose`.
     """
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
     return rows.get((itemsize, listed, heavy)) or rows[itemsize, listed, False]

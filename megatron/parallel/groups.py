@@ -30,8 +30,8 @@ class TensorGroup:
     Attributes:
         group: The torch process group, or None for a group of one rank.
         rank, size: This rank's position in the group, and the number of ranks in the group.
-        sequence_parallel: Whether each rank holds different positions of the sequence between the
-            sharded layers (Megatron's sequence parallelism).
+        sequence_parallel: Whether the ranks split each sequence outside the sharded layers, so that
+            each rank holds other positions there (Megatron's sequence parallelism).
     """
 
     group: dist.ProcessGroup | None = None
@@ -65,9 +65,9 @@ class Groups:
     """The process groups of this rank, and this rank's position in each group.
 
     Attributes:
-        rank, world_size: The position among all ranks of the job, and their number.
+        rank, world_size: This rank's position among all ranks of the job, and the number of ranks.
         data: The data-parallel process group. None stands for the group of all ranks of the job.
-        data_rank, data_size: The position in the data-parallel group, and its size.
+        data_rank, data_size: This rank's position in the data-parallel group, and the group's size.
         device: The device of this rank's tensors.
         replicas: The group of all data- and context-parallel ranks. None stands for the group of
             all ranks of the job.

@@ -1,8 +1,8 @@
 """Define the rotary embedding, which rotates queries and keys by their positions, as in GPT-NeoX.
 
 Su et al. 2021 (arXiv 2104.09864). Only the first R (`rotary_ndims`) of the E head dimensions
-rotate. Dimension m of their first half is paired with dimension m + R/2 of their second half. At
-position t, the pair with m < R/2 is rotated by the angle phi = t base^(-2m/R):
+rotate. Dimension m is paired with dimension m + R/2, for m = 0 ... R/2 - 1. At position t, this
+pair is rotated by the angle phi = t base^(-2m/R):
 
     x'_m = x_m cos phi - x_{m+R/2} sin phi        x'_{m+R/2} = x_{m+R/2} cos phi + x_m sin phi
 

@@ -1,16 +1,18 @@
 """Check the parity cases `data`: shards, sample orders, batches and tokens must be identical.
 
-A `data` folder contains published shards (`.bin` and `.idx`) and these files and folders:
+A `data` folder contains files that the published code wrote:
 
-    X.jsonl                the corpus of the shards X_text_document, which are compared byte by byte
+    X_text_document.bin, X_text_document.idx   a token shard
+    X.jsonl                the text of this shard. It is tokenised, and the resulting .bin and .idx
+                           files are compared with the published ones byte by byte.
     samples_*/             the three index arrays, the first samples, and a hash of all samples
     iterators/             batches that a new or resumed run reads, and a hash of all batches
     tokenizer_cases.json   texts with their token ids
     tokenizer/             the files of GPT-2's tokenizer (optional)
 
-The tool can also be started with a folder samples_* or iterators, because the shards are then found
-in the parent folder. Without the folder `tokenizer` no text is tokenised. Only the number of
-documents and the range of the ids are then checked, and the result reports what is unchecked.
+The tool can also be started with a folder samples_* or iterators. It then finds the shards in the
+parent folder. Without the folder `tokenizer` no text is tokenised. Only the number of documents and
+the range of the token ids are then checked, and the result lists what was not checked.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
 
 
 def check_tokens(path: Path, name: str) -> Result:
-    """Tokenise the texts in the file `path`, and compare their ids with the ids in the file."""
+    """Tokenise the texts in the file `path`, and compare the token ids with those in the file."""
     recorded, result = json.loads(path.read_text()), Result(name)
     cases, size = recorded["cases"], recorded["vocab_size"]
     result.expect("padded", padded_vocab_size(size, 128), recorded["padded"])
@@ -114,7 +116,7 @@ def check_samples(folder: Path, name: str) -> Result:
 
 
 def check_iterators(folder: Path, name: str) -> Iterator[Result]:
-    """Check `folder`, a folder iterators, and yield one result for each run and split."""
+    """Check the batches in a folder `iterators`, and yield one result for each run and split."""
     runs, batches = read_manifest(folder), read_arrays(folder / "batches.npz")
     shards = _shards(folder)
     for key, run in runs.items():
@@ -146,9 +148,10 @@ def _check_iterator(
 
 
 def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -> None:
-    """Record the number of elements that differ between two integer arrays, with tolerance 0.
+    """Count the elements that differ between two integer arrays.
 
-    Arrays of different shapes add a fault.
+    The count is added to `result` as an error with tolerance 0, so the case fails if any element
+    differs. If the arrays have different shapes, a fault is added to `result` instead.
     """
     if ours.shape != published.shape:
         result.faults.append(f"{what}: {ours.shape}, published {published.shape}")
@@ -158,7 +161,7 @@ def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -
 
 
 def _differing(ours: bytes, published: bytes) -> int:
-    """Return the number of bytes that differ. If one text is longer, all its extra bytes count."""
+    """Return the number of bytes that differ, including all extra bytes of the longer text."""
     size = min(len(ours), len(published))
     a, b = np.frombuffer(ours, np.uint8, size), np.frombuffer(published, np.uint8, size)
     return int(np.count_nonzero(a != b)) + abs(len(ours) - len(published))
@@ -177,7 +180,10 @@ def _shards(folder: Path) -> ShardReader:
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    """Return GPT-2's tokenizer, built from the files in `folder`/tokenizer; None without files."""
+    """Build GPT-2's tokenizer from the files in `folder`/tokenizer.
+
+    Return None if there is no such folder.
+    """
     files = folder / TOKENIZER
     if not files.is_dir():
         return None

@@ -48,7 +48,7 @@ class TokenDataset:
             If `extend_to` is None, no blocks are added.
 
     Raises:
-        ShardError: the split has no documents or no tokens, or the numbers in the shards are not
+        ShardError: the split has no documents or no tokens, or the tokens in the shards are not
             integers.
         ValueError: the shards do not contain all these documents.
     """
@@ -96,7 +96,10 @@ class TokenDataset:
 
     @property
     def index(self) -> SampleIndex:
-        """The index that GPT-NeoX builds for `num_samples` samples, without any added blocks."""
+        """The index that GPT-NeoX builds for `num_samples` samples.
+
+        It does not include the blocks that `extend_to` adds (see the module docstring).
+        """
         return self._blocks[0]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -120,10 +123,7 @@ class TokenDataset:
         return out_NT
 
     def _fill(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
-        """Look up the samples numbered `numbers_N` in `index`.
-
-        The samples are written to the rows of `out_NT`.
-        """
+        """Write the samples with the numbers `numbers_N` in `index` to the rows of `out_NT`."""
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]
         # A sample consists of one piece from each of several consecutive documents. Piece p of the

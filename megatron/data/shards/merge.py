@@ -48,15 +48,20 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
 def _copy(
     readers: Sequence[ShardReader], manifests: Sequence[dict], writer: ShardWriter
 ) -> tuple[int, int]:
-    """Append all documents of `readers` to `writer`, which completes the shard later.
+    """Append all documents of `readers` to `writer`. The caller must finalize the writer.
 
-    If every shard has a manifest, the new shard gets a manifest that combines them.
+    If each merged shard has a manifest, give the new shard a manifest that combines these.
+
+    Args:
+        readers: The shards to merge, in the order of their documents.
+        manifests: The manifests of those shards that have one.
+        writer: The writer of the new shard.
 
     Returns:
-        The numbers of documents and tokens.
+        The numbers of documents and tokens in the new shard.
 
     Raises:
-        ShardError: the shards have no document.
+        ShardError: the shards to merge contain no document.
     """
     for reader in readers:
         writer.add_documents(reader.tokens[:0], reader.sizes)
