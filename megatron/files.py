@@ -60,8 +60,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text of unknown origin.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or has a number of thousands of
-            digits.
+        ValueError: the text is not JSON, is nested too deeply, or contains an integer with more
+            digits than Python converts (4300 by default).
     """
     try:
         return json.loads(text)

@@ -1,4 +1,6 @@
-"""Leave a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a set time.
+"""End a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a set time.
+
+"Leave" in this module means to save a checkpoint and then end the whole job.
 
 Before training starts, a signal ends the process at once, because there is nothing to save. Later
 a signal is only recorded, and all ranks leave at the same safe point: after an optimizer step, or
@@ -9,15 +11,15 @@ handlers therefore do nothing. Instead, a thread reads the signals from a pipe, 
 writes the number of each signal (`signal.set_wakeup_fd`).
 
 Every rank counts the safe points that it passes, and a safe point has the same number on all ranks.
-The ranks agree on a number through the job's store, which each rank's `failure.Watch` polls anyway.
-A step without a signal costs no communication.
+The ranks agree on a number through the job's key-value store (torch.distributed's `Store`), which
+each rank's `failure.Watch` polls anyway. A step without a signal costs no communication.
 
     key       value
-    leave     why the job leaves, from the first rank that was asked to
+    leave     the reason to leave, from the first rank that received a signal or reached the time
     at/RANK   the number of the safe point that this rank reaches next
-    until     the largest of these numbers, at which all ranks leave
+    until     the largest of these numbers; all ranks leave at this safe point
 
-A rank that has written `at/RANK` waits at that safe point for `until`. No rank can be further.
+A rank that has written `at/RANK` waits at that safe point for `until`, so no rank can pass `until`.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ INTERRUPTED = 130
 
 
 class Leave(Exception):
-    """The job leaves at this safe point. Its last step is complete."""
+    """All ranks end the job early, at this safe point. The last optimizer step is complete."""
 
 
 class Preemption:
-    """The request to leave the job, on one rank.
+    """One rank's part in ending the whole job early, after a signal or a set time.
 
     Args:
-        exit_code: the exit code of a process that leaves early.
-        minutes: the minutes after which the job leaves without a signal; None for no limit.
+        exit_code: the exit code of this process if the job ends early.
+        minutes: the number of minutes, counted from the creation of this object, after which the
+            job ends early even without a signal. None sets no limit.
     """
 
     def __init__(self, exit_code: int = 0, minutes: float | None = None):
@@ -76,11 +79,11 @@ class Preemption:
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
 
     def begin(self) -> None:
-        """Declare that training starts. From now on, a signal takes effect at a safe point."""
+        """Declare that training starts. Later signals take effect only at a safe point."""
         self._trains = True
 
     def ask(self, why: str) -> None:
-        """Ask all ranks to leave at a safe point soon."""
+        """Ask all ranks to end the job at a safe point soon, for the reason `why`."""
         with self._lock:
             self.why = self.why or why
             if _ranks() == 1 and self._at is None:
@@ -88,7 +91,7 @@ class Preemption:
                 self._decided.set()
 
     def due(self) -> bool:
-        """Return whether the job leaves at this safe point. Every rank must call this method."""
+        """Return whether all ranks end the job at this safe point. Every rank must call this."""
         if self._minutes is not None and time.monotonic() - self._begin > 60 * self._minutes:
             self.ask(f"exit_duration_in_mins {self._minutes:g}")
         with self._lock:
@@ -101,7 +104,7 @@ class Preemption:
         return self.left
 
     def exchange(self, store: Any) -> bool:
-        """Agree with the other ranks on the safe point at which to leave.
+        """Agree with the other ranks on the safe point at which to end the job.
 
         The rank's `failure.Watch` calls this method at each poll of the store.
 
@@ -181,28 +184,28 @@ def begin() -> None:
 
 
 def due() -> bool:
-    """Return whether the job leaves at this safe point. Every rank must call this function."""
+    """Return whether all ranks end the job at this safe point. Every rank must call this."""
     return _current is not None and _current.due()
 
 
 def safe_point() -> None:
-    """Raise `Leave` if the job leaves at this safe point. Every rank must call this function."""
+    """Raise `Leave` if all ranks end the job at this safe point. Every rank must call this."""
     if due():
         raise Leave
 
 
 def exchange(store: Any) -> bool:
-    """Agree with the other ranks on the safe point at which to leave (`Preemption.exchange`)."""
+    """Agree with the other ranks on where to end the job early (see `Preemption.exchange`)."""
     return _current is not None and _current.exchange(store)
 
 
 def reason() -> str:
-    """Return why the job has left at a safe point; "" if it has not."""
+    """Return the reason for which the job has ended early at a safe point; "" if it has not."""
     return _current.why if _current and _current.left else ""
 
 
 def exit_code() -> int:
-    """Return the exit code of this process if it leaves early."""
+    """Return the exit code of this process for a job that ends early."""
     return _current.exit_code if _current else 0
 
 

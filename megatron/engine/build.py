@@ -1,7 +1,7 @@
 """Build what a config describes: the tokenizer, and the plan of the model.
 
 The model, attention and data modules take plain values. This module reads these values from the
-config object, so that those modules need not import it.
+config object, so that those modules need not import `megatron.config`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
 
 def numerics_of(config: Config) -> Numerics:
-    """Return how the config's model rounds numbers: to fp32, or as the released KERPLE code."""
+    """Return the rules by which the config's model rounds numbers.
+
+    By default the model computes at least in fp32. If the config sets `published_numerics`, the
+    model rounds numbers where the released KERPLE code rounds them.
+    """
     if not config.model.published_numerics:
         return WIDE
     return PublishedNumerics(DTYPES[config.training.precision])

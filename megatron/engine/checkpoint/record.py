@@ -45,9 +45,9 @@ class TrainingProgress:
         consumed_samples: the number of training samples read.
         train_samples: the number of samples for which the training index was first built. The order
             of the samples depends on this number, so a resumed run keeps it.
-        interval: the state of the training loop since the last log line, as JSON values: the sums
-            of the losses (`Meter.state`), and `owes_validation` if the run left before the
-            evaluation of this step was complete.
+        interval: the state of the training loop since the last log line, as JSON values. It holds
+            the sums of the losses (`Meter.state`). If the run ended early, before the evaluation
+            due after `step` was complete, it also holds `owes_validation: True`.
     """
 
     step: NonNegativeInt
@@ -70,8 +70,8 @@ class RunDescription:
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: the resolved configuration, as flat keys.
-        lineage: the id that the run got when it started at step 0, and that each resumed run keeps.
-            It is "" for runs that an earlier version started.
+        lineage: the id of the run. It is drawn when a run starts at step 0, and a resumed run keeps
+            it. It is "" for runs that an earlier version of this project started.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -94,8 +94,8 @@ class Record(RunDescription):
         format: the `FORMAT` of the code that wrote the checkpoint.
         version: the version of this project that wrote the checkpoint.
         progress: the counters of the run when the checkpoint was written.
-        imported: the values from which an export restores the original files (`Published.about`),
-            if the checkpoint was imported from GPT-NeoX's format. Otherwise None.
+        imported: for a checkpoint that was imported from GPT-NeoX's format, the values from which
+            an export restores the original files (`Published.about`); otherwise None.
         files: file name -> [bytes, CRC-32].
     """
 
@@ -134,7 +134,7 @@ class Record(RunDescription):
 
 @dataclass(frozen=True)
 class _Versions:
-    """The entries of a record that every format has."""
+    """The entries that records of every format have."""
 
     format: NonNegativeInt = FORMAT
     version: str = ""

@@ -54,7 +54,7 @@ _ADDED = ("content",)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk. Properties read the checkpoint's files when they are first used.
+    """A checkpoint on disk. The first use of a property reads the files that it needs.
 
     Attributes:
         folder: the run folder.
@@ -71,7 +71,7 @@ class Saved:
 
     @cached_property
     def record(self) -> Record:
-        """The content of `kerple.json`, which published (GPT-NeoX) checkpoints lack.
+        """The content of `kerple.json`. Published (GPT-NeoX) checkpoints have no such file.
 
         Raises:
             CheckpointError: the file `kerple.json` is missing or damaged.
@@ -89,8 +89,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. It is None for
-        all other checkpoints, and if the recorded schedule is incomplete.
+        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The schedule is
+        None for other checkpoints, and if the recorded one is incomplete.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
@@ -115,7 +115,8 @@ class Saved:
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Read the `buffers` and the tensor-parallel `shards` that an import stored.
 
-        `Published` defines both dictionaries. They are empty if the checkpoint was not imported.
+        The class `Published` describes both dictionaries. They are empty if the checkpoint was not
+        imported.
         """
         if self.kind is not Kind.IMPORTED:
             return {}, {}

@@ -1,4 +1,4 @@
-"""Log the losses that GPT-NeoX prints when it runs with `train_iters: 0`, on the same batches."""
+"""Write to the log the losses that GPT-NeoX prints with `train_iters: 0`, on the same batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def log_published_losses(
     log: RunLog,
     step: int,
 ) -> None:
-    """Log loss and perplexity on the splits `valid` and `test`. Every rank must call this function.
+    """Write the model's loss and perplexity on the splits `valid` and `test` to the log.
+
+    Every rank must call this function.
 
     Args:
         step: the number of optimizer steps after which the model was saved.

@@ -41,7 +41,7 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
     """Check that `values` are the same on all ranks. Every rank must call this function.
 
     Args:
-        subject: the name for the values in the error message, such as "config".
+        subject: what the error message calls the values, such as "config".
         values: this rank's values.
 
     Raises:
@@ -101,7 +101,7 @@ def seen_by_all(
         expected: the value to wait for; None waits until all ranks have the value of rank 0.
 
     Raises:
-        CheckpointError: after PATIENCE seconds, some rank still has another value.
+        CheckpointError: after PATIENCE seconds, `look` still returns another value on some rank.
     """
     until = time.monotonic() + PATIENCE
     while True:

@@ -1,4 +1,4 @@
-"""End a command with exit code 1 and one error message, not a traceback, after a user's error."""
+"""After an error that the user can fix, end a command with exit code 1, without a traceback."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ USER_ERRORS = (
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print the error message if the block raises one of `USER_ERRORS`; re-raise any other error.
+    """If the `with` block raises one of `USER_ERRORS`, print its message and exit with code 1.
 
-    In a job of several processes, any error in the block ends all processes (see `failure`).
+    Other errors are raised again. In a job of several processes, any error in the block ends all
+    processes (see `failure`).
 
     Raises:
-        SystemExit: with code 1, after a user error.
+        SystemExit: the block has raised one of `USER_ERRORS`.
     """
     try:
         yield

@@ -1,12 +1,12 @@
 """End all processes of a job when one rank fails, with one error message for each machine.
 
-A rank that fails writes its error into the job's key-value store and ends. (torchrun or rank 0
-holds the store.) In every other process a thread polls the store and ends its process after GRACE
-seconds, even inside a collective. Otherwise a collective could wait half an hour for the failed
-rank, and Python cannot interrupt a collective of NCCL.
+A rank that fails writes its error into the job's key-value store (torch.distributed's `Store`, held
+by torchrun or rank 0) and ends. In every other process a thread polls the store and ends the
+process after GRACE seconds, even if the main thread is inside a collective. Otherwise a collective
+could wait half an hour for the failed rank, and Python cannot interrupt a collective of NCCL.
 
     key    value
-    end    the first failure, {rank, host, text}
+    end    the first failure, {rank, host, text, code}
     main   the failure of rank 0
 
 If all ranks fail with the same error, only rank 0 prints the error. A rank that only lost the
@@ -64,7 +64,7 @@ _IF_WRITABLE = contextlib.suppress(OSError)
 
 
 class Failure(TypedDict):
-    """The error of a rank, as it is written into the store in JSON.
+    """The error of a rank, as written in JSON into the job's key-value store.
 
     `code` is the exit code for all other ranks.
     """
@@ -90,11 +90,13 @@ def is_member() -> bool:
 class Watch:
     """A thread that ends this process when another rank fails.
 
-    Create the watch before the process joins the job, so that failures while joining are noticed.
+    Every POLL_INTERVAL seconds, the thread looks for a failure in the job's key-value store
+    (torch.distributed's `Store`). Create the watch before the process joins the job, so that
+    failures while joining are noticed.
 
     Args:
-        exchange: a function that is called with the store at each poll. It returns whether the
-            next poll should follow soon.
+        exchange: a function that the thread calls with the store each time it has found no failure.
+            It returns whether the thread should look again soon, after BUSY_INTERVAL seconds.
     """
 
     def __init__(self, exchange: Callable[[Store], bool] = lambda store: False) -> None:
@@ -104,7 +106,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching. Call this at the normal end of the job, which all ranks have reached."""
+        """Stop watching. Call this method after all ranks have reached the job's normal end."""
         self._over.set()
         self._thread.join()
 
@@ -140,8 +142,8 @@ def end_process(
 
     Args:
         text: the error message.
-        lost: whether the error is only a lost connection to another process. That process then
-            reports the cause.
+        lost: whether the error is only a lost connection to another process. That other process
+            then reports the cause.
         code: the exit code of this process.
         ends_all: whether the other ranks end with `code` too; otherwise they end with 1.
     """
@@ -172,13 +174,13 @@ def lost_contact(error: BaseException | None) -> bool:
 
 
 def _report(failure: Failure, lost: bool) -> Failure | None:
-    """Write the failure into the store, and print it unless another rank prints the same error.
+    """Write `failure` into the job's store, and print it unless another rank prints the same error.
 
     Args:
         lost: as in `end_process`.
 
     Returns:
-        The failure of another rank that caused this one, if `lost` and it is known.
+        With `lost`, the other rank's failure that caused this one, if it is known; otherwise None.
     """
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
@@ -216,7 +218,7 @@ def _write_for_launcher(text: str) -> None:
 
 
 def _wait_for(store: Store, key: str) -> Failure | None:
-    """Return the value of `key`, or None if the store has no such key after CAUSE_WAIT seconds."""
+    """Return the failure stored at `key`; None if none is stored after CAUSE_WAIT seconds."""
     until = time.monotonic() + CAUSE_WAIT
     while not store.check([key]):  # torch's `wait` would print a warning
         if time.monotonic() > until:
@@ -279,6 +281,6 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """Print the failure of a rank on another machine. One process of this machine prints it."""
+    """Print `failure` if its rank runs on another machine. Only local rank 0 prints it."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

@@ -1,13 +1,14 @@
 """Let one process at a time write a run folder, over all machines that share the folder.
 
-The writer of a folder holds a *lease*: the file `.lease-N`, which only one process can create, and
-which describes its holder. A thread of the holder touches the file every HEARTBEAT seconds. The
-file server's clock gives the times, because the clocks of the machines differ.
+The writer of a folder is the holder of its *lease*, the file `.lease-N`. Only one process can
+create this file, and the file describes that process. A thread of the holder touches the file every
+HEARTBEAT seconds. All times are from the file server's clock, because the machines' clocks differ.
 
 A holder is dead if it ran on this machine and its process has ended, or if its heartbeat stopped
 LIFETIME seconds ago. A process that finds the holder of `.lease-N` dead creates `.lease-N+1` and
-removes `.lease-N`, so two processes cannot both take it over. A holder that was taken for dead, for
-example because its machine was suspended, finds its own file gone before it writes again.
+removes `.lease-N`, so two processes cannot both take the folder over. A holder may be taken for
+dead wrongly, for example while its machine is suspended. It checks its lease before each write, so
+it then finds that its file is gone, and writes nothing.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing. Pass this as `Confirm` for a folder that needs no lease, or is not written."""
+    """Do nothing. Pass this as `Confirm` for a folder that needs no lease or is only read."""
 
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[Confirm]:
     """Hold the lease of `folder` during the `with` block, and yield a `Confirm` function.
 
-    Call this function before each change of a file that another run may need: `latest`, finished
-    checkpoints, metrics. The folder is created if it does not exist.
+    Call the yielded function before each change of a file that another run may need: `latest`,
+    finished checkpoints, metrics. It raises CheckpointError if this process has lost the lease. The
+    folder is created if it does not exist.
 
     Raises:
         CheckpointError: another process holds the lease and is alive.
@@ -88,7 +90,7 @@ def sole_writer(folder: Path) -> Iterator[Confirm]:
 
 
 def _take(folder: Path) -> tuple[Path, str]:
-    """Create the lease of `folder`; return its path and its content.
+    """Take the lease of `folder` for this process; return the path and the content of the lease.
 
     Raises:
         CheckpointError: another process holds the lease and is alive.
@@ -114,12 +116,17 @@ def _take(folder: Path) -> tuple[Path, str]:
 
 
 def _wait_for_end(path: Path, content: str) -> None:
-    """Return when the holder of the lease `path` is dead or has removed it.
+    """Wait until the holder of the lease `path` is dead or has removed the lease.
 
-    While this machine cannot tell, wait for a heartbeat.
+    If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
+    seconds without a heartbeat.
+
+    Args:
+        content: the content of the lease.
 
     Raises:
-        CheckpointError: the holder is alive.
+        CheckpointError: the holder is alive. It has sent a heartbeat during the wait, or its
+            process still exists LIFETIME seconds after the last heartbeat.
     """
     first = None
     # The file server sets the times of this file and of the lease by the same clock.
@@ -145,15 +152,15 @@ def _wait_for_end(path: Path, content: str) -> None:
 
 
 def _leases(folder: Path) -> dict[Path, str]:
-    """Return the content of each lease in `folder`, by path."""
+    """Return path -> content, for each lease in `folder`."""
     paths = [each for each in folder.iterdir() if re.fullmatch(r"\.lease-\d{1,9}", each.name)]
     return {path: found[0] for path in paths if (found := _read(path))}
 
 
 def _read(path: Path) -> tuple[str, float] | None:
-    """Return the content of a lease and the time of its last heartbeat; None if it is gone.
+    """Return the content of a lease and the time of its last heartbeat; None if it is missing.
 
-    Opening the file makes NFS ask the server, where `stat` alone would return cached values.
+    The file is opened because NFS then asks the server; `stat` alone would return cached values.
     """
     try:
         with path.open(errors="replace") as file:
@@ -163,7 +170,7 @@ def _read(path: Path) -> tuple[str, float] | None:
 
 
 def describe_process() -> dict[str, Any]:
-    """Describe this process, as its lease does."""
+    """Return the description of this process that a lease contains."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -176,7 +183,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def _parsed(content: str) -> dict[str, Any]:
-    """Return a lease's description of its holder; {} if it was written only in part."""
+    """Return the holder's description from a lease's content; {} if the content is incomplete."""
     with suppress(ValueError):
         if isinstance(found := json.loads(content), dict):
             return found
@@ -184,7 +191,7 @@ def _parsed(content: str) -> dict[str, Any]:
 
 
 def _who(content: str) -> str:
-    """Return the words for the holder of a lease in messages."""
+    """Return the text that names a lease's holder in messages."""
     holder = _parsed(content)
     if not holder:
         return "an unknown process"
@@ -193,7 +200,7 @@ def _who(content: str) -> str:
 
 
 def is_alive(content: str) -> bool | None:
-    """Return whether the holder of a lease is alive; None if this machine cannot tell."""
+    """Return whether the holder of a lease is alive; None if this machine cannot check it."""
     holder, here = _parsed(content), _machine()
     pid = holder.get("pid")
     if here is None or holder.get("machine") != here or not isinstance(pid, int):
@@ -208,7 +215,7 @@ def is_alive(content: str) -> bool | None:
 
 
 def _machine() -> str | None:
-    """Identify this boot of this machine, and the container; None without Linux's `/proc`."""
+    """Return an id of this machine, boot and container; None if the system has no `/proc`."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"
@@ -217,7 +224,10 @@ def _machine() -> str | None:
 
 
 def start_time(pid: int) -> str | None:
-    """Return the time at which a process started; None if it has ended, or without `/proc`."""
+    """Return the time at which a process started, in clock ticks since the machine's boot.
+
+    The result is None if the process has ended or the system has no `/proc`.
+    """
     path = PROC / str(pid) / "stat"
     if not path.exists():
         return None

@@ -38,8 +38,8 @@ class Shape:
         num_layers: the number L of transformer blocks.
         tied: whether the output projection is the embedding's weight.
         parts: the number N of tensor-parallel ranks.
-        theta: the names of the distance kernel's tensors, in the order of our columns; empty
-            without a distance kernel.
+        theta: the published names of the distance kernel's learned tensors, in the order of this
+            project's columns of theta; empty if there are none.
         geglu: whether the MLP's activation is geglu, so that its first layer has two halves.
         summed_biases: whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
         row_output: whether the output projection is row-parallel (`output_layer_parallelism: row`).
@@ -68,14 +68,15 @@ class Published:
         shape: the properties of the model, inferred from the files.
         step: the number of optimizer steps taken.
         weights: this project's name -> merged tensor, in the stored dtype.
-        buffers: published name -> stored tensor that the configuration determines.
-        shards: "position.published name" -> the original tensor-parallel shards of a tensor. Only
-            tensors are included whose merged value cannot restore the shards (replicas that differ
-            slightly, or summed biases that are not equal).
+        buffers: GPT-NeoX's name -> stored tensor of slopes or frequencies. These values follow from
+            the configuration, so they are only checked and exported again, never trained.
+        shards: "pipeline position.GPT-NeoX's name" -> the original tensor-parallel shards of one
+            tensor. It has an entry only if splitting the merged tensor does not restore the shards:
+            for replicas that differ slightly, and for summed biases that are not equal.
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
-        problems: one line for each thing that is missing, unknown or inconsistent. If there is any
-            line, the weights are not complete.
+        problems: one line for each thing that is missing, unknown or inconsistent. The weights are
+            complete only if there is no line.
         notes: lines that are printed for the user.
     """
 
@@ -90,7 +91,7 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """Return the values that an export needs to restore the files. An import records them."""
+        """Return the values that an import records so that an export can restore the files."""
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
@@ -98,8 +99,8 @@ class Published:
 def is_published(checkpoint: Path) -> bool:
     """Return whether the checkpoint folder `global_stepN` is in the published (GPT-NeoX) layout.
 
-    Both GPT-NeoX and this project write `layer_*` files. Only this project writes `kerple.json` and
-    `rng_rank_*.pt`, so a folder with one of these files is not in the published layout.
+    GPT-NeoX and this project both write `layer_*` files. A folder that contains `kerple.json` or
+    `rng_rank_*.pt` is not in the published layout, because only this project writes these two.
     """
     ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
     if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not
@@ -200,7 +201,7 @@ def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str
 
 @contextmanager
 def _collected(problems: list[str], where: str) -> Iterator[None]:
-    """If the `with` block raises ValueError or RuntimeError, add a line to `problems` instead."""
+    """Catch a ValueError or RuntimeError of the `with` block, and add its text to `problems`."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -244,7 +245,7 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 def _check_width(out: Published) -> None:
     """Add a line to `out.problems` if attention's merged output matrix is not square.
 
-    It is not square if all files of some tensor-parallel rank are missing.
+    The matrix is not square if all files of some tensor-parallel rank are missing.
     """
     square = out.weights.get("layers.0.attention.dense.weight")
     if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):

@@ -1,6 +1,7 @@
 """Compute the learning rate of each step, by the formulas of GPT-NeoX.
 
-Let W be the length of the warm-up in steps, E = lr_decay_iters, n = min(step, E - W) and m = n - W:
+Let start be the learning rate at the end of the warm-up, W the length of the warm-up in steps,
+E = lr_decay_iters, n = min(step, E - W) and m = n - W:
 
     step <= W (warm-up)   start * n / W
     linear                start * (E - m) / E
@@ -8,8 +9,8 @@ Let W be the length of the warm-up in steps, E = lr_decay_iters, n = min(step, E
     exponential           start * exp(-0.693 m / E)
     constant              start
 
-After the warm-up, the rate is at least min_lr. The rate is constant from step E - W on, so a cosine
-ends slightly above zero. The released checkpoints were trained with these formulas.
+After the warm-up, the learning rate is at least min_lr. It is constant from step E - W on, so a
+cosine ends slightly above zero. The released checkpoints were trained with these formulas.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Schedule:
     """A learning rate as a function of the step.
 
     Attributes:
-        start_lr: the rate at the end of the warm-up.
+        start_lr: the learning rate at the end of the warm-up.
         end_iter: the step E at which the decay would end without warm-up.
         warmup_iter: the number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
         decay_style: one of `STYLES`.
-        min_lr: the least rate after the warm-up.
+        min_lr: the least learning rate after the warm-up.
     """
 
     start_lr: float
@@ -48,7 +49,10 @@ class Schedule:
             raise ValueError(f"lr_decay_style {self.decay_style!r} is not one of {STYLES}")
 
     def __call__(self, step: int) -> float:
-        """Return the rate after `step` optimizer steps. The first step uses the rate of step 0."""
+        """Return the learning rate after `step` optimizer steps.
+
+        The first optimizer step uses the learning rate of `step` 0.
+        """
         n = min(step, self.end_iter - self.warmup_iter)
         if self.warmup_iter > 0 and step <= self.warmup_iter:
             return self.start_lr * n / self.warmup_iter
@@ -77,12 +81,12 @@ def schedule_of(config: Config) -> Schedule:
 
 
 class AnnealingLR:
-    """A scheduler that writes the rate of a `Schedule` into an optimizer.
+    """A scheduler that writes the learning rate of a `Schedule` into an optimizer.
 
     The DeepSpeed engine calls `step` after each optimizer step. A resumed run starts at the
-    checkpoint's step and takes its rates from the run's own config, so that a changed config key
-    has an effect. With `use_checkpoint` (GPT-NeoX's `use_checkpoint_lr_scheduler`) the rates come
-    from the schedule that the checkpoint records.
+    checkpoint's step and uses the schedule of the run's own config, so that a changed config key
+    has an effect. With `use_checkpoint` (GPT-NeoX's `use_checkpoint_lr_scheduler`) the resumed run
+    uses the schedule that the checkpoint records.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class AnnealingLR:
         self.write()
 
     def write(self) -> None:
-        """Write the current rate into the optimizer's parameter groups."""
+        """Write the current learning rate into the optimizer's parameter groups."""
         lr = self.schedule(self.num_iters)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

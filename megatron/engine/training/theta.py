@@ -1,9 +1,9 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
-Theta [heads, n] contains the learned parameters of a distance kernel (a bias or factor that depends
-only on the query-key distance). The master is the fp32 copy that the optimizer updates. After each
-optimizer step, the master and the model's copy are clamped to the bounds. Each ZeRO stage stores
-the master in another place, so this module distinguishes several cases.
+A distance kernel is a bias or factor that depends only on the query-key distance. Theta [heads, n]
+contains its n learned parameters for each head. Theta's master is the fp32 copy that the optimizer
+updates. After each optimizer step, the master and the model's copy of theta are clamped to the
+bounds. Each ZeRO stage stores the master in another place, so this module distinguishes cases.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ MOST_COLUMNS = 4
 
 
 class TrainedTheta:
-    """The learned parameters of the model's distance kernel, [heads, n], in a DeepSpeed engine.
+    """Theta, the learned parameters of the model's distance kernel, in a DeepSpeed engine.
 
-    Under ZeRO every method is a collective, so all ranks of the pipeline stage must call it. On a
-    rank without theta, the methods do nothing. A rank has no theta if nothing is learned or if
-    another pipeline stage holds theta.
+    Theta has the shape [heads, n], with n parameters for each head. Under ZeRO every method is a
+    collective, so all ranks of the pipeline stage must call it. On a rank without theta, the
+    methods do nothing. A rank has no theta if the kernel has no learned parameters or if another
+    pipeline stage holds them.
 
     Args:
         engine: the engine that trains theta.
@@ -53,7 +54,10 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master(self) -> Tensor | None:
-        """Return a copy of the fp32 master [this rank's heads, n]; None on a rank without theta."""
+        """Return a clone of theta's fp32 master copy, [this rank's heads, parameters per head].
+
+        The result is None on a rank without theta.
+        """
         theta = self.parameter
         if theta is None:
             return None
@@ -67,13 +71,16 @@ class TrainedTheta:
         return flat.detach().clone().view(-1)[:count].view(shape)
 
     def master_of_all_heads(self) -> Tensor | None:
-        """Return a copy of the fp32 master [all heads, n]; None on a rank without theta."""
+        """Return a clone of theta's fp32 master copy, [all heads, parameters per head].
+
+        The result is None on a rank without theta.
+        """
         master_HN = self.master()
         return None if master_HN is None else self._all_heads(master_HN)
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp theta to the bounds of its columns."""
+        """Clamp theta to the bounds of its columns, after an optimizer step."""
         theta, master_HN = self.parameter, self.master()
         if theta is None or master_HN is None:
             return
@@ -87,7 +94,10 @@ class TrainedTheta:
         self._projected_HN = bounded_HN
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return column -> (least, largest) value over all heads, as of the last `project`."""
+        """Return column name -> (least, largest) value of theta after the last `project`.
+
+        The values are over all heads. More than MOST_COLUMNS columns have one range, "table".
+        """
         if self._projected_HN is None:
             return {}
         theta_HN = self._all_heads(self._projected_HN)
@@ -115,9 +125,9 @@ class TrainedTheta:
             self._unsharded_master(theta).data.copy_(value_HN)
 
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
-        """Return the fp32 master itself (not a copy) in a run without ZeRO.
+        """Return theta's fp32 master copy itself, not a clone, in a run without ZeRO.
 
-        In fp32 training the master is theta itself. In 16-bit training the master is in the fp32
+        In fp32 training, theta is its own master. In 16-bit training, the master is in the fp32
         list of DeepSpeed's optimizer.
         """
         optimizer = self.engine.optimizer
