@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
 from megatron import entry
 from megatron.data.errors import DataError
+from megatron.preemption import SIGNALS
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which is the shell's code for SIGINT (128 + 2)."""
@@ -16,8 +18,11 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run `command`. For an error that the user can correct, print the text but no traceback.
 
     Returns:
-        The return value of `command`, or 1 after such an error, or 130 after Ctrl-C.
+        The return value of `command`, or 1 after such an error, or 130 after Ctrl-C, SIGTERM or
+        SIGUSR1.
     """
+    for number in {*SIGNALS} - {signal.SIGINT}:  # which a shell's background jobs ignore
+        signal.signal(number, signal.default_int_handler)
     try:
         return entry.reports(DataError)(command)()
     except KeyboardInterrupt:

@@ -28,6 +28,7 @@ from threading import Thread
 from typing import Any
 
 from megatron.data.errors import CorpusError
+from megatron.preemption import SIGNALS
 
 _AHEAD = 2  # items that a worker has at a time: the current one and the next
 _IN_PROGRESS = 3  # items per worker that were sent and whose results were not yet yielded
@@ -51,7 +52,7 @@ class Workers:
     def __enter__(self) -> Workers:
         if self.count > 1:
             # Block Ctrl-C until the workers ignore it, so that only this process handles it.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             # Keep the workers' garbage collectors from writing to shared pages, which copies them.
             gc.freeze()
             try:
@@ -198,8 +199,9 @@ def _work(
             ends of their pipes and must close these ends.
         parent: The process id of the parent process.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

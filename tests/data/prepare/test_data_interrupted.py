@@ -128,14 +128,15 @@ def test_workers_die_with_their_parent(unbroken, tmp_path):
     wait_for_end(workers)
 
 
-def test_interrupted_from_the_keyboard(unbroken, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_told_to_end(unbroken, tmp_path, number):
     """Ctrl-C reaches all processes of a terminal, but only the parent prints a message."""
     arguments, expected = unbroken
     run = [*arguments, "--name", "x", "-d", tmp_path, "--workers", 2]
     process = begin_and_pause(*run, at=3)
     workers = children(process.pid)
     for pid in [*workers, process.pid]:
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the same command goes on" in text and "Traceback" not in text
