@@ -63,7 +63,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
             in the file `latest` is damaged. If false, a damaged checkpoint is an error.
 
     Returns:
-        The exit code: 0, or `preemption_exit_code` if the job left early (see `preemption`).
+        The exit code: 0, or `preemption_exit_code` after a signal or time limit (see `preemption`).
 
     Raises:
         ConfigError, ShardError, CheckpointError, DivergedError: see `megatron.engine.errors`. Each

@@ -95,10 +95,11 @@ def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored
 
 
 def _require_plain_keys(content: Any) -> None:
-    """Refuse a key that is a path: DeepSpeed's converter writes to folders named by such keys.
+    """Refuse dictionary keys that are paths: DeepSpeed's converter writes to folders named by keys.
 
     Raises:
-        ValueError: a key of a dictionary in `content` contains a slash, or is `..`.
+        ValueError: a key of a dictionary in `content` contains a slash or a null character, or is
+            `.` or `..`.
     """
     waiting, seen = [content], set()
     while waiting:

@@ -186,7 +186,7 @@ class JobData:
         return loader
 
     def _dataset(self, name: str, index_samples: int, least: int = 0) -> Samples | None:
-        """Return the samples of split `name`, or None if the run reads none or the split has none.
+        """Return the samples of split `name`; None if the run reads none or the split is empty.
 
         Args:
             index_samples: the number of samples for which the sample index was first built.

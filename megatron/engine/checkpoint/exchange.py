@@ -128,7 +128,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return all tensors, as (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> full tensor."""
+    """Return (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor, for all."""
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -153,8 +153,9 @@ def _write_layers(
 
     Args:
         placed: (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor.
-        imported_shards: "position.name" -> a tensor's original tensor-parallel shards, if it was
-            imported and the merged tensor cannot restore them. They are written unchanged.
+        imported_shards: "position.name" -> the original tensor-parallel shards of an imported
+            tensor that cannot be restored from the merged tensor. They are written unchanged if the
+            number of ranks is the same.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)

@@ -65,7 +65,7 @@ def load_weights(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], list[str], list[str]]:
-    """Return the full weights, buffers, problems and notes of `saved` (defined in `Published`)."""
+    """Return weights, buffers, problems and notes of `saved`, as described in `Published`."""
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
         return saved.weights(), buffers, [], []

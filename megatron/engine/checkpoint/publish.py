@@ -69,7 +69,8 @@ def remove_unfinished(folder: Path) -> list[str]:
 
     These are the folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files of
     `megatron.files`. If there is a folder `.replaced-NAME` but none called `NAME`, the run was
-    killed between two renames. The folder is then not deleted, but named `NAME` again.
+    killed between two renames, and the folder is named `NAME` again. If only the rename of the
+    temporary file to `latest` was left to do, it is done.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

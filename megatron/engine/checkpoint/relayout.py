@@ -136,7 +136,7 @@ def convert(
 
 
 def _run_converter(source: Path, target: Path, workers: int) -> None:
-    """Call DeepSpeed's converter without its console output; it reports errors as exceptions."""
+    """Call DeepSpeed's converter and discard its console output; errors arrive as exceptions."""
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -183,9 +183,9 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Replace the counter files of the old ranks by two copies of the first one.
+    """Replace the counter files of the old ranks by two copies of the first rank's file.
 
-    ZeRO-1 and ZeRO-2 look for one of the two file names, and ZeRO-3 looks for the other.
+    The copies need two file names: ZeRO-1 and ZeRO-2 look for one, and ZeRO-3 for the other.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)

@@ -8,7 +8,7 @@
 | any checkpoint, with `finetune: true` | step 0 and its weights |
 | any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
 
-With `finetune: true`, a checkpoint in the folder `save` is resumed instead.
+With `finetune: true`, if the folder `save` holds a checkpoint, the job resumes from it instead.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Start:
         text: lines that describe the start in the log.
         saved: the checkpoint to start from; None for initial weights.
         resumes: whether to load the full training state of `saved`, not only the weights.
-        schedule: the learning-rate schedule that a published (GPT-NeoX) checkpoint records, for the
-            config key `use_checkpoint_lr_scheduler`.
+        schedule: the learning-rate schedule that a published (GPT-NeoX) checkpoint records. It is
+            used if the config sets `use_checkpoint_lr_scheduler`.
         save: the folder in which the job saves checkpoints; None if it saves none.
         lineage: the id of the run, as in `RunDescription`.
     """
@@ -81,7 +81,7 @@ class Start:
         groups: Groups,
         run: RunDescription,
     ) -> TrainingProgress:
-        """Load the state of the engine and of the learning-rate schedule; return the progress.
+        """Load the state of the engine and of the learning-rate schedule; return the counters.
 
         Every rank must call this method.
         """
@@ -230,7 +230,8 @@ def _decide(
     """Decide where to start, by the rules in the module docstring.
 
     Args:
-        usable: a function from a folder to its newest usable checkpoint, or None if it has none.
+        usable: a function from a folder to the newest usable checkpoint in it, or to None if it has
+            none.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))

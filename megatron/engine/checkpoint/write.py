@@ -95,7 +95,7 @@ def _removed_if_it_fails(saved: Saved, unfinished: Path) -> Iterator[None]:
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the checkpoint at the path of `saved` if another run than `lineage` wrote it."""
+    """Rename an existing checkpoint at the path of `saved` unless the run `lineage` wrote it."""
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
         saved.path.rename(aside)
@@ -103,7 +103,7 @@ def set_aside_foreign(saved: Saved, lineage: str) -> None:
 
 
 def _lineage(saved: Saved) -> str | None:
-    """Return the id of a checkpoint's run; None for unreadable or published (GPT-NeoX) ones."""
+    """Return the id of the run that wrote a checkpoint; None if no `kerple.json` can be read."""
     try:
         return saved.record.lineage
     except CheckpointError:

@@ -51,10 +51,10 @@ class MeasuredModel:
 
     Attributes:
         loss_fn: the function that returns the loss of each target token.
-        pos: the model's positional embedding. The evaluation plots it if it is a distance kernel.
+        pos: the model's positional embedding. The evaluation plots only distance kernels.
         tokenizer: the tokenizer with which the text was made.
-        theta_HN: the learned parameters of the distance kernel [heads, n], in fp32 on the CPU; None
-            if the embedding has no learned parameters.
+        theta_HN: the learned parameters of the distance kernel [heads, parameters per head], in
+            fp32 on the CPU; None if the embedding has no learned parameters.
     """
 
     loss_fn: LossFn
@@ -69,7 +69,8 @@ class Measurement:
 
     Attributes:
         loss_fn: the function that returns the loss of each target token.
-        read: a function from a length to the sequences of this length, int64 [n, length + 1].
+        read: a function from a length to n sequences of this length, int64 [n, length + 1]. The
+            last token of a sequence is only a target.
         token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: the approximate number of tokens in a forward pass.
         groups: the job's process groups; the data-parallel ranks share the sequences.
@@ -90,9 +91,9 @@ class Measurement:
         return summarise(length, losses, sequences[:, 1:], self.token_bytes)
 
     def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
-        """Measure the model at each of `lengths`, and return the results in this order.
+        """Measure the model at each of `lengths`, and return the results in the same order.
 
-        After each length, a line with the result goes to `say`. Every rank must call this method.
+        After each length, `say` gets a line with the result. Every rank must call this method.
         """
         results = []
         for length in lengths:
@@ -111,7 +112,8 @@ class Measurement:
 
         Args:
             context: the number of tokens that the model reads before each scored token.
-            length: the scored tokens are taken at equal distances from sequences of this length.
+            length: the length of the sequences from which the scored tokens are taken, at equal
+                distances.
             targets: the approximate number of tokens to score.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
@@ -132,7 +134,7 @@ def summarise(
     """Return the statistics of sequences of `length` tokens.
 
     Args:
-        losses: the mean loss of each sequence in nats, float64 [n].
+        losses: the mean loss of each of n sequences in nats, float64 [n].
         scored: the ids of the target tokens, any shape.
         token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
     """
@@ -159,7 +161,7 @@ def evaluate_checkpoint(
 ) -> list[LengthResult]:
     """Evaluate the newest checkpoint in the run folder `load` at several sequence lengths.
 
-    A single process may call this function, or every process of a torchrun job.
+    Call this function in a single process, or in every process of a torchrun job.
 
     Args:
         out: the folder for the CSV and the plots; None writes them into `load`.

@@ -35,7 +35,7 @@ def loss_of_batches(
     Every rank must call this function, and every rank gets the same result.
 
     Args:
-        batches: this rank's micro-batches, int64 [micro, T + 1].
+        batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
     """
     engine.eval()
     loss_fn = loss_function(engine, groups)
@@ -56,14 +56,14 @@ def losses_of_sequences(
     batch_tokens: int,
     last_only: bool = False,
 ) -> np.ndarray:
-    """Return the mean loss of each sequence, float64 [n].
+    """Return the mean loss of each of n sequences, float64 [n], in nats per token.
 
     The data-parallel ranks divide the sequences among themselves. All ranks run the same number of
     forward passes, because ZeRO-3 gathers the weights in each pass. Every rank must call this
     function.
 
     Args:
-        sequences: int64 [n, L + 1], one sequence in each row.
+        sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
         batch_tokens: the approximate number of tokens in a forward pass.
         last_only: whether to score only the last position of each sequence.
     """

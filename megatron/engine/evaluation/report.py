@@ -101,9 +101,10 @@ def write_kernels(
     The distances d between query and key are on a log axis, so d = 0 is left out.
 
     Args:
-        bias_by_head: the biases added to the attention scores [H, n], or None if there are none.
-        distances: the distances [n], in tokens.
-        weights: the factors that multiply the attention scores [H, n], or None if there are none.
+        bias_by_head: [H, n], the biases that H heads add to the attention scores at n distances;
+            None if there are none.
+        distances: [n], the distances in tokens.
+        weights: [H, n], the factors that multiply the attention scores; None if there are none.
         train_length: the sequence length in training, in tokens; the plot marks it.
         path: the PNG file to write.
 

@@ -150,10 +150,10 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 
 
 def our_name(index: int, name: str, num_layers: int) -> str | None:
-    """Return this project's name of a tensor of GPT-NeoX, or None if the tensor has no such name.
+    """Return this project's name for a tensor of GPT-NeoX, or None if it has none.
 
-    Unknown tensors have no name. Neither have the tensors of the distance kernel, because each of
-    them is only one column of this project's theta.
+    The result is None for unknown tensors. It is also None for the distance kernel's tensors,
+    because this project stores them as the columns of a single tensor, theta.
 
     Args:
         index: the tensor's position in the published pipeline.
@@ -171,7 +171,7 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
 
 
 def published_place(name: str, num_layers: int) -> tuple[int, str]:
-    """Return (pipeline position, name) in GPT-NeoX of this project's tensor `name`.
+    """Return the pipeline position and the name that this project's tensor `name` has in GPT-NeoX.
 
     This function is the inverse of `our_name`.
     """
@@ -189,8 +189,10 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Split theta, or its gradient, into the tensors that each block of GPT-NeoX stores.
 
+    Theta contains the learned parameters of the distance kernel.
+
     Args:
-        theta_HN: theta or its gradient, with one row for each head.
+        theta_HN: theta or its gradient [heads, parameters per head].
         names: the published names of theta's columns.
 
     Returns:
@@ -203,7 +205,9 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
-    """Return theta [H, n] and GPT-NeoX's names of its columns; the inverse of `theta_columns`.
+    """Return theta [heads, parameters per head] and GPT-NeoX's names of its columns.
+
+    This function is the inverse of `theta_columns`.
 
     Args:
         columns: one block's merged tensors of the distance kernel, by published name.

@@ -99,7 +99,7 @@ class RunLog:
             self.line(_location(self._wandb))
 
     def line(self, text: str) -> None:
-        """Print one line on the console. If its disk is full, the line is lost."""
+        """Print one line on stdout. If stdout is a file on a full disk, the line is lost."""
         if not self.is_main:
             return
         try:
@@ -150,10 +150,10 @@ class RunLog:
             self._wandb = None
 
     def _append(self, path: Path, row: str = "") -> bool:
-        """Append `row`, after earlier rows that could not be written; return whether it worked.
+        """Append `row` to the file `path`; return whether it was written.
 
-        If it did not, the rows are kept for the next call, and training continues. A row that was
-        written only in part is removed from the file again.
+        Earlier rows that could not be written come before `row`. If the write fails, all these rows
+        are kept for the next call, the file keeps none of them, and training continues.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:
@@ -185,7 +185,7 @@ class RunLog:
 
 
 def _location(run: Any) -> str:
-    """Return a line that shows where to find the wandb run, because wandb's output is off."""
+    """Return a line that shows where to find the wandb run. (wandb's own output is off.)"""
     if run.disabled:
         return "wandb: disabled, nothing is recorded"
     if run.offline:
@@ -204,9 +204,10 @@ def _json_line(row: Mapping[str, int | float]) -> str:
 
 
 def _keep_complete_rows(path: Path, last_step: int | None, validates_again: bool) -> None:
-    """Remove incomplete lines, rows of later steps and rows of final results from the file `path`.
+    """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
 
-    The file is replaced atomically. The arguments are those of `RunLog`.
+    A resumed run writes again the rows of steps after `last_step` and of final results and, with
+    `validates_again`, the validation loss of `last_step`. The file is replaced atomically.
     """
     if not path.exists():
         return
@@ -250,7 +251,7 @@ def _checked_options(wandb_options: Mapping[str, Any]) -> dict[str, Any]:
 def _start_wandb(
     folder: Path | None, options: dict[str, Any], config: dict[str, Any], append: bool
 ) -> Any:
-    """Start and return a wandb run; with `append`, continue the run that `folder` records."""
+    """Start and return a wandb run; with `append`, continue the online run recorded in `folder`."""
     import wandb
 
     settings = {"silent": True, "console": "off"}

@@ -42,7 +42,7 @@ def next_batches(
     """Yield (inputs [B, T], targets [B, T]) for each of the next `count` micro-batches.
 
     Args:
-        batches: micro-batches of this rank, int64 [B, T + 1].
+        batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
     """
     for _ in range(count):
         tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)
@@ -97,8 +97,8 @@ class TrainingLoop:
     """A loop that takes training steps, and logs, validates and saves as `settings` ask.
 
     Args:
-        carried: the state of the loop that the checkpoint of a resumed run contains (see `save` in
-            `run`). In a new run it is empty.
+        carried: the state of the loop that the checkpoint contains from which the run resumes (see
+            `TrainingProgress.interval`). It is empty in a new run.
     """
 
     def __init__(
@@ -133,16 +133,17 @@ class TrainingLoop:
     ) -> None:
         """Take the steps after `first_step`, up to step `train_iters`.
 
-        The loop ends earlier at the next step that is a multiple of `exit_interval`, and where
-        `preemption` says that the job leaves.
+        The loop ends earlier after a step that is a multiple of `exit_interval`, or at the step
+        after which `preemption` ends the job.
 
         Args:
-            batches: micro-batches of this rank, int64 [B, T + 1].
+            batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
             first_step: the number of steps that were taken before.
-            validate: a function from the step to the validation loss or None. It is called every
-                `eval_interval` steps, and it may raise `Leave`.
-            save: a function that writes a checkpoint after the given step, with the given state of
-                the loop. It is called every `save_interval` steps, after each step in
+            validate: a function from the step to the validation loss, or to None if there is no
+                loss to log. It is called every `eval_interval` steps. It may raise
+                `preemption.Leave`.
+            save: a function of the step and the loop's state that writes a checkpoint with this
+                state. It is called every `save_interval` steps, after each step in
                 `extra_save_iters`, and at the end.
 
         Raises:
@@ -199,7 +200,7 @@ class TrainingLoop:
         return norm
 
     def _validates(self, step: int, validate: Callable[[int], float | None]) -> bool:
-        """Log the validation loss. Return False if the job left before it was complete."""
+        """Log the validation loss; return False if the job ends early before it is computed."""
         try:
             self._log_validation(step, validate(step))
         except preemption.Leave:

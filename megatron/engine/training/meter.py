@@ -34,7 +34,7 @@ class Meter:
         self._total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add a step with this rank's mean loss, a 0-d tensor."""
+        """Count one more step; `loss` is this rank's mean loss of the step, a 0-d tensor."""
         self._total += loss.detach().double()
         self.steps += 1
         self._timed += 1

@@ -1,8 +1,8 @@
 """Build the optimizer and its parameter groups; compute gradient norms and check the weights.
 
 As in GPT-NeoX, biases and norm weights have no weight decay. Theta, the learned parameters of the
-positional embedding, has weight decay only if `weight_decay_positional` is set. (In the published
-code, theta always has weight decay.)
+positional embedding, has weight decay only if `weight_decay_positional` is set. (In the released
+KERPLE code, theta always has weight decay.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def parameter_groups(
     """Divide the trained parameters into two groups: with weight decay, and without.
 
     Args:
-        decay_theta: whether theta belongs to the group with weight decay.
+        decay_theta: whether theta (the positional embedding's learned parameters) belongs to the
+            group with weight decay.
 
     Returns:
         The two groups in this order, each {"params", "weight_decay", "name"}, even if one is empty.

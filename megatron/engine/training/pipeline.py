@@ -50,7 +50,7 @@ class Pipeline(PipelineModule):
         logits_tp = logits_group(plan)
 
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            """Return the mean loss in training, and each target's loss [B, T] under no_grad."""
+            """Return the mean loss or, under no_grad, the loss of each target [B, T]."""
             losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
             return losses_BT.mean() if torch.is_grad_enabled() else losses_BT
 
@@ -86,9 +86,10 @@ class Pipeline(PipelineModule):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The learned parameters of the distance kernel [heads of this rank, n].
+        """The learned parameters of the distance kernel [this rank's heads, parameters per head].
 
-        Only the first stage holds them. The value is None on other stages, and if none are learned.
+        Only the first stage holds them. The value is None on other stages, and if the model has no
+        such parameters.
         """
         return dict(self.named_parameters()).get(THETA)
 
@@ -97,7 +98,7 @@ Model = GPT | Pipeline
 
 
 def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
-    """Build this rank's tensor-parallel shard of the model or, with a pipeline, of its stage."""
+    """Build this rank's tensor-parallel shard of the model, or of its pipeline stage if any."""
     device, tp, cp = groups.device.type, groups.model, groups.context
     plan = plan_of(config, vocab_size, device_type=device, tp=tp, cp=cp)
     return GPT(plan) if groups.pipe_size == 1 else Pipeline(plan, groups)
@@ -135,7 +136,7 @@ def _from_key(key: str) -> str:
 
 
 def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tensor:
-    """Take one optimizer step on `batches`; return the pipeline's mean loss, on every stage."""
+    """Take one optimizer step on `batches`; return their mean loss, the same on every stage."""
     engine.train_batch(iter(batches))
     return engine.dp_group_loss
 
