@@ -1,4 +1,4 @@
-"""Recompute published numbers with this project's model, engine, schedule and data, and compare.
+"""Compare numbers that the published KERPLE code computed with those that this project computes.
 
     python tools/check_parity.py DIR [DIR ...] [--backend NAME ...] [--device cuda] [--tp N]
                                  [--configs DIR]

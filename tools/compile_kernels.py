@@ -135,7 +135,7 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions]:
 
 
 def tile_of(variant: Variant) -> Tile:
-    """Return the tile size that training uses for a variant, from the table `TABLE`."""
+    """Return the tile size from `tile_sizes.TABLE` that training uses for a variant."""
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     _, functions = kernel_of(variant.kernel)
     return getattr(look_up(TABLE[variant.target], itemsize, size, functions.heavy), variant.which)

@@ -172,7 +172,7 @@ def forward(
     """Return the attention output `out`, and logarithms `lse` for the backward pass.
 
     `out` is [B, H, T, E] in q's dtype. `lse` is [B, H, T] fp32 and holds the logarithms to base 2
-    of the softmax's denominators.
+    of the softmax's denominators. `rows_HW` is theta or a table over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
@@ -194,7 +194,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k and v in the inputs' dtype, and the gradient of `rows_HW`.
 
-    The gradient of `rows_HW` is fp32, or None if `need_rows` is false.
+    `rows_HW` is theta or a table over distances. The gradient of `rows_HW` is fp32, or None if
+    `need_rows` is false.
     """
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions

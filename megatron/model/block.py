@@ -4,9 +4,10 @@
     gpt_j_residual   x = x + (drop(attention(norm1(x))) + drop(mlp(norm2(x))))
 
 Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
-The output of the fused projection is interleaved per head, [H, (q k v), E], as in the released
-checkpoints. Theta holds the parameters of the distance kernel, a bias or factor that depends only
-on the query-key distance. The model has one theta, which every block gets as an input.
+One fused projection computes queries, keys and values. Its output is interleaved per head, [H,
+(q k v), E], as in the released checkpoints. Theta holds the parameters of the distance kernel, a
+bias or factor that depends only on the query-key distance. The model has one theta, which every
+block gets as an input.
 
 Under tensor parallelism, H counts only this rank's heads, and theta has one row for each of these.
 Under context parallelism (`cp`) T is the number of this rank's positions. Inside attention, each
@@ -111,7 +112,7 @@ def _geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Compute x / 2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounding after each operation."""
+    """Compute x / 2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 

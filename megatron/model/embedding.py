@@ -3,8 +3,8 @@
 Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
 query-key distance. Theta is stored in this layer. The layer returns theta in at least fp32 together
 with the hidden states, and every block reads that same tensor. Therefore autograd sums theta's
-gradient over the blocks in fp32. Under bf16 training the stored parameter is bf16, and the
-optimizer holds an fp32 master copy.
+gradient over the blocks in fp32. Under bf16 training the stored theta is bf16, and the optimizer
+holds theta's fp32 master copy.
 
 Legend: B batch, T positions of this rank, D hidden size, H heads of this rank, N theta columns.
 """

@@ -83,8 +83,9 @@ class GPT(nn.Module):
     def _losses_in_pieces(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """Return the losses [B, T] without gradients, one piece of the sequence at a time.
 
-        Thus the logits of a long sequence never exist all at once. Under sequence parallelism, each
-        piece holds the same range of every rank's positions. In the code, R is the number of ranks.
+        Thus the logits of a long sequence never exist all at once. Under sequence parallelism, a
+        piece takes the same number of positions from every rank's slice of the sequence. In the
+        code, R is the number of ranks.
         """
         ranks = self.split.tp_slices
         width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * ranks * self.shape.vocab_size))

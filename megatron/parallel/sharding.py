@@ -58,9 +58,9 @@ class _Marked(nn.Parameter):
 
 
 def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
-    """Store on `param` how it is sharded over the ranks of `tp`.
+    """Store, as attributes of `param`, how `param` is sharded over the ranks of `tp`.
 
-    The marks are also stored in a group of one rank, where `param` is complete.
+    `sharding` is also stored in a group of one rank, where `param` is complete.
     """
     marked = cast(_Marked, param)
     marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size

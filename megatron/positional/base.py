@@ -3,7 +3,8 @@
 An embedding is one class in one file. It has one of four kinds, which differ in what they change:
 
 - `distance`: the attention scores, by a distance kernel. A distance kernel is a bias b (`bias`), a
-  factor w (`weight`), or both. They depend only on the query-key distance and the parameters theta;
+  factor w (`weight`), or both. b and w depend only on the query-key distance and the parameters
+  theta;
 - `rotary`: queries and keys, which are rotated;
 - `input`: the token embedding, to which a vector is added;
 - `none`: nothing.
@@ -53,12 +54,12 @@ class ThetaParameter:
 
 
 def factor(name: str) -> ThetaParameter:
-    """Describe a coefficient of a KERPLE kernel, drawn from U(0, 1) and kept >= 0.01."""
+    """Return the column of a KERPLE kernel's coefficient, drawn from U(0, 1) and kept >= 0.01."""
     return ThetaParameter(name, low=0.01)
 
 
 def power(name: str) -> ThetaParameter:
-    """Describe an exponent of a KERPLE kernel, drawn from 2 U(0, 1) and kept in [0.01, 2]."""
+    """Return the column of a KERPLE kernel's exponent, drawn from 2 U(0, 1), kept in [0.01, 2]."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
 
 

@@ -1,1 +1,1 @@
-"""Check parity cases: recompute published numbers with this project's code, and compare them."""
+"""Check parity cases: compare this project's numbers with those of the published KERPLE code."""

@@ -8,8 +8,8 @@ The norm, the sum and the first four values of each gradient are compared. Their
 to the norm. The error of the sum is also divided by the square root of the element count. Gradients
 of theta (the parameters of KERPLE or T5 embeddings) are compared in full. If the published run had
 several tensor-parallel ranks, the case may contain only the first rank's shard of each gradient.
-If the norm of the word embedding's gradient shows that it is a shard, the tool assumes the same of
-all other gradients.
+If the norm of the word embedding's gradient is that of a shard, all other gradients in the case are
+assumed to be shards, too.
 
 The published pipeline names a parameter by the position of its layer, for example
 `0.word_embeddings.weight`. A word embedding tied to the output layer is named
@@ -76,7 +76,7 @@ def require_divisible(config: Config, vocab_size: int, ranks: int) -> None:
 
 
 def position_name(name: str) -> str:
-    """Return a published parameter name in the form that begins with a pipeline position.
+    """Return a published parameter name in the form that begins with its layer's position.
 
     The name of a tied word embedding (`tied_modules.embed.*`) becomes `0.*`. Other names already
     begin with their position and are returned unchanged.
@@ -217,7 +217,7 @@ class ModelCase:
             self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
 
     def _check_clamped(self, tolerance: float) -> None:
-        """Compare theta with the published values after the forward pass, which clamps theta."""
+        """Compare our clamped theta with the published theta, which a forward pass clamped."""
         full = positional_tensors(self.model, self.model.theta)
         shards = self._first_shards(full)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
@@ -238,7 +238,7 @@ class ModelCase:
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
-    """Return the gradients of a model by published name (such as `0.word_embeddings.weight`).
+    """Return the gradients by the published code's names (such as `0.word_embeddings.weight`).
 
     The gradients have the published shapes. Parameters without a gradient are left out.
     """

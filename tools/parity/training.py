@@ -5,9 +5,9 @@ schedule from the case's config, takes the training steps, and clamps theta (the
 KERPLE or T5 embeddings) to its bounds. The tokens are read from the case. As in the published code,
 weight decay also applies to theta.
 
-bf16 cases run with the setting `published_numerics`, so clamping changes only the model's bf16 copy
-of theta, not the fp32 master weights. The published bf16 curve was recorded with another optimizer
-wrapper. It therefore agrees with our steps only within a wide tolerance.
+bf16 cases run with the setting `published_numerics`, so clamping changes only the model's bf16
+theta, not theta's fp32 master copy in the optimizer. The published bf16 curve was recorded with
+another optimizer wrapper. It therefore agrees with our steps only within a wide tolerance.
 
 The bias of the keys in `query_key_value` has no gradient in most models, because the softmax
 cancels it. Only rotary or multiplicative embeddings give that bias a gradient. In the other models,

@@ -7,7 +7,7 @@ manifest records the SHA-256 of the input.
 Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore each
 corpus lists mirrors, and data sets of the Hugging Face hub that can be read with `--input hub:ID`.
 A corpus with a `pile_set` consists of the records of the complete Pile whose `meta.pile_set_name`
-has this value. So that corpus can be extracted from the archives of the complete Pile.
+has this value. Such a corpus can therefore be extracted from the archives of the complete Pile.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A download is written to NAME.part. NAME.part.version stores the version of the file that the server
 reported (an ETag or a date). A later attempt requests only the missing rest if the server still has
 that version, and otherwise the complete file. NAME.part is renamed to NAME when its length and, if
-known, its SHA-256 are correct. Where the catalogue has no SHA-256, the first download stores it in
-.NAME.sha256, and later downloads must have the same. So the first download trusts the server.
+known, its SHA-256 are correct. Where the catalogue has no SHA-256, the first download of the file
+is trusted. Its SHA-256 is stored in .NAME.sha256, and later downloads must have the same SHA-256.
 """
 
 from __future__ import annotations

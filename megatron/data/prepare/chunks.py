@@ -52,14 +52,15 @@ class Limits:
 
 @dataclass
 class Place:
-    """The current position of a reader in its input, and how much it has decompressed so far.
+    """The current position of a reader in its input, and how much was decompressed so far.
 
     Attributes:
         name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
             inside an archive. Records are numbered from 1. The reader updates `name` while it
             reads.
         limits: The limits that the input must keep.
-        size: The number of bytes of the input. With 0 (unknown), it may expand without limit.
+        size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
+            expand without limit.
         expanded: The number of bytes that were decompressed so far. In a compressed archive of
             compressed files, both the bytes of the archive and those of the files are counted.
     """
@@ -70,7 +71,7 @@ class Place:
     expanded: int = 0
 
     def expand(self, count: int) -> None:
-        """Count `count` decompressed bytes.
+        """Add `count` to the number of decompressed bytes.
 
         Raises:
             Fault: the input expands to more than its limit.
@@ -88,7 +89,7 @@ class Place:
         """Check the size of a document or record in bytes.
 
         Raises:
-            Fault: it is larger than the limit.
+            Fault: the document or record is larger than the limit.
         """
         if size > self.limits.document_bytes:
             raise Fault(
@@ -140,8 +141,8 @@ def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
 
     Args:
-        place: The place of the stream. If a line is damaged, `place.name` is set to that of the
-            line.
+        place: The place of the stream. If a line cannot be read, `place.name` is set to the name of
+            that line's place.
 
     Raises:
         Fault: a line is longer than the limit.

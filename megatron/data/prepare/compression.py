@@ -118,7 +118,7 @@ def decompressed(
         name: The name of the file, whose suffix determines the compression. With another suffix,
             the stream returns the bytes of `source` unchanged.
         count: A function that is called with the number of new bytes each time that the stream has
-            produced some. It may raise an error if there are too many.
+            produced some. The function may raise an error if the stream produces too many bytes.
     """
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix == ".zst":

@@ -29,7 +29,8 @@ class Journal:
         seconds: The time between two updates of the journal.
 
     Attributes:
-        refused: If a journal exists but `read` cannot use it, the reason. Otherwise None.
+        refused: The reason why `read` cannot use the existing journal. None if `read` could use it,
+            or if no journal exists.
     """
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:

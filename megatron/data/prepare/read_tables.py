@@ -141,7 +141,7 @@ def _record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterato
 
 
 def _json_value(value: Any) -> Any:
-    """Convert a value that JSON cannot express: bytes become text, and any other value a dict.
+    """Convert a value that JSON cannot express: bytes to text, and any other value to a dict.
 
     The encoder later refuses the dict, and also the text of bytes that are not valid UTF-8.
     """

@@ -81,7 +81,7 @@ def write_shards(
 
     Raises:
         CorpusError: an input is faulty (unless faults are skipped), no document has text, or the
-            shards cannot be written. No .idx file is written then.
+            shards cannot be written. Any .idx file that exists then belongs to a complete shard.
     """
     paths = [os.fspath(prefix) for prefix in prefixes]
     return _Run(sources, paths, tokenizer, options, about or {}, label).run()

@@ -84,10 +84,10 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     depends on the counts of all earlier choices. Therefore a long order is cut into segments, which
     are computed in parallel:
 
-    1. For each segment, guess the counts of a sample shortly before the segment, and apply the rule
-       from there to the start of the segment. This corrects most wrong guesses, because the rule
-       always takes the corpus that most lacks samples.
-    2. Compute all segments from these counts.
+    1. For each segment, go back to an earlier sample, guess how often each corpus was chosen before
+       that sample, and apply the rule from there to the start of the segment. This corrects most
+       wrong guesses, because the rule always takes the corpus that most lacks samples.
+    2. Compute all segments from the resulting counts.
     3. The counts at the start of a segment must be those at the end of the segment before it. If
        they differ, compute the segment again from the correct counts, until none differ.
 
@@ -99,7 +99,7 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
         The numbers of the corpora, uint8 [size].
 
     Raises:
-        DataError: there are more corpora than a byte can number.
+        DataError: there are more than 254 corpora.
     """
     if len(weights) > _MAX_CORPORA:
         raise DataError(f"{len(weights)} corpora to blend: at most {_MAX_CORPORA}")

@@ -1,9 +1,10 @@
 """A fingerprint of the tokens of a data set, by which a resumed run recognises its text.
 
 In a data set of up to 64 MiB, all tokens are hashed. Hashing all of a larger data set would delay
-each start by minutes, so only 256 blocks of 256 KiB are hashed, spread evenly over it. The lengths
-of all documents are always hashed. So the fingerprint changes if the text was replaced, reordered
-or tokenised again. In a large data set, a change of a few tokens outside the blocks is not noticed.
+each start by minutes, so only 256 blocks of 256 KiB are hashed, spread evenly over the data set.
+The lengths of all documents are always hashed. Therefore the fingerprint changes if the text was
+replaced, reordered or tokenised with another tokenizer. In a large data set, a change of a few
+tokens outside the blocks is not noticed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BLOCK_BYTES = 1 << 18
 def fingerprint(shards: Shards) -> str:
     """Return a hash (32 hex digits) of the documents of `shards`, in order.
 
-    It does not depend on how the documents are divided into shards.
+    The hash does not depend on how the documents are divided into shards.
     """
     found = hashlib.sha256(shards.dtype.name.encode())
     found.update(np.ascontiguousarray(shards.sizes).data)

@@ -11,7 +11,7 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.files import parse_json
 
 COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_bytes")
-"""The keys of a manifest that count; those of merged shards are the sums."""
+"""The keys of a manifest whose values are counts. When shards are merged, the counts are added."""
 _MOST_PARTITIONS = 1 << 20
 
 

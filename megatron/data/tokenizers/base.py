@@ -101,7 +101,7 @@ class Tokenizer(ABC):
         The number is 0 for the end-of-document token.
 
         Raises:
-            TokenizerError: if an id is outside the vocabulary.
+            TokenizerError: an id is outside the vocabulary.
         """
         ids = np.asarray(ids)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:

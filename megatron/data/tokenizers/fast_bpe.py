@@ -5,8 +5,9 @@ prescribes the pair that comes first in the list of merges. In GPT-2's own vocab
 the order of the merges, so both rules choose the same pair. Other vocabularies need `tokenizers`.
 
 gigatoken is a young project, so `CheckedBatches` compares its ids with those of `tokenizers`
-throughout the run. Each process compares all `DIFFICULT_TEXTS`, then texts until it has compared
-`CHECK_FIRST` characters, and after that about one text in `CHECK_EVERY`.
+throughout the run. Each process compares all `DIFFICULT_TEXTS`, then all texts until it has
+compared `CHECK_FIRST` characters. After that it compares only some texts, with about one in
+`CHECK_EVERY` of all characters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\
 # tiktoken's matcher fails on runs of several times this length (its stack holds a million entries).
 _LONG_RUN = 250_000
 CHECK_FIRST = 1 << 16
-"""Each process compares all texts with the reference until it has compared so many characters."""
+"""Each process compares all texts with the reference until it has compared this many characters."""
 CHECK_EVERY = 64
 """After the first `CHECK_FIRST` characters, about one character in `CHECK_EVERY` is compared.
 
