@@ -69,6 +69,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
     [
         "README.md",
         "ARCHITECTURE.md",
+        "SECURITY.md",
         "configs/README.md",
         "tools/README.md",
         "docs/attention.md",
