@@ -1,9 +1,9 @@
-"""Train a model with the settings in YAML configs, in one process or under torchrun.
+"""Train a model with the settings in YAML configs, on all GPUs of this machine or under a launcher.
 
 Example: `python train.py a.yml b.yml -o key=value`.
 """
 
-from megatron import entry, preemption
+from megatron import entry, launch, preemption
 from megatron.config.command_line import config_parser, load_or_exit
 from megatron.config.describe import describe
 
@@ -20,10 +20,18 @@ def main() -> int:
     parser.add_argument("--allow-fallback", action="store_true", help=fallback_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="show DeepSpeed's log")
     args = parser.parse_intermixed_args()
-    config = load_or_exit(args)
     if args.check:
-        print(describe(config))
+        print(describe(load_or_exit(args, joins=False)))
         return 0
+    if launch.is_alone():
+        import torch
+
+        if (gpus := torch.cuda.device_count()) > 1:
+            print(
+                f"starting {gpus} processes, one for each GPU in CUDA_VISIBLE_DEVICES", flush=True
+            )
+            return launch.start_ranks(gpus)
+    config = load_or_exit(args)
     preemption.listen(config.training.preemption_exit_code, config.training.exit_duration_in_mins)
     from megatron.engine.job.exit_codes import user_errors
     from megatron.engine.run import train

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
-from megatron import entry
+from megatron import entry, launch
 from megatron.config.errors import ConfigError
 from megatron.config.load import load_config
 from megatron.config.schema import Config
@@ -27,20 +26,19 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def load_or_exit(arguments: argparse.Namespace, *overrides: str) -> Config:
-    """Load the config that the command line selects, for the current number of processes.
+def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
+    """Load the config that the command line selects, for `launch.world_size` processes.
 
-    The number of processes is read from the environment variable WORLD_SIZE, which torchrun sets;
-    without WORLD_SIZE it is 1. If the config has problems, print them and exit with code 2.
+    If the config or the launcher's variables have problems, print them and exit with code 2.
 
     Args:
         arguments: The arguments parsed by the parser that `config_parser` returns.
         overrides: More `key=value` overrides, which take precedence over `-o` options.
+        joins: Whether the command joins its launcher's job. If not, it opens no connection.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
+    given = [*arguments.overrides, *overrides]
     try:
-        return load_config(
-            arguments.configs, [*arguments.overrides, *overrides], world_size=world_size
-        )
-    except ConfigError as error:
+        launch.join() if joins else launch.stay_out()
+        return load_config(arguments.configs, given, world_size=launch.world_size())
+    except (ConfigError, launch.LaunchError) as error:
         entry.refuse(str(error), 2)

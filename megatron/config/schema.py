@@ -191,6 +191,10 @@ class ParallelConfig(Section):
     ] = 1
     zero: Annotated[Frozen, Key("zero_optimization")] = Field(default_factory=FrozenDict)
     distributed_backend: DistributedBackend | None = None  # None: nccl on a GPU, gloo without one
+    # Not in GPT-NeoX: the seconds without a sign of life after which a rank counts as lost.
+    heartbeat_timeout: Annotated[
+        int, BeforeValidator(whole_number(5, write="seconds, e.g. 300"))
+    ] = 300
     fp32_allreduce: Flag = False
     communication_data_type: Precision | None = None
     world_size: Annotated[Positive, Key(None)] = 1

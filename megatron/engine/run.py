@@ -69,8 +69,13 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         ConfigError, ShardError, CheckpointError, DivergedError: see `megatron.engine.errors`. Each
             error message names the remedy.
     """
-    backend, save = config.parallel.distributed_backend, config.checkpoint.save
-    with joined_job(backend=backend, verbose=verbose) as groups, ExitStack() as stack:
+    parallel, save = config.parallel, config.checkpoint.save
+    joined = joined_job(
+        backend=parallel.distributed_backend,
+        verbose=verbose,
+        silence=parallel.heartbeat_timeout,
+    )
+    with joined as groups, ExitStack() as stack:
         confirm = unleased
         if save and config.training.train_iters > 0 and groups.is_main:
             confirm = stack.enter_context(sole_writer(Path(save)))

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import time
 
 import pytest
@@ -126,3 +127,32 @@ def joins(rank, minutes):
 def test_ranks_wait_long_for_what_one_does_alone(said, minutes):
     codes, texts, _ = run(joins, said)
     assert codes == [0, 0] and [float(text) for text in texts] == [60 * minutes] * 2
+
+
+def stops(rank, where, silence, seconds):
+    """Rank `where` is stopped for some seconds, while the other waits for it in a collective."""
+    watch = failure.Watch(silence)
+    dist.init_process_group("gloo")
+    dist.barrier()
+    time.sleep(3)
+    if rank == where:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with user_errors():
+        dist.barrier()
+        dist.barrier()
+    watch.stop()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_rank_that_is_stopped_for_too_long_is_named(where):
+    codes, texts, _ = run(stops, where, 6, 18)
+    assert codes == [1, 1]
+    says = f"rank {1 - where} on {HOST}: error: nothing heard for 6 s (heartbeat_timeout) of rank "
+    assert texts[1 - where].startswith(f"{says}{where} on {HOST}"), texts
+
+
+def test_a_rank_that_is_stopped_for_a_while_goes_on():
+    codes, texts, _ = run(stops, 1, 30, 8)
+    assert codes == [0, 0] and texts == ["", ""]

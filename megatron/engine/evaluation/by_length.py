@@ -192,7 +192,9 @@ def evaluate_checkpoint(
 def _job(config: Config) -> AbstractContextManager[Groups]:
     """Return a context manager that joins torchrun's job, or starts a job of this process alone."""
     if "RANK" in os.environ:
-        return joined_job(backend=config.parallel.distributed_backend)
+        parallel = config.parallel
+        backend, silence = parallel.distributed_backend, parallel.heartbeat_timeout
+        return joined_job(backend=backend, silence=silence)
     return nullcontext(build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
 

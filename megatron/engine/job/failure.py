@@ -1,9 +1,11 @@
 """End all processes of a job when one rank fails, with one error message for each machine.
 
 A rank that fails writes its error into the job's key-value store (torch.distributed's `Store`, held
-by torchrun or rank 0) and ends. In every other process a thread polls the store and ends the
+by torchrun or rank 0) and ends. In every other process a thread reads the store and ends the
 process after GRACE seconds, even if the main thread is inside a collective. Otherwise a collective
-could wait half an hour for the failed rank, and Python cannot interrupt a collective of NCCL.
+could wait half an hour for the failed rank, and Python cannot interrupt a collective of NCCL. The
+same thread ends its process when nothing is heard of another rank (see `heartbeat`), and when its
+launcher was killed.
 
     key    value
     end    the first failure, {rank, host, text, code}
@@ -24,17 +26,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
 import torch.distributed as dist
-from torch.distributed import (  # documented, but not in its `__all__`
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    Store,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented
 
+from megatron import launch
+from megatron.engine.job.heartbeat import Hearing
+from megatron.engine.job.store import connect, launcher_has_store
 from megatron.files import write_text
 
 GRACE = 5.0
@@ -43,12 +43,18 @@ CAUSE_WAIT = 3.0
 """The seconds to wait until another rank's error is in the store. It must be less than GRACE."""
 POLL_INTERVAL = 1.0
 """The seconds between two reads of the store."""
-BUSY_INTERVAL = 0.05
-"""The seconds between two reads while the ranks agree on where to leave (see `preemption`)."""
 OPEN_TIMEOUT = 1800.0
 """The time limit for rank 0 to open the store, in seconds."""
 STORE_TIMEOUT = 60.0
-"""The seconds without a response after which the store counts as lost."""
+"""The seconds of refused connections after which the store's process counts as killed."""
+SILENCE = 300.0
+"""The seconds without a sign of life after which a rank counts as lost, if no config says it."""
+REPORT_TIMEOUT = 15.0
+"""The seconds that a failing process tries to reach the store."""
+ORPHAN_TEXT = (
+    "error: the launcher of this process (torchrun, mpirun or the deepspeed command) was killed, "
+    "so this process ends too, without saving; checkpoints saved before are untouched"
+)
 LOST_TEXT = (
     "error: lost contact with another process of this job, which ended without a message: it was "
     "killed, or its machine ran out of memory or lost its network; see the system log there"
@@ -75,8 +81,8 @@ class Failure(TypedDict):
     code: int
 
 
-_ending = threading.Event()
-"""Set as soon as this process ends itself, so that its `Watch` does not end it too."""
+_ending = threading.Lock()
+"""Taken by the first thread that ends this process, and never released."""
 _received: list[Failure] = []
 """The failure that this process's `Watch` read, kept because the store may be lost later."""
 
@@ -95,12 +101,17 @@ class Watch:
     failures while joining are noticed.
 
     Args:
-        exchange: a function that the thread calls with the store each time it has found no failure.
-            It returns whether the thread should look again soon, after BUSY_INTERVAL seconds.
+        silence: the seconds without a sign of life after which a rank counts as lost.
+        exchange: a function that is called with the store each time it holds no failure. It
+            returns whether the next call should follow soon.
     """
 
-    def __init__(self, exchange: Callable[[Store], bool] = lambda store: False) -> None:
-        self._exchange = exchange
+    def __init__(
+        self,
+        silence: float = SILENCE,
+        exchange: Callable[[Store], bool] = lambda store: False,
+    ) -> None:
+        self._silence, self._exchange = silence, exchange
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="failures", daemon=True)
         self._thread.start()
@@ -111,24 +122,28 @@ class Watch:
         self._thread.join()
 
     def _poll(self) -> None:
-        first, store, until = None, None, time.monotonic() + OPEN_TIMEOUT
-        while first is None:
-            pause = POLL_INTERVAL
-            try:
-                store = store or _connect()
-                if store.check(["end"]):
-                    first = json.loads(store.get("end"))
-                elif self._exchange(store):
-                    pause = BUSY_INTERVAL
-                until = time.monotonic() + STORE_TIMEOUT
-            except RuntimeError:
-                store = None
-                if time.monotonic() > until:  # the process that holds the store has ended
-                    first = _local_failure(LOST_TEXT)
-            if first is None and self._over.wait(pause):
-                return
+        hearing = Hearing(self._silence, POLL_INTERVAL, self._exchange) if is_member() else None
+        until = time.monotonic() + OPEN_TIMEOUT
+        while not self._over.wait(POLL_INTERVAL):
+            if launch.launcher_has_ended():
+                end_process(ORPHAN_TEXT)
+            if hearing is None:
+                continue
+            hearing.tick()
+            if hearing.end:
+                return self._end_after(json.loads(hearing.end))
+            if text := hearing.lost():
+                end_process(text)
+            refused = hearing.refused_for > STORE_TIMEOUT
+            if refused if hearing.answered else time.monotonic() > until:
+                return self._end_after(_local_failure(LOST_TEXT))
+        if hearing:
+            hearing.stop()
+
+    def _end_after(self, first: Failure) -> None:
+        """End this process because of the job's first failure, unless it ends by itself."""
         _received.append(first)
-        if not (self._over.wait(GRACE) or _ending.is_set()):
+        if not (self._over.wait(GRACE) or _ending.locked()):
             _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)
             os._exit(first["code"])
 
@@ -147,14 +162,16 @@ def end_process(
         code: the exit code of this process.
         ends_all: whether the other ranks end with `code` too; otherwise they end with 1.
     """
-    _ending.set()
+    _ending.acquire()
     failure = _local_failure(text, code if ends_all else 1)
     if not lost:
         _write_for_launcher(text)
-    try:
-        cause = _report(failure, lost)
-        code = code if cause is None else cause["code"]
-    except RuntimeError:  # there is no store, so no other rank prints the error
+    causes: list[Failure] = []
+    report = threading.Thread(target=_report, args=(failure, lost, causes), daemon=True)
+    report.start()
+    report.join(REPORT_TIMEOUT)
+    code = causes[0]["code"] if causes else code
+    if report.is_alive():  # the store does not answer
         _print(failure)
     if sys.stdout:
         with _IF_WRITABLE:
@@ -173,8 +190,25 @@ def lost_contact(error: BaseException | None) -> bool:
     return False
 
 
-def _report(failure: Failure, lost: bool) -> Failure | None:
-    """Write `failure` into the job's store, and print it unless another rank prints the same error.
+def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
+    """Report the failure to the other ranks if there is a store, or else print it.
+
+    Args:
+        lost: as in `end_process`.
+        causes: receives the failure of another rank that caused this one, if it is known.
+    """
+    try:
+        if is_member():
+            cause = _report_to_store(failure, lost)
+            causes += [cause] if cause else []
+            return
+    except (OSError, RuntimeError):
+        pass  # there is no store, so no other rank prints the error
+    _print(failure)
+
+
+def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
+    """Write the failure into the store, and print it unless another rank prints the same error.
 
     Args:
         lost: as in `end_process`.
@@ -186,8 +220,8 @@ def _report(failure: Failure, lost: bool) -> Failure | None:
         print_if_elsewhere(_received[0])
         return _received[0]
     is_main = failure["rank"] == 0
-    opens = is_main and not (dist.is_initialized() or _launcher_has_store())
-    store = _connect(CAUSE_WAIT, opens)
+    opens = is_main and not (dist.is_initialized() or launcher_has_store())
+    store = connect(0 if launch.launcher_has_ended() else CAUSE_WAIT, opens)
     if lost and (first := _wait_for(store, "end")):
         print_if_elsewhere(first)
         return first
@@ -227,47 +261,8 @@ def _wait_for(store: Store, key: str) -> Failure | None:
     return json.loads(store.get(key))
 
 
-def _connect(patience: float = 0.0, opens: bool = False) -> Store:
-    """Open a new connection to the job's store and return it.
-
-    The job's own connection cannot be used, because another thread may be blocked on it.
-
-    Args:
-        patience: the seconds for which this call tries to connect again after a failure.
-        opens: whether this call must create the store. This is needed if rank 0 failed before
-            creating it.
-
-    Raises:
-        RuntimeError: no store responds.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    until = time.monotonic() + patience
-    while not (opens or _answers(address, port)):  # torch's own attempts print a page of warnings
-        if time.monotonic() > until:
-            raise RuntimeError(f"no store at {address}:{port}")
-        time.sleep(0.2)
-    store = TCPStore(
-        address, port, is_master=opens, timeout=timedelta(seconds=10), wait_for_workers=False
-    )
-    # torchrun's store survives a restart of the job, so there the key needs the restart count.
-    # Other stores end with the job, and there each machine's agent may count differently.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _launcher_has_store() else "only"
-    return PrefixStore(f"failures/{attempt}", store)
-
-
-def _launcher_has_store() -> bool:
-    """Return whether torchrun holds the job's store; otherwise rank 0 holds it."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _answers(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5):
-        return True
-    return False
-
-
 def _rank() -> int:
-    return int(os.environ["RANK"])
+    return int(os.environ.get("RANK", "0"))
 
 
 def _local_failure(text: str, code: int = 1) -> Failure:

@@ -32,7 +32,9 @@ DeepSpeed's default of 10 minutes. A rank's failure still ends the job at once (
 
 
 @contextmanager
-def joined_job(*, backend: str | None = None, verbose: bool = False) -> Iterator[Groups]:
+def joined_job(
+    *, backend: str | None = None, verbose: bool = False, silence: float = failure.SILENCE
+) -> Iterator[Groups]:
     """Join the job for the time of the `with` block, and yield its process groups.
 
     While the block runs, the failure of one rank ends all ranks. After an error in a job of several
@@ -42,23 +44,25 @@ def joined_job(*, backend: str | None = None, verbose: bool = False) -> Iterator
     Args:
         backend: as in `join_job`.
         verbose: as in `join_job`.
+        silence: the seconds without a sign of life after which a rank counts as lost.
     """
-    if not failure.is_member():
-        try:
-            yield join_job(backend=backend, verbose=verbose)
-        finally:
-            leave_job()
+    watch = failure.Watch(silence, preemption.exchange)
+    if failure.is_member():
+        groups = join_job(backend=backend, verbose=verbose)
+        yield groups
+        groups.barrier()
+        watch.stop()
+        leave_job()
         return
-    watch = failure.Watch(preemption.exchange)
-    groups = join_job(backend=backend, verbose=verbose)
-    yield groups
-    groups.barrier()
-    watch.stop()
-    leave_job()
+    try:
+        yield join_job(backend=backend, verbose=verbose)
+    finally:
+        watch.stop()
+        leave_job()
 
 
 def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
-    """Join the job that torchrun's environment variables describe, and return its process groups.
+    """Join the job that torch's environment variables describe, and return its process groups.
 
     Without those variables, this process becomes a job of one process.
 
@@ -82,7 +86,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     # On a CPU, `init_distributed` would compile a shared-memory collective. The compilation needs a
     # C++ compiler, ninja and most of a minute, and gloo does the same work. This entry prevents it.
     __compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized() and "RANK" not in os.environ:
+    if not dist.is_initialized() and not failure.is_member():
         # A job of one process needs no port, so jobs on a shared machine cannot collide.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -105,6 +109,8 @@ def leave_job() -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    # srun can show each task only its own GPU, which is then the first.
+    several = torch.cuda.device_count() > 1
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if several else 0)
     torch.cuda.set_device(device)
     return device

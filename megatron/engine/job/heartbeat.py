@@ -1,0 +1,155 @@
+"""Hear of the other ranks of a job, and let them hear of this one, through the job's store.
+
+    key         value
+    end         the first failure (see `failure`)
+    beat/RANK   "COUNT HOST"; each rank changes its count every second
+
+A rank whose process is stopped, or whose machine is cut off, no longer changes its count. On the
+far side of a cut link the store no longer answers. Silence is counted in the `tick`s of the rank
+that hears it, so neither the clocks of machines nor a job that was suspended as a whole matter.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented
+
+from megatron.engine.job.store import connect, launcher_has_store
+
+PATIENCE = 5
+"""The ticks without an answer after which another connection is tried."""
+BUSY_INTERVAL = 0.05
+"""The seconds between two turns while the ranks agree on where to leave (see `preemption`)."""
+HOST = socket.gethostname()
+
+
+class Talk(threading.Thread):
+    """A conversation with the store, over one connection, until it fails or `over` is set.
+
+    If the store does not answer, this thread blocks for ever, and another takes its place.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        reads_every: int,
+        interval: float,
+        exchange: Callable[[Store], bool],
+    ):
+        super().__init__(name="heartbeat", daemon=True)
+        self.over = threading.Event()
+        self.end: bytes | None = None
+        self.beats: list[bytes] = []  # of all ranks
+        self.answers = 0
+        self.refused = False
+        # One rank of each machine reads all counts; the others once, for the machines' names.
+        self.reads = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._ranks, self._reads_every, self._interval = ranks, reads_every, interval
+        self._exchange = exchange
+        self.start()
+
+    def run(self) -> None:
+        try:
+            store, pause = connect(), 0.0
+            while not self.over.wait(pause):
+                pause = self._turn(store)
+        except ConnectionRefusedError:
+            self.refused = True
+        except (OSError, RuntimeError):  # the connection is lost: `Hearing` starts another talk
+            pass
+
+    def _turn(self, store: Store) -> float:
+        """Say and hear everything once, and return the seconds until the next turn."""
+        store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
+        if store.check(["end"]):
+            self.end = store.get("end")
+        keys = [f"beat/{rank}" for rank in range(self._ranks)]
+        due = self.reads and self.answers % self._reads_every == 0
+        if (due or not self.beats) and store.check(keys):
+            self.beats = store.multi_get(keys)
+        busy = not self.end and self._exchange(store)
+        self.answers += 1
+        return BUSY_INTERVAL if busy else self._interval
+
+
+class Hearing:
+    """What this rank hears of the others. Call `tick` every `interval` seconds.
+
+    Attributes:
+        end: the first failure of the job, as it stands in the store.
+        refused_for: the seconds for which the store's machine has refused connections.
+    """
+
+    def __init__(self, bound: float, interval: float, exchange: Callable[[Store], bool]):
+        """Start talking to the store.
+
+        Args:
+            bound: the seconds of silence after which a rank counts as lost.
+            interval: the seconds between two ticks.
+            exchange: as in `failure.Watch`.
+        """
+        self.end: bytes | None = None
+        self.answered = False
+        self.refused_for = 0.0
+        self._bound, self._interval, self._exchange = bound, interval, exchange
+        self._ranks = int(os.environ["WORLD_SIZE"])
+        self._beats: list[bytes] = []
+        self._silence: dict[int, float] = defaultdict(float)  # by rank
+        self._unanswered, self._answers, self._patience = 0.0, 0, 0
+        self._talk = self._new_talk()
+
+    def tick(self) -> None:
+        """Take what the store has answered since the last tick."""
+        talk = self._talk
+        new, self._answers = talk.answers > self._answers, talk.answers
+        self.end = talk.end
+        self.refused_for = 0.0 if new else self.refused_for + self._interval * talk.refused
+        self._unanswered = 0.0 if new else self._unanswered + self._interval
+        self._patience = 0 if new else self._patience + 1
+        self.answered |= new
+        if new and talk.beats:
+            self._compare(talk.beats)
+        if not talk.is_alive() or self._patience > PATIENCE:
+            talk.over.set()
+            self._talk, self._answers, self._patience = self._new_talk(), 0, 0
+
+    def lost(self) -> str | None:
+        """Return the error message if a rank or the store was silent for too long, or None."""
+        if self._unanswered > self._bound and self.answered:
+            holder = "torchrun" if launcher_has_store() else "rank 0"
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            far = [rank for rank in range(len(self._beats)) if self._host(rank) != HOST]
+            return self._text(far or [0], f"; {holder} does not answer at {where}")
+        silent = [rank for rank, seconds in self._silence.items() if seconds > self._bound]
+        return self._text(silent, "") if silent else None
+
+    def stop(self) -> None:
+        """Stop talking to the store."""
+        self._talk.over.set()
+        self._talk.join(self._interval)
+
+    def _new_talk(self) -> Talk:
+        return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
+
+    def _compare(self, beats: list[bytes]) -> None:
+        """Count the silence of the ranks whose counts in `beats` are not new."""
+        for rank, beat in enumerate(beats):
+            same = self._talk.reads and self._beats and beat == self._beats[rank]
+            self._silence[rank] = self._silence[rank] + self._interval if same else 0.0
+        self._beats = beats
+
+    def _host(self, rank: int) -> str:
+        return self._beats[rank].decode().partition(" ")[2] if self._beats else "?"
+
+    def _text(self, ranks: list[int], more: str) -> str:
+        names = ", ".join(f"rank {rank} on {self._host(rank)}" for rank in ranks)
+        return (
+            f"error: nothing heard for {self._bound:g} s (heartbeat_timeout) of {names}{more}; the "
+            "processes are stopped, or the network between the machines is cut"
+        )

@@ -1,0 +1,56 @@
+"""Open new connections to the job's key-value store, which torchrun or rank 0 holds.
+
+torch's own connection cannot be used beside a collective, because another thread may be blocked on
+it. Operations on a store that does not answer block for ever, whatever its time-out is. So they
+belong in a thread that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import (  # documented, but not in its `__all__`
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+
+def connect(patience: float = 0.0, opens: bool = False) -> Store:
+    """Open a new connection to the job's store and return it.
+
+    Args:
+        patience: the seconds for which this call tries to connect again after a failure.
+        opens: whether this call must create the store. This is needed if rank 0 failed before
+            creating it.
+
+    Raises:
+        ConnectionRefusedError: no process holds the store.
+        OSError: the machine of the store cannot be reached.
+        RuntimeError: the connection is lost at once.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + patience
+    while not opens:  # torch's own attempts print a page of warnings
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            break
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+    store = TCPStore(
+        address, port, is_master=opens, timeout=timedelta(seconds=10), wait_for_workers=False
+    )
+    # torchrun's store survives a restart of the job, so there the key needs the restart count.
+    # Other stores end with the job, and there each machine's agent may count differently.
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if launcher_has_store() else "only"
+    return PrefixStore(f"failures/{attempt}", store)
+
+
+def launcher_has_store() -> bool:
+    """Return whether torchrun holds the job's store; otherwise rank 0 holds it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

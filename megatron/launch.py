@@ -1,0 +1,213 @@
+"""Find out which launcher started this process, join its job, or start one process for each GPU.
+
+torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT, which torch reads. srun and mpirun only number their tasks. `join` sets torch's
+variables from theirs, so that the tasks become one job and not many jobs in one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from psutil import Process
+
+LAUNCHERS = (
+    # the launcher; its variables: rank, tasks, rank on this machine, tasks on this machine
+    (
+        "mpirun",
+        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ),
+    (
+        "mpirun",
+        *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # Without srun, a batch script sees SLURM_NTASKS too, but not the number of tasks of a step.
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""MPI comes first, because mpirun starts its helpers on other machines through srun."""
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+PORTS = range(20000, 32000)
+"""The ports from which a job without MASTER_PORT takes one. Linux assigns none of them itself."""
+SAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""The signals that `start_ranks` passes on to the ranks, which save and end."""
+
+_launcher: list[Process] = []
+"""The processes from this one's parent up to its launcher, set by `join`."""
+
+
+class LaunchError(Exception):
+    """The processes of a job cannot find each other. The message says what to write."""
+
+
+class Task(NamedTuple):
+    """The place of this process among the tasks that a launcher started."""
+
+    launcher: str
+    mark: str  # the variable that the launcher sets in each task
+    rank: int
+    size: int
+    local_rank: int
+    local_size: str
+
+
+def task() -> Task | None:
+    """Return this process's place in a launcher's job of several tasks that torch cannot see.
+
+    None means that torch's variables describe the job, or that this process is alone.
+    """
+    if "RANK" in os.environ:
+        return None
+    for launcher, *names in LAUNCHERS:
+        found = [os.environ.get(name, "") for name in names]
+        if all(text.isdecimal() for text in found[:3]) and int(found[1]) > 1:
+            rank, size, local_rank = map(int, found[:3])
+            return Task(launcher, names[0], rank, size, local_rank, found[3])
+    return None
+
+
+def world_size() -> str:
+    """Return the number of processes: WORLD_SIZE, or the number of the launcher's tasks."""
+    found = task()
+    return os.environ.get("WORLD_SIZE") or str(found.size if found else 1)
+
+
+def is_alone() -> bool:
+    """Return whether no launcher started this process."""
+    return task() is None and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
+
+
+def stay_out() -> None:
+    """Keep this process out of the job that its variables describe; only WORLD_SIZE stays."""
+    os.environ.pop("RANK", None)
+
+
+def join() -> None:
+    """Set torch's variables, so that this process can join its launcher's job.
+
+    Call this before anything else reads the variables.
+
+    Raises:
+        LaunchError: the tasks of the launcher cannot find each other.
+    """
+    found = task()
+    if found is None and world_size() != "1" and not {"RANK", *MASTER} <= os.environ.keys():
+        stay_out()  # there is no store where this process could report the error
+        raise LaunchError(
+            f"error: WORLD_SIZE is {world_size()}, but RANK, MASTER_ADDR or MASTER_PORT is "
+            "missing; start with torchrun, or unset WORLD_SIZE for one process"
+        )
+    mark = found.mark if found else "TORCHELASTIC_RUN_ID"
+    _launcher[:] = _parents(mark)
+    if found:
+        address, port = _meeting_point(found)
+        os.environ.update(
+            RANK=str(found.rank),
+            WORLD_SIZE=str(found.size),
+            LOCAL_RANK=str(found.local_rank),
+            MASTER_ADDR=address,
+            MASTER_PORT=port,
+        )
+
+
+def launcher_has_ended() -> bool:
+    """Return whether the launcher of this process, or a process between the two, has ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(not p.is_running() or p.status() == "zombie" for p in _launcher)
+    return True
+
+
+def start_ranks(count: int) -> int:
+    """Run this command in `count` processes of this machine, and return the job's exit code.
+
+    This process waits for them, and passes `SAVING_SIGNALS` on to them.
+    """
+    import psutil
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    def pass_on(number: int, _frame: object) -> None:
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            rank.send_signal(number)
+        if not ranks:
+            sys.exit(128 + number)
+
+    for number in SAVING_SIGNALS:
+        signal.signal(number, pass_on)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: the ranks share the cores
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"train-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", *sys.argv)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code  # negative: the number of a signal
+    return 0
+
+
+def _meeting_point(found: Task) -> tuple[str, str]:
+    """Return the address and the port at which the tasks meet: those of rank 0."""
+    address, port = (os.environ.get(name) for name in MASTER)
+    by_srun = found.launcher == "srun"
+    nodes = os.environ.get("SLURM_STEP_NODELIST" if by_srun else "SLURM_JOB_NODELIST")
+    if found.local_size == str(found.size):
+        address = address or "127.0.0.1"
+        job = str([process.pid for process in _launcher[-1:]])
+    elif nodes:
+        address = address or _first_host(nodes)
+        job = os.environ["SLURM_JOB_ID"] + (os.environ.get("SLURM_STEP_ID", "") if by_srun else "")
+    elif address and port:
+        job = ""
+    else:
+        if found.rank > 0:
+            sys.exit(2)  # rank 0 says why
+        raise LaunchError(
+            f"error: {found.launcher} started {found.size} processes on several machines without "
+            "saying where they meet; add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to Open MPI's "
+            "mpirun, or -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 to MPICH's and Intel's, "
+            "where HOST is the machine of rank 0"
+        )
+    return address, port or str(PORTS[zlib.crc32(job.encode()) % len(PORTS)])
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of Slurm's list `nodes`: gpu07 for "gpu[07-10,12],login1"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
+
+
+def _parents(mark: str) -> list[Process]:
+    """Return the processes from this one's parent up to its launcher; none without a launcher.
+
+    Args:
+        mark: the variable that the launcher sets in its tasks, and so in shells between the two.
+    """
+    import psutil
+
+    parents = psutil.Process().parents()
+    if parents and any("deepspeed.launcher.launch" in part for part in parents[0].cmdline()):
+        return parents[:2]  # it would live on without the `deepspeed` command that started it
+    between = 0
+    with contextlib.suppress(psutil.Error):  # the launcher may belong to another user
+        while between < len(parents) and mark in parents[between].environ():
+            between += 1
+    return parents[: between + 1] if mark in os.environ else []

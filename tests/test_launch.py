@@ -1,0 +1,198 @@
+"""What `megatron/launch.py` concludes from the variables that launchers set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron import launch
+from tests.helpers.paths import ROOT
+
+CONFIG = str(ROOT / "configs" / "quickstart.yml")
+TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+STEP = {  # of srun --nodes=2 --ntasks=4
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+ONE_NODE = STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "gpu07"}
+BATCH = {  # of the script that sbatch starts, before any srun
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+TWO_MACHINES = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+MASTER = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"} | MASTER
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """Set the given variables only; return those that torch reads, after `join`."""
+    prefixes = ("SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_")
+
+    def use(variables):
+        for name in list(os.environ):
+            if name in TORCHS or name.startswith(prefixes):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    use({})
+    before = dict(os.environ)
+    yield use
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        (STEP, "gpu07"),
+        (ONE_NODE, "127.0.0.1"),
+        (STEP | MASTER, "gpu07"),
+        (OPEN_MPI, "127.0.0.1"),
+        (MPICH, "127.0.0.1"),
+        (MVAPICH, "127.0.0.1"),
+        (TWO_MACHINES | MASTER, "gpu07"),
+        # mpirun in a batch job starts its helpers, and so the tasks on other machines, with srun
+        (TWO_MACHINES | BATCH, "gpu07"),
+        (TWO_MACHINES | BATCH | STEP, "gpu07"),
+        # srun with a plugin for MPI
+        (STEP | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "gpu07"),
+    ],
+)
+def test_the_tasks_of_a_launcher_become_one_job(environ, variables, address):
+    environ(variables)
+    assert launch.world_size() == "4" and not launch.is_alone()
+    launch.join()
+    found = [os.environ[name] for name in TORCHS]
+    assert found[:4] == ["3", "4", "1", address]
+    given = variables.get("MASTER_PORT")
+    assert found[4] == given if given else int(found[4]) in launch.PORTS
+
+
+def test_the_port_follows_from_the_job(environ):
+    ports = []
+    for change in ({}, {"SLURM_PROCID": "0"}, {"SLURM_JOB_ID": "78"}, {"SLURM_STEP_ID": "1"}):
+        environ(STEP | change)
+        launch.join()
+        ports.append(os.environ["MASTER_PORT"])
+    assert ports[0] == ports[1] and len(set(ports)) == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "world", "alone"),
+    [
+        ({}, "1", True),
+        (BATCH, "1", True),  # one process, whatever the number of tasks
+        (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, "1", True),  # srun --pty bash
+        (TORCHRUN, "2", False),
+        (STEP | TORCHRUN, "2", False),  # srun of one torchrun for each node
+        (TORCHRUN | {"WORLD_SIZE": "1"}, "1", False),
+    ],
+)
+def test_variables_of_torch_stay_and_a_batch_script_is_alone(environ, variables, world, alone):
+    environ(variables)
+    before = {name: os.environ.get(name) for name in TORCHS}
+    assert launch.world_size() == world and launch.is_alone() == alone
+    launch.join()
+    assert {name: os.environ.get(name) for name in TORCHS} == before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[007-010,12],login", "gpu007"),
+        ("gpu[3,5]", "gpu3"),
+        ("r[1-2]n[04-08]", "r1n04"),
+        ("login,gpu[1-2]", "login"),
+        ("gpu[1-2]-ib.site,x", "gpu1-ib.site"),
+    ],
+)
+def test_rank_0_is_on_the_first_node(environ, nodes, first):
+    environ(STEP | {"SLURM_STEP_NODELIST": nodes})
+    launch.join()
+    assert os.environ["MASTER_ADDR"] == first
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (TWO_MACHINES | {"OMPI_COMM_WORLD_RANK": "0"}, "add -x MASTER_ADDR=HOST"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK, .* start with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "MASTER_PORT is missing"),
+    ],
+)
+def test_tasks_that_cannot_meet_are_refused(environ, variables, says):
+    environ(variables)
+    with pytest.raises(launch.LaunchError, match=says):
+        launch.join()
+
+
+def test_only_rank_0_says_why(environ):
+    environ(TWO_MACHINES)
+    with pytest.raises(SystemExit):
+        launch.join()
+
+
+def call(*arguments, **variables):
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", CONFIG, "--check", *arguments],
+        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_check_joins_no_job(environ):
+    # No store is open at this address: a process that joined would wait for it.
+    job = STEP | TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "WORLD_SIZE": "6"}
+    code, out, err = call(**job)
+    assert code == 0 and "world_size" in out and " 6 " in out, err
+    code, _, err = call("-o", "hidden_size=x", **job)
+    assert code == 2 and err.startswith("1 problem in the configuration:"), err
+    code, _, err = call("-o", "model_parallel_size=3", **STEP)
+    assert code == 2 and "4 process(es) cannot form groups" in err
+
+
+def test_train_alone_starts_a_rank_for_each_gpu(environ, monkeypatch, capsys):
+    import torch
+
+    import train
+
+    started = []
+    monkeypatch.setattr(launch, "start_ranks", lambda count: started.append(count) or 7)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(sys, "argv", ["train.py", CONFIG])
+    assert train.main() == 7 and started == [3]
+    monkeypatch.setattr(sys, "argv", ["train.py", CONFIG, "--check"])
+    assert train.main() == 0 and started == [3]
+    monkeypatch.setattr(sys, "argv", ["train.py", CONFIG, "-o", "hidden_size=x"])
+    for alone in (False, True):  # under a launcher, or with one GPU, no process is started
+        if alone:
+            environ({})
+            monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        else:
+            environ(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"} | {"RANK": "0"})
+        with pytest.raises(SystemExit):
+            train.main()
+    assert started == [3] and "hidden_size" in capsys.readouterr().err
