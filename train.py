@@ -26,10 +26,9 @@ def main() -> int:
     if launch.is_alone():
         import torch
 
-        if (gpus := torch.cuda.device_count()) > 1:
-            print(
-                f"starting {gpus} processes, one for each GPU in CUDA_VISIBLE_DEVICES", flush=True
-            )
+        gpus = torch.cuda.device_count()
+        if gpus > 1:
+            print(f"starting {gpus} processes, one for each visible GPU", flush=True)
             return launch.start_ranks(gpus)
     config = load_or_exit(args)
     preemption.listen(config.training.preemption_exit_code, config.training.exit_duration_in_mins)

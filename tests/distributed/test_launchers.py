@@ -86,7 +86,8 @@ class Started:
     def processes(self) -> list[psutil.Process]:
         until = time.monotonic() + WAIT
         while len(rows := self.rows()) < 2:
-            assert time.monotonic() < until, self.output()
+            ended = any(each.poll() is not None for each in self.launchers)
+            assert not ended and time.monotonic() < until, self.output()
             time.sleep(0.2)
         return [psutil.Process(row[0]) for row in rows]
 
@@ -110,9 +111,10 @@ def start():
 
 
 def test_no_rank_outlives_its_launcher(tmp_path, start):
-    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    (tmp_path / "hostfile").write_text("node1 slots=2\n")
     master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
-    deepspeed = [*DEEPSPEED, "--hostfile", "../hostfile", *master, "task.py"]
+    nodes = ["--hostfile", "../hostfile", "--no_ssh", "--node_rank", "0"]
+    deepspeed = [*DEEPSPEED, *nodes, *master, "task.py"]
     jobs = {
         "torchrun, KILL": ([[*TORCHRUN, "task.py"]], signal.SIGKILL),
         "torchrun and a shell, USR1": (

@@ -68,6 +68,7 @@ def child(environ, output, function, args):
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     failure.GRACE, failure.CAUSE_WAIT, failure.STORE_TIMEOUT = 2.0, 1.0, 1.0
+    failure.REPORT_TIMEOUT = 5.0
     function(int(environ["RANK"]), *args)
 
 
