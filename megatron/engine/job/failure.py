@@ -122,7 +122,7 @@ class Watch:
         self._thread.join()
 
     def _poll(self) -> None:
-        hearing = Hearing(self._silence, POLL_INTERVAL, self._exchange) if is_member() else None
+        hearing = Hearing(self._silence, POLL_INTERVAL, self._listen) if is_member() else None
         until = time.monotonic() + OPEN_TIMEOUT
         while not self._over.wait(POLL_INTERVAL):
             if launch.launcher_has_ended():
@@ -130,19 +130,26 @@ class Watch:
             if hearing is None:
                 continue
             hearing.tick()
-            if hearing.end:
-                return self._end_after(json.loads(hearing.end))
+            if _received:
+                return self._end_soon()
             if text := hearing.lost():
                 end_process(text)
             refused = hearing.refused_for > STORE_TIMEOUT
             if refused if hearing.answered else time.monotonic() > until:
-                return self._end_after(_local_failure(LOST_TEXT))
+                _received.append(_local_failure(LOST_TEXT))
+                return self._end_soon()
         if hearing:
             hearing.stop()
 
-    def _end_after(self, first: Failure) -> None:
+    def _listen(self, store: Store) -> bool:
+        """Read the job's first failure. Return whether the next call should follow soon."""
+        if not _received and store.check(["end"]):
+            _received.append(json.loads(store.get("end")))
+        return not _received and self._exchange(store)
+
+    def _end_soon(self) -> None:
         """End this process because of the job's first failure, unless it ends by itself."""
-        _received.append(first)
+        first = _received[0]
         if not (self._over.wait(GRACE) or _ending.locked()):
             _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)
             os._exit(first["code"])
@@ -235,7 +242,7 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
     else:
         _print(failure)
     if is_main:  # rank 0 may hold the store, which the other ranks still have to read
-        time.sleep(CAUSE_WAIT if opens else 1)
+        time.sleep(CAUSE_WAIT if opens else 1.5 * POLL_INTERVAL)
     return None
 
 

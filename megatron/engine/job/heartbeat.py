@@ -1,7 +1,6 @@
 """Hear of the other ranks of a job, and let them hear of this one, through the job's store.
 
     key         value
-    end         the first failure (see `failure`)
     beat/RANK   "COUNT HOST"; each rank changes its count every second
 
 A rank whose process is stopped, or whose machine is cut off, no longer changes its count. On the
@@ -44,7 +43,6 @@ class Talk(threading.Thread):
     ):
         super().__init__(name="heartbeat", daemon=True)
         self.over = threading.Event()
-        self.end: bytes | None = None
         self.beats: list[bytes] = []  # of all ranks
         self.answers = 0
         self.refused = False
@@ -67,13 +65,11 @@ class Talk(threading.Thread):
     def _turn(self, store: Store) -> float:
         """Say and hear everything once, and return the seconds until the next turn."""
         store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
-        if store.check(["end"]):
-            self.end = store.get("end")
         keys = [f"beat/{rank}" for rank in range(self._ranks)]
         due = self.reads and self.answers % self._reads_every == 0
         if (due or not self.beats) and store.check(keys):
             self.beats = store.multi_get(keys)
-        busy = not self.end and self._exchange(store)
+        busy = self._exchange(store)
         self.answers += 1
         return BUSY_INTERVAL if busy else self._interval
 
@@ -82,7 +78,7 @@ class Hearing:
     """What this rank hears of the others. Call `tick` every `interval` seconds.
 
     Attributes:
-        end: the first failure of the job, as it stands in the store.
+        answered: whether the store has ever answered.
         refused_for: the seconds for which the store's machine has refused connections.
     """
 
@@ -92,9 +88,9 @@ class Hearing:
         Args:
             bound: the seconds of silence after which a rank counts as lost.
             interval: the seconds between two ticks.
-            exchange: as in `failure.Watch`.
+            exchange: a function that is called with the store at each turn. It returns whether the
+                next turn should follow soon.
         """
-        self.end: bytes | None = None
         self.answered = False
         self.refused_for = 0.0
         self._bound, self._interval, self._exchange = bound, interval, exchange
@@ -108,7 +104,6 @@ class Hearing:
         """Take what the store has answered since the last tick."""
         talk = self._talk
         new, self._answers = talk.answers > self._answers, talk.answers
-        self.end = talk.end
         self.refused_for = 0.0 if new else self.refused_for + self._interval * talk.refused
         self._unanswered = 0.0 if new else self._unanswered + self._interval
         self._patience = 0 if new else self._patience + 1
