@@ -1,4 +1,4 @@
-"""Format a config as readable text, which `train.py --check` prints, and name the way to resume."""
+"""Format a config as the text that `train.py --check` prints, and state how to resume a run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _show(value: Any) -> str:
 
 
 def how_to_go_on(config: Config) -> str:
-    """Return what the user has to do to continue a run of `config` that left early."""
+    """Return the text that states how the user can continue a run of `config` that ended early."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if not save:
         return "nothing is saved, because the config names no folder `save`"

@@ -176,7 +176,7 @@ def _syntax_problem(error: Exception, builder: _Builder) -> Problem:
 
 
 def _unfit(text: str) -> str | None:
-    """Return why `text` must not stand in a configuration, which is written to disk; else None."""
+    """Return why a configuration, which runs write to disk, must not contain `text`, or None."""
     if _SECRET.search(text):
         return (
             "contains a user name or a password before @, and the configuration is written to "

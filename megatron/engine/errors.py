@@ -16,7 +16,7 @@ class DivergedError(Exception):
 
 
 class BadLossError(DivergedError):
-    """The loss of a step is bad, and `on_bad_loss` does not skip the step."""
+    """The loss, its gradient or a weight is not finite, or the loss has risen too much."""
 
 
 class RunLogError(RuntimeError):

@@ -186,7 +186,7 @@ class Job:
             write_text(self.run_dir / "config.yml", c.to_yaml())
 
     def _train(self, log: RunLog) -> None:
-        """Train; after a bad loss, go back to a checkpoint and train again, if the config asks."""
+        """Train to the last step; after a bad loss, go back to a checkpoint if the config asks."""
         done = False
         while not done:
             left = self.config.training.train_iters - self.progress.step
@@ -207,11 +207,15 @@ class Job:
                 self._roll_back(bad, loader, log)
 
     def _roll_back(self, bad: BadLossError, loader: TrainLoader, log: RunLog) -> None:
-        """Load the last checkpoint, and pass over the samples that were read since.
+        """Load the newest checkpoint, and skip the samples that were read after it was written.
+
+        Args:
+            bad: the error that the training loop raised.
 
         Raises:
-            BadLossError: `bad`, if the config does not ask for this, or if there is no checkpoint.
-            DivergedError: the run went back to this checkpoint too often.
+            BadLossError: the config does not ask to go back, or there is no checkpoint. The error
+                is `bad`.
+            DivergedError: the run has gone back to this checkpoint MOST_ROLL_BACKS times already.
         """
         c = self.config
         save = c.checkpoint.save if c.training.on_bad_loss == "roll_back" else None

@@ -141,7 +141,7 @@ class JobData:
             index_samples: the number of samples for which the sample index was first built. The
                 order of the samples depends on this number, as in GPT-NeoX.
             consumed: the number of samples already read; the batches start after them.
-            least: the number of samples that the batches must at least have.
+            least: the least number of samples that the batches must contain.
         """
         dataset = self._dataset("train", index_samples, consumed + least)
         return None if dataset is None else self._loader(dataset, consumed)

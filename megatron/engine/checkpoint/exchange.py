@@ -128,7 +128,10 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor, for all."""
+    """Return (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor.
+
+    Every block contains the tensors of the distance kernel.
+    """
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():

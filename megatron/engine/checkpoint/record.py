@@ -45,9 +45,9 @@ class TrainingProgress:
         consumed_samples: the number of training samples read.
         train_samples: the number of samples for which the training index was first built. The order
             of the samples depends on this number, so a resumed run keeps it.
-        interval: the state of the training loop since the last log line, as JSON values. It holds
-            the sums of the losses (`Meter.state`). If the run ended early, before the evaluation
-            due after `step` was complete, it also holds `owes_validation: True`.
+        interval: the state of the training loop, as JSON values. It holds the sums of the losses
+            since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). If the
+            run ended before the validation that was due after `step`, it holds `owes_validation`.
     """
 
     step: NonNegativeInt
@@ -70,8 +70,8 @@ class RunDescription:
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: the resolved configuration, as flat keys.
-        lineage: the id of the run. It is drawn when a run starts at step 0, and a resumed run keeps
-            it. It is "" for runs that an earlier version of this project started.
+        lineage: the id of the run, drawn at random when a run starts at step 0. A resumed run keeps
+            the id. It is "" for runs that an earlier version of this project started.
     """
 
     model: dict[str, Any] = field(default_factory=dict)

@@ -79,10 +79,10 @@ def save(
 
 @contextmanager
 def _removed_if_it_fails(saved: Saved, unfinished: Path) -> Iterator[None]:
-    """If the block cannot write, remove the folder `unfinished`, which takes room on a full disk.
+    """If the `with` block fails to write, remove the folder `unfinished` to free disk space.
 
     Raises:
-        CheckpointError: the block raised an OSError, or a RuntimeError of torch's writer.
+        CheckpointError: the block has raised an OSError, or a RuntimeError of torch's writer.
     """
     try:
         yield

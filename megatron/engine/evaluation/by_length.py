@@ -5,10 +5,11 @@
     bits/byte = loss(L) * tokens / (ln 2 * bytes)
     stderr(L) = std over sequences of their mean loss / sqrt(sequences)
 
-Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap, and every
-length reads the same span of text. Two baselines measure the same model with short contexts of c
-tokens. The first splits the text into sequences of c tokens, so that each token has 1 ... c
-predecessors. The second scores single tokens that have exactly c predecessors.
+Here tokens is the number of target tokens, and bytes the number of their UTF-8 bytes. Each token is
+predicted from all earlier tokens of its sequence. Sequences do not overlap, and every length reads
+the same span of text. Two baselines measure the same model with short contexts of c tokens. The
+first splits the text into sequences of c tokens, so that each token has 1 ... c predecessors. The
+second scores single tokens that have exactly c predecessors.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ USER_ERRORS = (
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """If the `with` block raises one of `USER_ERRORS`, print its message and exit with code 1.
+    """If the `with` block raises one of `USER_ERRORS`, print the error and exit with code 1.
 
     Other errors are raised again. In a job of several processes, any error in the block ends all
     processes (see `failure`).
@@ -57,7 +57,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means that memory of the GPU or of the machine was not enough."""
+    """Return whether `error` means that the GPU or the machine has run out of memory."""
     allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return allocator or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 

@@ -1,4 +1,4 @@
-"""Let one process at a time write a run folder, over all machines that share the folder.
+"""Let only one process at a time write a run folder, on all machines that share the folder.
 
 The writer of a folder is the holder of its *lease*, the file `.lease-N`. Only one process can
 create this file, and the file describes that process. A thread of the holder touches the file every
@@ -7,8 +7,8 @@ HEARTBEAT seconds. All times are from the file server's clock, because the machi
 A holder is dead if it ran on this machine and its process has ended, or if its heartbeat stopped
 LIFETIME seconds ago. A process that finds the holder of `.lease-N` dead creates `.lease-N+1` and
 removes `.lease-N`, so two processes cannot both take the folder over. A holder may be taken for
-dead wrongly, for example while its machine is suspended. It checks its lease before each write, so
-it then finds that its file is gone, and writes nothing.
+dead wrongly, for example while its machine is suspended. A holder therefore checks before each
+write that its lease still exists, and otherwise writes nothing.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _leases(folder: Path) -> dict[Path, str]:
 
 
 def _read(path: Path) -> tuple[str, float] | None:
-    """Return the content of a lease and the time of its last heartbeat; None if it is missing.
+    """Return a lease's content and the time of its last heartbeat; None if the file is missing.
 
     The file is opened because NFS then asks the server; `stat` alone would return cached values.
     """

@@ -128,7 +128,7 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 
     Raises:
         CheckpointError: the size of the split dimension is not a multiple of `count`, or of
-            2 * `count` by the rule "halves".
+            2 * `count` if the rule is "halves".
     """
     if count == 1:
         return [tensor]
@@ -150,7 +150,7 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 
 
 def our_name(index: int, name: str, num_layers: int) -> str | None:
-    """Return this project's name for a tensor of GPT-NeoX, or None if it has none.
+    """Return this project's name for a tensor of GPT-NeoX, or None if there is no such name.
 
     The result is None for unknown tensors. It is also None for the distance kernel's tensors,
     because this project stores them as the columns of a single tensor, theta.

@@ -71,8 +71,8 @@ class Published:
         buffers: GPT-NeoX's name -> stored tensor of slopes or frequencies. These values follow from
             the configuration, so they are only checked and exported again, never trained.
         shards: "pipeline position.GPT-NeoX's name" -> the original tensor-parallel shards of one
-            tensor. It has an entry only if splitting the merged tensor does not restore the shards:
-            for replicas that differ slightly, and for summed biases that are not equal.
+            tensor. A tensor has an entry only if splitting its merged value does not restore them:
+            if replicas differ slightly, or if the summed biases are not equal.
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
         problems: one line for each thing that is missing, unknown or inconsistent. The weights are

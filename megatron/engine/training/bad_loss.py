@@ -4,9 +4,10 @@ A step is bad if its loss or the norm of its gradient is not finite, or if its l
 `loss_spike_threshold` nats above the average of the good steps before it. In this average, a step
 counts 0.9 times as much as the step after it.
 
-A skipped step leaves weights, moments and learning rate as they were, and only counts as a step.
-The loss of its last micro-batch is multiplied by NaN. DeepSpeed then finds a gradient that is not
-finite, on every rank and in every stage of ZeRO, and drops it as it drops an overflow in fp16.
+A skipped step does not change weights, moments and learning rate; only the step counter advances.
+To skip a step, the loss of its last micro-batch is multiplied by NaN. DeepSpeed then finds on every
+rank, in every ZeRO stage, that the gradient is not finite, and skips the update as it does after an
+fp16 overflow.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ MOST_SKIPPED = 10
 
 
 class LossGuard:
-    """The judge of each step.
+    """A check of each step's loss and gradient, which can also skip the update of a bad step.
 
     Args:
-        on_bad_loss: `stop`, `skip` or `roll_back`.
-        threshold: the rise of the loss, in nats, from which on a step is bad; None for no limit.
-        average: the average loss that a checkpoint recorded; None starts with the next step.
+        on_bad_loss: `stop`, `skip` or `roll_back`; only `skip` makes this class skip updates.
+        threshold: a step is bad if its loss is more than this many nats above the average loss.
+            None sets no limit.
+        average: the average loss that the checkpoint of a resumed run records. None starts a new
+            average with the next step.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class LossGuard:
             engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def spoiled_if_bad(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return `loss`, or NaN if the step is bad. Every rank must call this method.
+        """Return `loss`, or NaN if the step's loss is bad. Every rank must call this method.
 
         Args:
             loss: the loss of the last micro-batch.
@@ -68,7 +71,7 @@ class LossGuard:
         return loss * math.nan if self._problem(self._over_ranks(mean)) else loss
 
     def judge(self, loss: torch.Tensor, norm: float | torch.Tensor | None) -> str:
-        """Return what is wrong with the step that was taken; "" if nothing is.
+        """Return what is bad about the step just taken; "" if the step is good.
 
         Every rank must call this method.
 
@@ -77,7 +80,7 @@ class LossGuard:
             norm: the norm of the step's gradient, the same on every rank; None if unknown.
 
         Raises:
-            DivergedError: `MOST_SKIPPED` steps in a row were bad.
+            DivergedError: the run skips bad steps, and `MOST_SKIPPED` steps in a row were bad.
         """
         mean = self._over_ranks(loss)
         problem = self._problem(mean)
@@ -93,7 +96,7 @@ class LossGuard:
         return problem
 
     def state(self) -> dict[str, Any]:
-        """Return the average loss, as JSON values, for a resumed run."""
+        """Return the average loss as JSON values, which a checkpoint records for a resumed run."""
         return {} if self._average is None else {"average_loss": self._average}
 
     def _problem(self, mean: float) -> str:
@@ -105,7 +108,7 @@ class LossGuard:
         return ""
 
     def _over_ranks(self, loss: torch.Tensor) -> float:
-        """Return the mean over all ranks, which is the same number on each of them."""
+        """Return the mean of `loss` over all ranks. Every rank gets the same number."""
         total = self.groups.sum_over_job(loss.detach().double().clone())
         return total.item() / self.groups.world_size
 

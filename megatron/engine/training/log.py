@@ -126,7 +126,7 @@ class RunLog:
             self.line(text)
 
     def go_back(self, step: int, validates_again: bool) -> None:
-        """Drop the rows of steps after `step`, from which the run goes on.
+        """Remove the rows of steps after `step`, because the run continues from `step`.
 
         Args:
             validates_again: as in `RunLog`.

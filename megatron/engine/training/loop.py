@@ -59,7 +59,7 @@ def train_step(
     """Take one optimizer step, on the next `accumulation` micro-batches.
 
     Args:
-        guard: the guard that makes DeepSpeed skip the update of a bad step; None skips none.
+        guard: the object that makes DeepSpeed skip the update of a bad step; None skips no step.
 
     Returns:
         This rank's mean loss (a 0-d tensor, not averaged over the data-parallel ranks), and the L2
@@ -184,7 +184,10 @@ class TrainingLoop:
                 return
 
     def _take_step(self, step: int, batches: TrainLoader) -> float | torch.Tensor | None:
-        """Take a step, and add a good one to the meter; return the norm of the gradient."""
+        """Take one optimizer step, and return the norm of its gradient.
+
+        If the step is good, its loss is added to the meter.
+        """
         guard = self._guard
         with explained_overflow(self.engine, step):
             loss, norm = train_step(
@@ -210,7 +213,7 @@ class TrainingLoop:
     def _is_good(
         self, step: int, loss: torch.Tensor, norm: float | torch.Tensor | None, batches: TrainLoader
     ) -> bool:
-        """Return whether a step was good; log a skipped one.
+        """Return whether the step was good. If its update was skipped, log that.
 
         Raises:
             BadLossError: the step was bad, and the run does not skip bad steps.

@@ -1,4 +1,4 @@
-"""The config values that the training loop reads."""
+"""Collect the config values that the training loop reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LoopSettings:
 
 
 def loop_settings(c: Config) -> LoopSettings:
-    """Return the settings that the config `c` gives the training loop."""
+    """Return the training loop's settings, read from the config `c`."""
     return LoopSettings(
         train_iters=c.training.train_iters,
         accumulation=c.batch.gradient_accumulation_steps,
