@@ -36,7 +36,7 @@ class Call:
 
     @property
     def theta(self) -> Tensor:
-        """The parameters theta [H, N] of the distance kernel.
+        """The parameters theta [heads, columns] of the distance kernel.
 
         This property may be used only if `has_kernel` is true.
         """

@@ -6,9 +6,9 @@ recorded operations to sympy. The result has one symbol for the distance and one
 theta. From this expression `megatron.kernels.codegen` generates Triton device functions with their
 derivatives, and `flex` makes FlexAttention's score_mod.
 
-Only formulas that treat each distance and each head separately have such an expression. A lookup in
-a table, as in T5's bias, has none. Before an expression is used, it is evaluated at other numbers
-and compared with the embedding.
+A formula has a symbolic expression only if it treats each distance and each head separately. A
+lookup in a table, as in T5's bias, has none. Before an expression is used, it is evaluated at other
+numbers and compared with the embedding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Provide file locks, so that one process writes a shared file while the other processes wait.
 
 The locks use `flock`, because the operating system releases such a lock when its process dies. Some
-network file systems have no locks, or do not share them between machines. On such a file system,
-two processes may do the same work. Therefore each process writes its files under temporary names of
-its own and renames them when they are complete.
+network file systems have no locks, or have locks that other machines do not see. On such a file
+system, two processes may do the same work. Therefore each process writes its files under temporary
+names of its own and renames the files when they are complete.
 """
 
 from __future__ import annotations

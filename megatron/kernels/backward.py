@@ -6,7 +6,7 @@
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
 
 do, dq, dk, dv and dtheta are the gradients of the loss with respect to the output o, q, k, v and
-theta. ds_ij is its gradient with respect to the logit x_ij.
+theta. ds_ij is the gradient of the loss with respect to the logit x_ij.
 
 `query_pass`: each program handles M query rows of one head. It sums dq and theta's gradients in
 registers and writes its sums for theta to one row of the tensor `sums`. `launch` adds up these rows

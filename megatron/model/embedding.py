@@ -32,7 +32,7 @@ BY_HEADS = Sharding(0)
 
 
 def initial_theta(plan: Plan) -> torch.Tensor:
-    """Return the initial theta [H, N] fp32 of this rank's heads.
+    """Return the initial theta [heads, columns] fp32 of this rank's heads.
 
     Theta is drawn for all heads of the model and then sliced.
     """

@@ -91,7 +91,7 @@ class PositionalEmbedding:
         return type(self).__module__.rpartition(".")[2]
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return the initial theta [num_heads, N] fp32 of all heads.
+        """Return the initial theta [num_heads, columns] fp32 of all heads.
 
         Under tensor parallelism the caller slices the rows.
         """
@@ -101,7 +101,7 @@ class PositionalEmbedding:
         return theta_HN.clamp(low_N, high_N)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return the lower and the upper bounds of theta's columns, (low [N], high [N]) fp32."""
+        """Return the bounds of theta's columns, (low, high), each fp32 [columns]."""
         low_N = torch.tensor([p.low for p in self.parameters], dtype=torch.float32)
         high_N = torch.tensor([p.high for p in self.parameters], dtype=torch.float32)
         return low_N, high_N
@@ -112,14 +112,14 @@ class PositionalEmbedding:
         return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the bias b_h(d) as [H, *d.shape], or None if b is 0 everywhere.
+        """Return the bias b_h(d) as [heads, *d.shape], or None if b is 0 everywhere.
 
         The dtype is that of theta, but at least fp32.
         """
         return None
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the factor w_h(d) as [H, *d.shape], or None if w is 1 everywhere.
+        """Return the factor w_h(d) as [heads, *d.shape], or None if w is 1 everywhere.
 
         The dtype is that of theta, but at least fp32.
         """

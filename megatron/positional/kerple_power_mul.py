@@ -1,7 +1,7 @@
 """Define KERPLE's multiplicative distance kernel, w_h(d) = exp(-a d^p) with a > 0 and 0 < p <= 2.
 
 The released code calls this kernel `kerple_power__ap`. The factor w multiplies the scaled product
-of query and key. It is positive definite, because it is the exponential of a conditionally positive
+of query and key. w is positive definite, because w is the exponential of a conditionally positive
 definite kernel (arXiv 2205.09921; configurations of the released code). w_h(0) = 1.
 """
 

@@ -1,9 +1,10 @@
 """Check the parity case `config`: learning rates, and settings that the published code derives.
 
 The case contains the names of published YAML files, but not the files. `--configs DIR` names the
-folder that contains them: `kerple_configs` in a checkout of the published code, after its script
-has generated the overlay files. Without the files, the configuration is assembled from the derived
-settings that are also config keys, except those that follow from others (`train_batch_size`).
+folder that contains the files: `kerple_configs` in a checkout of the published code, after the
+script in that folder has generated the overlay files. Without the files, the configuration is
+assembled from the derived settings that are also config keys, except those that follow from other
+settings (such as `train_batch_size`).
 
 The check fails if a key is unknown, or if this project derives another value for a setting.
 """

@@ -1,9 +1,9 @@
 """Check the parity cases `training/NAME`: repeat published training steps and compare the values.
 
-All code is that of train.py: it builds the model, process groups, optimizer, DeepSpeed engine and
-schedule from the case's config, takes the training steps, and clamps theta (the parameters of
-KERPLE or T5 embeddings) to its bounds. The tokens are read from the case. As in the published code,
-weight decay also applies to theta.
+The code of train.py builds the model, process groups, optimizer, DeepSpeed engine and schedule from
+the case's config, takes the training steps, and clamps theta (the parameters of KERPLE or T5
+embeddings) to its bounds. The tokens are read from the case. As in the published code, weight decay
+also applies to theta.
 
 bf16 cases run with the setting `published_numerics`, so clamping changes only the model's bf16
 theta, not theta's fp32 master copy in the optimizer. The published bf16 curve was recorded with

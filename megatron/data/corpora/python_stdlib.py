@@ -2,9 +2,10 @@
 
 Its documents are the `.py` files of the standard library, about 10 MB in total. Not included are
 tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, and files that
-differ between machines. Documents are ordered by a hash of their path, because `split` divides them
-into consecutive ranges. In this order each range is a random mixture, and the order is the same on
-every machine. The data set's name contains the Python version and the tokenizer's fingerprint.
+differ between machines. The config key `split` divides the documents into consecutive ranges.
+Therefore documents are ordered by a hash of their path: each range is then a random mixture, and
+the order is the same on every machine. The data set's name contains the Python version and the
+tokenizer's fingerprint.
 """
 
 from __future__ import annotations

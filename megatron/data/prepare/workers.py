@@ -7,8 +7,8 @@ process. Enter the `with` block, which forks the workers, before any thread star
 Each worker has two pipes, one for items and one for results. The worker's ends of both pipes are
 open in that worker only, so when the worker dies, its pipes are closed. The parent's next read or
 write on these pipes then raises a CorpusError instead of waiting forever. (If all workers shared
-one queue, a dying worker could leave its lock taken or an item half written.) If the parent process
-dies, the operating system kills the workers.
+one queue, a dying worker could leave the queue locked or an item half written.) If the parent
+process dies, the operating system kills the workers.
 """
 
 from __future__ import annotations

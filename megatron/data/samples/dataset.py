@@ -4,7 +4,7 @@ Sample i = 0, 1, ... of `TokenDataset` holds seq_length + 1 tokens. Its inputs a
 the last, and its labels are all tokens except the first.
 
 `TokenDataset` always has at least `num_samples` samples. GPT-NeoX's data set omits the last sample
-of its index. It may therefore have one sample too few, and then training ends a batch early.
+of its index. GPT-NeoX may therefore have one sample too few, and then training ends a batch early.
 `published_length` is the length of GPT-NeoX's data set.
 
 GPT-NeoX's order depends on the number of samples for which its index was built, so an index for

@@ -132,7 +132,7 @@ def published_start(
         valid   (iteration * micro_steps // eval_interval) * eval_iters
         test    0
 
-    These formulas reproduce GPT-NeoX, with its mistake: the validation formula divides micro-steps
+    These are GPT-NeoX's formulas, including a mistake: the validation formula divides micro-steps
     by an interval in iterations, so it is correct only for `micro_steps` = 1. The training and
     validation positions are taken modulo the number of complete micro-steps in the data set.
 

@@ -1,4 +1,4 @@
-"""The manifest PREFIX.json of a token shard, which records its tokenizer, counts and sources."""
+"""The manifest PREFIX.json, which records the tokenizer, counts and sources of a token shard."""
 
 from __future__ import annotations
 

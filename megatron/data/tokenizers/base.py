@@ -113,7 +113,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex), which two tokenizers share only if they give the same ids."""
+        """Return a SHA-256 (hex) that two tokenizers share only if they encode texts equally."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property
