@@ -30,6 +30,7 @@ ROWS = b'{"step": 1, "train/loss": 2.5}\n{"step": 2, "train/loss": 2.25}\n{"step
 @example(WRITTEN)
 @example(b"[" * 3000 + b"]" * 3000)
 @example(b'{"progress": ' + b"1" * 5000 + b"}")
+@example(WRITTEN.replace(b'"checksum"', b'"checksun"'))
 def test_a_record(content: bytes) -> None:
     """Any change that is more than white space is seen by the checksum or by the reader."""
     (COPY / "kerple.json").write_bytes(content)
@@ -41,8 +42,7 @@ def test_a_record(content: bytes) -> None:
         except CheckpointError as error:
             assert str(COPY) in str(error)
             return
-    record = json.loads(content)
-    assert damage or record == json.loads(WRITTEN) or "checksum" not in record
+    assert damage or json.loads(content) == json.loads(WRITTEN)
 
 
 @given(damaged([b"global_step3", b"global_step3\n", b"../run/global_step3", b".."]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import io
 import os
 import socketserver
 import threading
@@ -51,7 +53,8 @@ def test_a_download(answers: list[bytes]) -> None:
     file = RemoteFile((url,), sha256=hashlib.sha256(BODY).hexdigest())
     for path in FOLDER.glob("file*"):
         path.unlink()
-    with in_time(), mock.patch("megatron.data.corpora.download.time.sleep"):
+    waits = mock.patch("megatron.data.corpora.download.time.sleep")
+    with in_time(), waits, contextlib.redirect_stderr(io.StringIO()):
         list(check(file))
         try:
             download(file, FOLDER / "file")

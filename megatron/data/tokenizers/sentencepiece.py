@@ -27,14 +27,14 @@ class SPMTokenizer(Tokenizer):
         with fault_in_file(f"{vocab_file}: is not a SentencePiece model"):
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
             self.vocab_size = self._pieces.get_piece_size()
-            if not self.vocab_size:
-                raise ValueError("it has no pieces")
-        self.eod = self._pieces.piece_to_id(END_OF_DOCUMENT)
-        if self._pieces.id_to_piece(self.eod) != END_OF_DOCUMENT:
+            # Also finds pieces that are not valid UTF-8.
+            self._names: list[str] = self._pieces.id_to_piece(list(range(self.vocab_size)))
+        if END_OF_DOCUMENT not in self._names:
             raise TokenizerError(
                 f"{vocab_file}: has no piece {END_OF_DOCUMENT}, which ends a document; train it "
                 f"with user_defined_symbols={END_OF_DOCUMENT}"
             )
+        self.eod = self._names.index(END_OF_DOCUMENT)
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
@@ -48,7 +48,7 @@ class SPMTokenizer(Tokenizer):
             if self._pieces.is_byte(i):
                 table[i] = 1
             elif not (self._pieces.is_control(i) or self._pieces.is_unused(i)):
-                table[i] = len(self._pieces.id_to_piece(i).replace("\u2581", " ").encode())
+                table[i] = len(self._names[i].replace("\u2581", " ").encode())
 
     def _content(self) -> bytes:
         return self._model
