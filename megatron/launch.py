@@ -1,8 +1,8 @@
 """Find out which launcher started this process, join its job, or start one process for each GPU.
 
 torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT, which torch reads. srun and mpirun only number their tasks. `join` sets torch's
-variables from theirs, so that the tasks become one job and not many jobs in one folder.
+and MASTER_PORT, which torch reads. srun and mpirun only number their tasks. `join` sets these
+variables from the tasks' numbers, so that the tasks become one job and not many jobs in one folder.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Task(NamedTuple):
 
 
 def task() -> Task | None:
-    """Return this process's place in a launcher's job of several tasks that torch cannot see.
+    """Return this process's place in a job that srun or mpirun started, unknown to torch.
 
-    None means that torch's variables describe the job, or that this process is alone.
+    The result is None if torch's variables describe the job, or if this process is alone.
     """
     if "RANK" in os.environ:
         return None
@@ -85,14 +85,17 @@ def is_alone() -> bool:
 
 
 def stay_out() -> None:
-    """Keep this process out of the job that its variables describe; only WORLD_SIZE stays."""
+    """Keep this process out of the job that its environment variables describe.
+
+    RANK is removed, and WORLD_SIZE stays.
+    """
     os.environ.pop("RANK", None)
 
 
 def join() -> None:
-    """Set torch's variables, so that this process can join its launcher's job.
+    """Set torch's environment variables, so that this process can join its launcher's job.
 
-    Call this before anything else reads the variables.
+    Call this function before any other code reads these variables.
 
     Raises:
         LaunchError: the tasks of the launcher cannot find each other.
@@ -199,7 +202,8 @@ def _parents(mark: str) -> list[Process]:
     """Return the processes from this one's parent up to its launcher; none without a launcher.
 
     Args:
-        mark: the variable that the launcher sets in its tasks, and so in shells between the two.
+        mark: the environment variable that the launcher sets in its tasks. Shells between the
+            launcher and a task have it too.
     """
     import psutil
 

@@ -1,6 +1,6 @@
 """End a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a set time.
 
-"Leave" in this module means to save a checkpoint and then end the whole job.
+To "leave" means here to end the whole job early, after a checkpoint if training is not finished.
 
 Before training starts, a signal ends the process at once, because there is nothing to save. Later
 a signal is only recorded, and all ranks leave at the same safe point: after an optimizer step, or
@@ -15,7 +15,7 @@ The ranks agree on a number through the job's key-value store (torch.distributed
 each rank's `failure.Watch` polls anyway. A step without a signal costs no communication.
 
     key       value
-    leave     the reason to leave, from the first rank that received a signal or reached the time
+    leave     the reason to leave, from the first rank with a signal or over the time limit
     at/RANK   the number of the safe point that this rank reaches next
     until     the largest of these numbers; all ranks leave at this safe point
 

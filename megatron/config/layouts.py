@@ -21,9 +21,9 @@ RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
 
 
 def relation(*names: str) -> Callable[[Relation], Relation]:
-    """Return a decorator that adds a check of the fields with these names to `RELATIONS`.
+    """Return a decorator that adds a check of the fields `names` to `RELATIONS`.
 
-    The decorated function takes the values of these fields, and returns their problem or None.
+    The decorated function takes the values of these fields. It returns their problem or None.
     """
 
     def register(function: Relation) -> Relation:

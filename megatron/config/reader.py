@@ -1,11 +1,11 @@
-"""Read config files and overrides into settings that remember where each was written.
+"""Read config files and overrides into settings, each with the place where it was written.
 
 Each source (a file or an override) is read into `Settings`, a flat dict from key path to `Given`.
 For example, `optimizer: {params: {lr: 1e-3}}` becomes one entry with the key path
 `("optimizer", "params", "lr")`. Lists and empty mappings are values of entries. In keys, `-` is
 replaced by `_`.
 
-The accepted text is YAML as in GPT-NeoX's configs, which may also be JSON with comments, trailing
+The accepted text is YAML, as in GPT-NeoX's configs. It may also be JSON with comments, trailing
 commas, tabs, and Python's True, False and None. PyYAML parses the structure of the text, but the
 function `scalar` converts the unquoted values. PyYAML follows YAML 1.1 and would read `6e-4` as
 text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads these four as a float,
@@ -176,7 +176,10 @@ def _syntax_problem(error: Exception, builder: _Builder) -> Problem:
 
 
 def _unfit(text: str) -> str | None:
-    """Return why a configuration, which runs write to disk, must not contain `text`, or None."""
+    """Return why a configuration must not contain `text`; None if it may.
+
+    Runs write their configuration to disk, so it must not contain passwords.
+    """
     if _SECRET.search(text):
         return (
             "contains a user name or a password before @, and the configuration is written to "

@@ -211,7 +211,7 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The settings for perplexity by length, which train.py measures at the end of training.
+    """The settings for perplexity by sequence length, measured by train.py after training.
 
     These keys do not exist in GPT-NeoX.
     """

@@ -4,8 +4,8 @@ A rank that fails writes its error into the job's key-value store (torch.distrib
 by torchrun or rank 0) and ends. In every other process a thread reads the store and ends the
 process after GRACE seconds, even if the main thread is inside a collective. Otherwise a collective
 could wait half an hour for the failed rank, and Python cannot interrupt a collective of NCCL. The
-same thread ends its process when nothing is heard of another rank (see `heartbeat`), and when its
-launcher was killed.
+same thread ends its process if another rank gives no sign of life (see `heartbeat`), or if the
+process's launcher was killed.
 
     key    value
     end    the first failure, {rank, host, text, code}
@@ -102,8 +102,8 @@ class Watch:
 
     Args:
         silence: the seconds without a sign of life after which a rank counts as lost.
-        exchange: a function that is called with the store each time it holds no failure. It
-            returns whether the next call should follow soon.
+        exchange: a function that the thread calls with the store each time it has found no failure.
+            It returns whether the next call should follow soon.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class Watch:
             hearing.stop()
 
     def _listen(self, store: Store) -> bool:
-        """Read the job's first failure. Return whether the next call should follow soon."""
+        """Read the job's first failure; return whether the next call should follow soon."""
         if not _received and store.check(["end"]):
             _received.append(json.loads(store.get("end")))
         return not _received and self._exchange(store)
 
     def _end_soon(self) -> None:
-        """End this process because of the job's first failure, unless it ends by itself."""
+        """End this process after GRACE seconds, unless it is already ending by itself."""
         first = _received[0]
         if not (self._over.wait(GRACE) or _ending.locked()):
             _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)

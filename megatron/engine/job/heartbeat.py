@@ -1,11 +1,12 @@
-"""Hear of the other ranks of a job, and let them hear of this one, through the job's store.
+"""Exchange heartbeats with the other ranks of a job, through the job's key-value store.
 
     key         value
-    beat/RANK   "COUNT HOST"; each rank changes its count every second
+    beat/RANK   "COUNT HOST"; each rank writes a new count every second
 
-A rank whose process is stopped, or whose machine is cut off, no longer changes its count. On the
-far side of a cut link the store no longer answers. Silence is counted in the `tick`s of the rank
-that hears it, so neither the clocks of machines nor a job that was suspended as a whole matter.
+If a rank's process is stopped or its machine is cut off, its count no longer changes. If the link
+to the store's machine is cut, the store no longer answers. Each rank measures the silence of the
+others in its own `tick`s. The machines' clocks are therefore not compared, and the time for which a
+whole job is suspended is no silence.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ HOST = socket.gethostname()
 
 
 class Talk(threading.Thread):
-    """A conversation with the store, over one connection, until it fails or `over` is set.
+    """A thread that writes and reads heartbeats over one connection to the job's store.
 
-    If the store does not answer, this thread blocks for ever, and another takes its place.
+    The thread ends if the connection fails or `over` is set. If the store does not answer, the
+    thread blocks for ever, and `Hearing` starts another one.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Talk(threading.Thread):
             pass
 
     def _turn(self, store: Store) -> float:
-        """Say and hear everything once, and return the seconds until the next turn."""
+        """Write this rank's count, read all counts if due; return the seconds to the next turn."""
         store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
         keys = [f"beat/{rank}" for rank in range(self._ranks)]
         due = self.reads and self.answers % self._reads_every == 0
@@ -75,7 +77,9 @@ class Talk(threading.Thread):
 
 
 class Hearing:
-    """What this rank hears of the others. Call `tick` every `interval` seconds.
+    """What this rank knows of the other ranks from their heartbeats.
+
+    Call `tick` every `interval` seconds.
 
     Attributes:
         answered: whether the store has ever answered.
@@ -83,7 +87,7 @@ class Hearing:
     """
 
     def __init__(self, bound: float, interval: float, exchange: Callable[[Store], bool]):
-        """Start talking to the store.
+        """Start a thread that exchanges heartbeats through the job's store.
 
         Args:
             bound: the seconds of silence after which a rank counts as lost.
@@ -101,7 +105,7 @@ class Hearing:
         self._talk = self._new_talk()
 
     def tick(self) -> None:
-        """Take what the store has answered since the last tick."""
+        """Evaluate the store's answers since the last tick; reconnect if it does not answer."""
         talk = self._talk
         new, self._answers = talk.answers > self._answers, talk.answers
         self.refused_for = 0.0 if new else self.refused_for + self._interval * talk.refused
@@ -115,7 +119,7 @@ class Hearing:
             self._talk, self._answers, self._patience = self._new_talk(), 0, 0
 
     def lost(self) -> str | None:
-        """Return the error message if a rank or the store was silent for too long, or None."""
+        """Return an error message if a rank or the store is silent for too long, otherwise None."""
         if self._unanswered > self._bound and self.answered:
             holder = "torchrun" if launcher_has_store() else "rank 0"
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -125,7 +129,7 @@ class Hearing:
         return self._text(silent, "") if silent else None
 
     def stop(self) -> None:
-        """Stop talking to the store."""
+        """Stop exchanging heartbeats."""
         self._talk.over.set()
         self._talk.join(self._interval)
 
@@ -133,7 +137,7 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Count the silence of the ranks whose counts in `beats` are not new."""
+        """Update each rank's silence, which continues if the rank's count in `beats` is not new."""
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

@@ -1,8 +1,8 @@
 """Open new connections to the job's key-value store, which torchrun or rank 0 holds.
 
 torch's own connection cannot be used beside a collective, because another thread may be blocked on
-it. Operations on a store that does not answer block for ever, whatever its time-out is. So they
-belong in a thread that nobody waits for.
+it. Operations on a store that does not answer block for ever, whatever time-out is set. Call them
+only in a thread for which no other thread waits without a limit.
 """
 
 from __future__ import annotations
