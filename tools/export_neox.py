@@ -2,8 +2,8 @@
 
     python tools/export_neox.py SRC DST [--tp N]
 
-SRC is a run folder, whose newest checkpoint is exported for N tensor-parallel ranks. By default, N
-is the number of ranks that trained the checkpoint. The tool writes the file `latest` and the folder
+SRC is a run folder. Its newest checkpoint is exported for N tensor-parallel ranks. By default, N is
+the number of tensor-parallel ranks in training. The tool writes the file `latest` and the folder
 `global_step<step>/` into DST. The folder contains the files `layer_XX-model_YY-model_states.pt` and
 `mp_rank_YY_model_states.pt`. If a published checkpoint is imported and then exported, the exported
 tensors equal the original ones.

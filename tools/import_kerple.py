@@ -25,7 +25,7 @@ from megatron.engine.neox.read import is_published
 
 @entry.reports(CheckpointError)
 def main() -> int:
-    """Import the checkpoint and return exit code 0, or print all obstacles and return 1."""
+    """Import the checkpoint and return exit code 0, or print what prevents it and return 1."""
     parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")

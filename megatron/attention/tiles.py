@@ -65,8 +65,8 @@ def block_rows(queries: int, keys: int) -> int:
     """Return the number R of query rows of a tile.
 
     R is usually 32 to 128, so that matrix products are efficient. R is at most half of the number
-    of queries (if this half is at least 32), so that some future keys are never computed. If rows
-    are very long, R is smaller.
+    of queries (if this half is at least 32), so that the scores of some future keys are never
+    computed. If rows are very long, R is smaller.
     """
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))

@@ -1,8 +1,8 @@
 """Check the parity cases `data`: shards, sample orders, batches and tokens must be identical.
 
-A `data` folder contains files that the published code wrote:
+A `data` folder contains token shards and other outputs of the published code:
 
-    X_text_document.bin, X_text_document.idx   a token shard
+    X_text_document.bin    a token shard of the published code, together with X_text_document.idx
     X.jsonl                the text of this shard. It is tokenised, and the resulting .bin and .idx
                            files are compared with the published ones byte by byte.
     samples_*/             the three index arrays, the first samples, and a hash of all samples

@@ -1,8 +1,8 @@
 """Check the parity case `config`: learning rates, and settings that the published code derives.
 
 The case contains the names of published YAML files, but not the files. `--configs DIR` names the
-folder that contains the files: `kerple_configs` in a checkout of the published code, after the
-script in that folder has generated the overlay files. Without the files, the configuration is
+folder that contains the files. It is `kerple_configs` in a checkout of the published code, after
+the published code's script has generated the overlay files. Without the files, the configuration is
 assembled from the derived settings that are also config keys, except those that follow from other
 settings (such as `train_batch_size`).
 
@@ -84,7 +84,8 @@ def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Resul
     Args:
         path: The path of derived_args.json.
         name: The name of the case for the results.
-        configs: The folder with the published config files. None takes the folder of `path`.
+        configs: The folder with the published config files. If it is None, the files are read from
+            the folder of `path`.
     """
     cases = json.loads(path.read_text())
     for key, case in cases.get("derived", cases).items():

@@ -60,7 +60,7 @@ class _TarFile(tarfile.TarFile):
 
 
 class _TarEntry(tarfile.TarInfo):
-    """A tar header. Reading the end mark instead of a header sets `_TarFile.ended` to True."""
+    """A tar header. If the end mark is read instead of a header, `_TarFile.ended` becomes True."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
