@@ -64,7 +64,7 @@ class Journal:
 
     @property
     def exists(self) -> bool:
-        return self.path.exists()
+        return self.path.is_file()
 
     def write(self, state: dict) -> None:
         checksum = _checksum(self.job, state)

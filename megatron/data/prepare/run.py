@@ -125,9 +125,7 @@ class _Run:
                 for prefix in self.prefixes
             ]
             self._resume()
-            self.skipped = stack.enter_context(
-                open(self.skipped_part, "a", encoding="utf-8", errors="backslashreplace")
-            )
+            self.skipped = stack.enter_context(open(self.skipped_part, "a", encoding="utf-8"))
             share = self.total // self.partitions
             try:
                 with ProgressBar(share, self.label, self.options.quiet) as progress:
@@ -199,9 +197,14 @@ class _Run:
 
     def _write(self, result: Encoded, progress: ProgressBar) -> None:
         """Append the tokens of one chunk to the shards. Update the journal if it is due."""
-        if result.faults and self.options.on_error == "stop":
-            raise CorpusError(result.faults[0])
-        for fault in result.faults:
+        # Names of archive members may contain line feeds and codes that change the terminal.
+        faults = [
+            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fault)
+            for fault in result.faults
+        ]
+        if faults and self.options.on_error == "stop":
+            raise CorpusError(faults[0])
+        for fault in faults:
             self.skipped.write(fault + "\n")
         for writer, tokens, sizes in zip(self.writers, result.tokens, result.sizes, strict=True):
             writer.add_documents(tokens, sizes)

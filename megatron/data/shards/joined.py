@@ -63,7 +63,7 @@ def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
         if partition := partition_of(read_manifest(prefix)):
             found.setdefault(partition["of"], set()).add(partition["part"])
     for of, numbers in found.items():
-        if missing := sorted(set(range(1, of + 1)) - numbers):
+        if missing := sorted(set(range(1, of + 1)) - numbers)[:9]:
             raise ShardError(
                 f"{pattern}: partition {', '.join(map(str, missing))} of {of} is missing; prepare "
                 "it, or name the prefixes one by one to do without"

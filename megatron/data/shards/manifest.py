@@ -51,7 +51,7 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
         ShardError: the file PREFIX.json is not valid JSON, or has values of wrong types.
     """
     path = shard_path(prefix, ".json")
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         manifest = parse_json(path.read_bytes())

@@ -159,6 +159,8 @@ HOSTILE: list[tuple[str, bytes | Callable[[Path], None], str]] = [
     ("link.tar", tar_of(header("a.txt", kind=b"2", more=PASSWORDS)), ": has no records"),
     ("hard.tar", tar_of(header("a.txt", kind=b"1", more=PASSWORDS)), ": has no records"),
     ("fifo.tar", tar_of(header("a.txt", kind=b"6")), ": has no records"),
+    ("name.tar", tar_of(header("a\n\x1b[31m.txt", b"00000000001 "), b"\xff" + bytes(511)), r"!a\\n"
+     r"\\x1b\[31m.txt:1: byte 0xff is not valid UTF-8"),
     ("pax.tar", tar_of(header("a", b"00000000005 ", b"x"), b"99 x\n" + bytes(507)), DAMAGED),
     # parquet
     ("bytes.parquet", parquet(pyarrow.binary(), b"fine", b"\xff", b"fine"), ":2: byte 0x"),
