@@ -15,10 +15,8 @@ import pytest
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then echo "$STUB_HOSTS" | tr , '\\n'; exit; fi
 echo "$@" >> "$STUB_DIR/scontrol"
-kill "$(cat "$STUB_DIR/srun.pid")"  # Slurm ends what runs in a job that it requeues
 """
 RECORDING_SRUN = """#!/usr/bin/env bash
-echo $$ > "$STUB_DIR/srun.pid"
 printf '%s\\n' "$@" > "$STUB_DIR/srun.tmp" && mv "$STUB_DIR/srun.tmp" "$STUB_DIR/srun"
 exec sleep "$STUB_SLEEP"
 """
@@ -27,10 +25,16 @@ while [[ $1 == -* ]]; do shift; done
 shift && exec "$STUB_PYTHON" -m torch.distributed.run "$@"
 """
 TRAIN = """
-import json, os, sys
+import json, os, signal, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 record = {name: os.environ[name] for name in names} | {"argv": sys.argv[1:]}
-json.dump(record, open(f"rank{record['RANK']}.json", "w"))
+def save(*_):
+    open(f"saved{record['RANK']}", "w")
+    sys.exit()
+signal.signal(signal.SIGUSR1, save)
+json.dump(record, open(f"rank{record['RANK']}.tmp", "w"))
+os.rename(f"rank{record['RANK']}.tmp", f"rank{record['RANK']}.json")
+time.sleep(60)
 """
 
 
@@ -72,24 +76,35 @@ def test_every_node_gets_one_torchrun_with_one_rendezvous(tmp_path, repo_root):
         "--rdzv-endpoint=node1:24242",
         "--rdzv-id=4242-2",
         "--max-restarts=0",
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "train.py",
         *files,
     ]
     assert not (tmp_path / "scontrol").exists()
 
 
-def test_the_command_really_starts_train_py_under_torchrun(tmp_path, repo_root):
+def test_before_the_time_limit_every_process_saves_and_then_the_job_is_requeued(
+    tmp_path, repo_root
+):
     (tmp_path / "train.py").write_text(TRAIN)
     here = {"STUB_HOSTS": "localhost", "PROCS_PER_NODE": "2"}
     job = start(tmp_path, repo_root, RUNNING_SRUN, "a.yml", "-o", "x=1", **here)
-    output, _ = job.communicate(timeout=120)
+    records = [tmp_path / f"rank{rank}.json" for rank in (0, 1)]
+    deadline = time.monotonic() + 120
+    while not all(record.exists() for record in records):
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    for rank, record in enumerate(ranks):
-        assert record == {
+    for rank, record in enumerate(records):
+        assert json.loads(record.read_text()) == {
             "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
             "TORCHELASTIC_RUN_ID": "4242-0", "argv": ["a.yml", "-o", "x=1"],
         }  # fmt: skip
+        assert (tmp_path / f"saved{rank}").exists(), output
+    assert (tmp_path / "scontrol").read_text() == "requeue 4242\n"
+    assert output.index("saves a checkpoint") < output.index("requeueing job 4242")
 
 
 def test_an_error_in_training_is_the_jobs_error_and_requeues_nothing(tmp_path, repo_root):
@@ -97,19 +112,6 @@ def test_an_error_in_training_is_the_jobs_error_and_requeues_nothing(tmp_path, r
     job.communicate(timeout=30)
     assert job.returncode == 3
     assert not (tmp_path / "scontrol").exists()
-
-
-def test_the_warning_before_the_time_limit_requeues_the_job(tmp_path, repo_root):
-    job = start(tmp_path, repo_root, RECORDING_SRUN, STUB_SLEEP="60")
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "srun").exists():
-        assert time.monotonic() < deadline and job.poll() is None
-        time.sleep(0.05)
-    job.send_signal(signal.SIGUSR1)
-    output, _ = job.communicate(timeout=30)
-    assert (tmp_path / "scontrol").read_text() == "requeue 4242\n"
-    assert "requeueing job 4242" in output
-    assert job.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("line", ["--requeue", "--ntasks-per-node=1", "--open-mode=append"])

@@ -1,0 +1,99 @@
+"""Training under real launchers, with faults; the weights are those of a run without any.
+
+All jobs run at once, because most of their time is imports.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.engine.checkpoint.saved import newest
+from tests.helpers.jobs import digest, write_config, write_shards
+from tests.helpers.paths import ROOT
+
+STEPS = 120
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ALONE = (
+    "import sys; from megatron.launch import start_ranks; del sys.argv[0]; sys.exit(start_ranks(2))"
+)
+
+
+def begin(command: list, config: Path, **variables: str) -> subprocess.Popen:
+    """Start training in the folder of `config`; its output is `output` there."""
+    with (config.parent / "output").open("a") as output:
+        return subprocess.Popen(
+            [*command, ROOT / "train.py", config], cwd=config.parent, stdout=output,
+            stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        )  # fmt: skip
+
+
+def srun(rank: int) -> dict[str, str]:
+    """The variables of a task of `srun --ntasks=2`."""
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    return step | place | {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node1"}
+
+
+def wait_for_checkpoint(run: Path, process: subprocess.Popen) -> None:
+    until = time.monotonic() + 120
+    while not (run / "latest").exists():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """A run under srun, one whose rank is killed under torchrun, one that is told to leave."""
+    folder = tmp_path_factory.mktemp("jobs")
+    prefix = write_shards(folder)
+    keys = {"train_iters": STEPS, "save_interval": 10, "save": "run", "load": "run"}
+    keys |= {"eval_iters": 0, "train_micro_batch_size_per_gpu": 2, "hidden_dropout": 0.1}
+    configs = {
+        name: write_config(folder / name / "c.yml", prefix, **keys)
+        for name in ("srun", "killed", "left")
+    }
+    sruns = [begin([sys.executable], configs["srun"], **srun(rank)) for rank in (0, 1)]
+    share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    killed = begin([*TORCHRUN, "--max-restarts=1"], configs["killed"], **share)
+    left = begin([sys.executable, "-c", ALONE], configs["left"])
+    processes = {"srun": sruns, "killed": [killed], "left": [left]}
+    try:
+        wait_for_checkpoint(folder / "killed" / "run", killed)
+        psutil.Process(killed.pid).children()[1].kill()
+        wait_for_checkpoint(folder / "left" / "run", left)
+        left.send_signal(signal.SIGTERM)
+        for each in [*sruns, killed, left]:
+            each.wait(120)
+    finally:
+        for each in [*sruns, killed, left]:
+            each.kill()
+    yield folder, {name: [each.returncode for each in many] for name, many in processes.items()}
+
+
+def test_tasks_of_srun_train_as_one_job(jobs):
+    folder, codes = jobs
+    output = (folder / "srun" / "output").read_text()
+    assert codes["srun"] == [0, 0], output
+    assert "1 x 2 x 1 cpu" in output and newest(folder / "srun" / "run").step == STEPS
+
+
+def test_torchrun_restarts_a_job_whose_rank_was_killed(jobs):
+    folder, codes = jobs
+    output = (folder / "killed" / "output").read_text()
+    assert codes["killed"] == [0] and "resuming" in output, output
+    assert digest(folder / "killed" / "run") == digest(folder / "srun" / "run")
+
+
+def test_train_alone_passes_a_signal_on_and_goes_on_later(jobs):
+    folder, codes = jobs
+    output = (folder / "left" / "output").read_text()
+    assert codes["left"] == [0], output
+    assert "SIGTERM: leaving after this step" in output and newest(folder / "left" / "run").step > 0
