@@ -198,11 +198,11 @@ def lost_contact(error: BaseException | None) -> bool:
 
 
 def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
-    """Report the failure to the other ranks if there is a store, or else print it.
+    """Report the failure to the other ranks through the job's store; without a store, print it.
 
     Args:
         lost: as in `end_process`.
-        causes: receives the failure of another rank that caused this one, if it is known.
+        causes: a list to which the other rank's failure that caused this one is added, if known.
     """
     try:
         if is_member():
@@ -215,7 +215,7 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
 
 
 def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
-    """Write the failure into the store, and print it unless another rank prints the same error.
+    """Write `failure` into the job's store, and print it unless another rank prints the same error.
 
     Args:
         lost: as in `end_process`.

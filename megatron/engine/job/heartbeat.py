@@ -137,7 +137,7 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Update each rank's silence, which continues if the rank's count in `beats` is not new."""
+        """Update the seconds of silence of each rank. A new count in `beats` sets them to zero."""
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

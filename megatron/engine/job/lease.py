@@ -200,7 +200,7 @@ def _who(content: str) -> str:
 
 
 def is_alive(content: str) -> bool | None:
-    """Return whether the holder of a lease is alive; None if this machine cannot check it."""
+    """Return whether a lease's holder is alive; None if this machine cannot check the process."""
     holder, here = _parsed(content), _machine()
     pid = holder.get("pid")
     if here is None or holder.get("machine") != here or not isinstance(pid, int):
