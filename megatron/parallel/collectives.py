@@ -60,7 +60,10 @@ def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, tp: TensorGroup, split: int, join: int) -> Tensor:
-    """Send chunk r of dimension `split` to rank r, and join the received chunks along `join`."""
+    """Cut `x` along dimension `split`, send piece r to rank r, and join what arrives along `join`.
+
+    The pieces arrive in the order of ranks, one from each rank.
+    """
     chunks = torch.cat(x.chunk(tp.size, split))
     received = torch.empty_like(chunks)
     dist.all_to_all_single(received, chunks, group=tp.group)

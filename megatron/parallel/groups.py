@@ -135,7 +135,12 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create the groups of ranks that differ only along `axes`, and return this rank's own."""
+        """Create the groups of ranks that differ only along `axes`, and return this rank's group.
+
+        Args:
+            ranks: All ranks, [pipe, data, context, model].
+            axes: The axes of `ranks` along which a group extends.
+        """
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()

@@ -31,9 +31,10 @@ from megatron.data.shards.interface import Shards
 
 
 class TokenDataset:
-    """The samples of one split of some token shards, in GPT-NeoX's order. Implements `Samples`.
+    """The samples of one split of some token shards, in GPT-NeoX's order.
 
-    The data set covers complete epochs, so it may have more than `num_samples` samples.
+    The class implements `Samples`. The data set covers complete epochs, so it may have more than
+    `num_samples` samples.
 
     Args:
         documents: (start, end). The split includes document `start` and excludes document `end`.
