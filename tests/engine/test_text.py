@@ -16,6 +16,7 @@ from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
 from megatron.engine.text import JobData
 from tests.helpers.jobs import write_config, write_shards
+from tests.helpers.shards import write_documents
 
 ALONE = SimpleNamespace(data_rank=0, data_size=1)
 
@@ -129,3 +130,17 @@ def test_indices_are_kept_beside_the_data_or_in_a_folder_of_the_machine(
     data = job_data(tmp_path, data_path=prefixes[0])
     np.testing.assert_array_equal(batches(data.training(index_samples=12, consumed=0)), expected)
     assert len(list((tmp_path / "machine").glob("*/train_*"))) == 1
+
+
+def test_two_corpora_of_equal_counts_that_change_places_are_noticed(tmp_path):
+    """Only the fingerprint of the text tells them apart."""
+    made = [str(tmp_path / name) for name in "ab"]
+    for number, prefix in enumerate(made):
+        write_documents(prefix, [[number] * 40, [5] * 30])
+    one, other = (
+        job_data(tmp_path, train_data_paths=paths, valid_data_paths=made, test_data_paths=made)
+        for paths in (made, made[::-1])
+    )
+    assert one.identity.keys() == other.identity.keys()
+    differing = {key for key in one.identity if one.identity[key] != other.identity[key]}
+    assert differing == {"content"}
