@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.config import load_config
-from megatron.data.errors import ShardError
+from megatron.data.errors import DataError, ShardError
 from megatron.data.samples.blend import BlendedDataset
 from megatron.data.samples.index_cache import cache_folder
 from megatron.data.shards.merge import merge
@@ -130,6 +130,10 @@ def test_indices_are_kept_beside_the_data_or_in_a_folder_of_the_machine(
     data = job_data(tmp_path, data_path=prefixes[0])
     np.testing.assert_array_equal(batches(data.training(index_samples=12, consumed=0)), expected)
     assert len(list((tmp_path / "machine").glob("*/train_*"))) == 1
+    monkeypatch.setattr("os.getuid", lambda: 4321)
+    (tmp_path / "machine/kerple-index-4321").symlink_to(tmp_path)
+    with pytest.raises(DataError, match="kerple-index-4321: belongs to another user; set TMPDIR"):
+        cache_folder(tmp_path / "part0")
 
 
 def test_two_corpora_of_equal_counts_that_change_places_are_noticed(tmp_path):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data.errors import DataError
 from megatron.data.locks import one_at_a_time
 from megatron.data.samples.index import IndexArguments, SampleIndex, build_sample_index
 from megatron.files import flush
@@ -35,6 +36,9 @@ def cache_folder(data_folder: Path) -> Path:
     The folder is `index_cache` inside `data_folder`, the folder of the token shards. If
     `data_folder` cannot be written, return a folder of the current user in the system's temporary
     folder.
+
+    Raises:
+        DataError: the folder in the system's temporary folder belongs to another user.
     """
     folder = data_folder / "index_cache"
     try:
@@ -44,6 +48,10 @@ def cache_folder(data_folder: Path) -> Path:
     except OSError:
         folder = Path(tempfile.gettempdir()) / f"kerple-index-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid != os.getuid():  # it could hold another order of samples
+            raise DataError(
+                f"{folder}: belongs to another user; set TMPDIR to a folder of your own"
+            ) from None
     return folder
 
 
