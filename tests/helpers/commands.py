@@ -61,3 +61,11 @@ def begin_and_pause(*arguments: object, at: int) -> subprocess.Popen:
 
 def content(prefix: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, bytes]:
     return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in suffixes}
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

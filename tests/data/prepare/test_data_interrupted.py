@@ -13,18 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import ROOT, begin_and_pause, call, content
+from tests.helpers.commands import ROOT, alive, begin_and_pause, call, content
 
 
 def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_for_end(pids: list[int]) -> None:
