@@ -1,3 +1,3 @@
-"""Define the version of the project, which checkpoints and the Python package record."""
+"""Define the version of the project. Checkpoints and the Python package record it."""
 
 __version__ = "0.1.0"

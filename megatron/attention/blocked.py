@@ -135,8 +135,8 @@ class BlockedCall:
     def new_kept(self) -> Tensor | None:
         """Return a buffer for the probabilities P of all tiles, or None if P is not kept.
 
-        P is kept only if it is small and there is no factor w. With w, the backward pass would also
-        need the scaled query-key products.
+        P is kept only if it is small and the distance kernel has no factor w. With a factor, the
+        backward pass computes the query-key products again in any case, and P with them.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if self.weight is not None or size > KEPT_SHARE * 4 * self.q_NTE.numel():

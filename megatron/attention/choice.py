@@ -91,7 +91,7 @@ class AttentionFn:
         return self.run(call)
 
     def run(self, call: Call) -> Tensor:
-        """Compute the attention output. Calls with a new layout are checked first."""
+        """Compute the attention output. If the layout of `call` is new, check it before."""
         self._check_layout(call)
         k_BKSE, v_BKSE = call.k_BKSE, call.v_BKSE
         group = call.q_BHTE.shape[1] // k_BKSE.shape[1]

@@ -23,7 +23,8 @@ RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
 def relation(*names: str) -> Callable[[Relation], Relation]:
     """Return a decorator that adds a check of the fields `names` to `RELATIONS`.
 
-    The decorated function takes the values of these fields. It returns their problem or None.
+    The decorated function takes the values of these fields. It returns a description of what
+    is wrong with them, or None.
     """
 
     def register(function: Relation) -> Relation:

@@ -4,9 +4,11 @@ A distance kernel is a bias b or a factor w that depends only on the query-key d
 function of d can be tabulated, for example T5's buckets, or a formula that `codegen` cannot
 express. "Theta" is then one row of numbers per head. The row holds b(d) / scale for all distances
 if there is a bias, followed by w(d) for all distances if there is a factor. Autograd propagates
-theta's gradient to the parameters from which the table was computed. The gradient at distance d is
+theta's gradient to the parameters from which the table was computed. The gradients at distance d
+are sums over all i, j with i - j = d:
 
-    sum of scale ds_ij over i - j = d  (of b / scale)     sum of scale ds_ij s_ij  (of w)
+    gradient of b(d) / scale = sum (scale * ds_ij)
+    gradient of w(d)         = sum (scale * ds_ij * s_ij)
 
 `table_pass` computes this gradient, without atomics and in fixed order. A program walks over the
 square tiles [R, R] whose upper left corners are at the same distance D, a multiple of R. Row r and
@@ -102,7 +104,7 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
     """Return the rows with the indices `row` [R] of a tensor, as [R, P].
 
-    Rows where `inside` is false and columns from E on are 0.
+    Rows where `inside` is false are 0, and so are the columns from E on.
     """
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column

@@ -60,9 +60,9 @@ def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, tp: TensorGroup, split: int, join: int) -> Tensor:
-    """Cut `x` along dimension `split`, send piece r to rank r, and join what arrives along `join`.
+    """Cut `x` along dimension `split` into one piece per rank, and send piece r to rank r.
 
-    The pieces arrive in the order of ranks, one from each rank.
+    Return the received pieces, concatenated along dimension `join` in the order of ranks.
     """
     chunks = torch.cat(x.chunk(tp.size, split))
     received = torch.empty_like(chunks)

@@ -97,7 +97,7 @@ class TrainingLoop:
     """A loop that takes training steps, and logs, validates and saves as `settings` ask.
 
     Args:
-        carried: the state of the loop that the checkpoint contains from which the run resumes (see
+        carried: the loop's state, read from the checkpoint that the run resumes from (see
             `TrainingProgress.interval`). It is empty in a new run.
     """
 
