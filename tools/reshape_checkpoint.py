@@ -21,7 +21,7 @@ import torch
 
 from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.publish import UNFINISHED
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved import Kind, Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.parallel.groups import build_groups
 
@@ -45,6 +45,8 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     problem = saved.damage(build_groups(torch.device("cpu")))
     if problem:
         raise CheckpointError(f"{saved.path} is damaged: {problem}")
+    if saved.kind is not Kind.OURS:
+        raise CheckpointError(f"{saved.path} cannot be converted: it holds no optimizer state")
     layout = saved.record.layout
     why = relayout.refusal(layout, layout | {"model_parallel_size": 1})  # written unsharded
     if why:

@@ -87,7 +87,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     if saved is None:
         raise CheckpointError(f"{source} holds no checkpoint (no file `latest`)")
     weights, (buffers, shards) = saved.weights(), saved.imported_tensors()
-    if about := saved.record.imported:
+    about: dict[str, Any] = {**(saved.record.imported or {})}
+    if about:
         shape = Shape(**about["shape"] | {"theta": tuple(about["shape"]["theta"])})
     else:
         config = _config_of(saved.record)
@@ -192,7 +193,7 @@ def _config_of(record: Record) -> Config:
     with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
         json.dump(record.config, file)
         file.flush()
-        return load_config([file.name], world_size=record.layout["data_parallel_size"])
+        return load_config([file.name], world_size=record.layout.get("data_parallel_size", 1))
 
 
 def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.engine.checkpoint.record import Record
+from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.parallel.groups import Groups
 from megatron.parallel.sharding import Sharding, full_shape, local_slice, shardings_of
@@ -67,7 +68,20 @@ def read_full(checkpoint: Path, record: Record) -> Weights:
 
 
 def _read_rank(checkpoint: Path, rank: int) -> Weights:
-    return safe_load(checkpoint / f"mp_rank_{rank:02d}_model_states.pt")["module"]
+    path = checkpoint / f"mp_rank_{rank:02d}_model_states.pt"
+    content = safe_load(path)
+    return _tensors(path, content.get("module") if isinstance(content, dict) else None)
+
+
+def _tensors(path: Path, content: Any) -> Weights:
+    """Return `content`, read from `path`, if it is a dictionary of tensors by name.
+
+    Raises:
+        CheckpointError: `content` is anything else.
+    """
+    if isinstance(content, dict) and all(isinstance(each, Tensor) for each in content.values()):
+        return content
+    raise CheckpointError(f"{path}: does not hold tensors by name")
 
 
 def _read_layers(checkpoint: Path, layers: Sequence[str], rank: int) -> Weights:
@@ -76,7 +90,7 @@ def _read_layers(checkpoint: Path, layers: Sequence[str], rank: int) -> Weights:
         path = checkpoint / f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
         if name in layers[:index]:  # a tied layer is written only where it comes first
             continue
-        found |= {f"{name}.{key}": value for key, value in safe_load(path).items()}
+        found |= {f"{name}.{key}": value for key, value in _tensors(path, safe_load(path)).items()}
     return found
 
 

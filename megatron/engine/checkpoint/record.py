@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
-from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from typing_extensions import TypedDict
 
 from megatron.engine.checkpoint.checksums import FORMAT, MOST_BYTES, RECORD
 from megatron.engine.errors import CheckpointError
@@ -34,6 +42,26 @@ def _completed(layout: dict[str, Any]) -> dict[str, Any]:
 
 Layout = Annotated[dict[str, Any], AfterValidator(_completed)]
 Pair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
+
+
+class ImportedShape(TypedDict):
+    """The fields of `neox.read.Shape`, as JSON values."""
+
+    num_layers: NonNegativeInt
+    tied: bool
+    parts: PositiveInt
+    theta: list[str]
+    geglu: bool
+    summed_biases: bool
+    row_output: NotRequired[bool]
+
+
+class Imported(TypedDict):
+    """The result of `Published.about`, as JSON values."""
+
+    shape: ImportedShape
+    schedule: dict[str, Any] | None
+    args: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,7 +131,7 @@ class Record(RunDescription):
     version: str = ""
     progress: TrainingProgress
     layout: Layout  # pyright: ignore[reportGeneralTypeIssues]  required here
-    imported: dict[str, Any] | None = None
+    imported: Imported | None = None
     files: dict[str, Pair] = field(default_factory=dict)
 
     @classmethod

@@ -82,8 +82,8 @@ def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)
         return f"a resumed run cannot change {changes}"
-    if new["optimizer"] != "adam":
-        return f"the universal format holds Adam's state, not that of {new['optimizer']}"
+    if new.get("optimizer") != "adam":
+        return f"the universal format holds Adam's state, not that of {new.get('optimizer')}"
     if 0 in (old["zero_stage"], new["zero_stage"]):
         return (
             "ZeRO-0 keeps its optimizer state where the universal format has no place for it "

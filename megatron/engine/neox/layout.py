@@ -200,6 +200,9 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}
+    if len(names) != theta_HN.shape[1]:
+        text = f"theta has {theta_HN.shape[1]} columns, but {len(names)} are named"
+        raise CheckpointError(f"{text}: {', '.join(names) or 'none'}")
     columns = zip(names, theta_HN.unbind(1), strict=True)
     return {RPE + name: column.reshape(-1, 1, 1).contiguous() for name, column in columns}
 

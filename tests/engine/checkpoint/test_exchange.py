@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
 
-from megatron.config import load_config
+from megatron.config import ConfigError, load_config
 from megatron.engine.build import DTYPES, plan_of
-from megatron.engine.checkpoint.exchange import export_checkpoint
+from megatron.engine.checkpoint.checksums import sealed
+from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import Saved, tag_of
+from megatron.engine.checkpoint.saved import Saved, newest, tag_of
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.model import GPT
 from megatron.positional import names
+from tests.helpers.paths import FIXTURES
+from tools.reshape_checkpoint import reshape
 
+MODELS = FIXTURES / "parity" / "models"
 VOCAB = 48
 KEYS = {
     "num_layers": 2,
@@ -114,3 +120,47 @@ def test_the_vocabulary_is_padded_there_as_it_is_here(tmp_path, parts, divisor):
 def test_there_must_be_something_to_export(tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         export_checkpoint(tmp_path, tmp_path / "out")
+
+
+def forged(tmp_path, change):
+    """An import of two shards whose record is changed and sealed again."""
+    source = newest(MODELS / "tp2_row_gptj_geglu" / "checkpoint").path
+    import_checkpoint(source, tmp_path / "ours", summed_biases=True)
+    path = newest(tmp_path / "ours").path / "kerple.json"
+    record = json.loads(path.read_text())
+    del record["checksum"]
+    change(record)
+    path.write_text(sealed(record))
+    return tmp_path / "ours"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda r: r["imported"].pop("shape"), "imported.shape: Field required"),
+        (lambda r: r["imported"].pop("args"), "imported.args: Field required"),
+        (lambda r: r["imported"].update(shape=True), "imported.shape: Input should be"),
+        (lambda r: r["imported"]["shape"].update(num_layers="../x"), "imported.shape.num_layers"),
+        (lambda r: r["imported"]["shape"].update(parts=0), "imported.shape.parts"),
+        (lambda r: r["imported"]["shape"].update(theta=[]), "but 0 are named: none"),
+        (lambda r: r["imported"]["shape"].update(theta=[{}]), "imported.shape.theta.0"),
+        (lambda r: r.pop("imported"), "required"),
+    ],
+)
+def test_a_record_that_does_not_describe_its_tensors_is_refused(tmp_path, change, says):
+    with pytest.raises((CheckpointError, ConfigError), match=re.escape(says)):
+        export_checkpoint(forged(tmp_path, change), tmp_path / "back")
+
+
+def test_an_import_has_no_optimizer_state_to_reshape(tmp_path):
+    with pytest.raises(CheckpointError, match="it holds no optimizer state"):
+        reshape(forged(tmp_path, lambda record: None), tmp_path / "out", None, 1)
+
+
+@pytest.mark.parametrize("content", [[1], {"module": None}, {"module": {"a": 1}}, {}])
+def test_a_file_without_tensors_is_named(tmp_path, content):
+    shutil.copytree(FIXTURES / "checkpoint" / "run", tmp_path / "run")
+    saved = newest(tmp_path / "run")
+    torch.save(content, saved.path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt: does not hold tensors"):
+        saved.weights()
