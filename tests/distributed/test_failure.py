@@ -105,13 +105,13 @@ def test_who_comes_late_to_a_normal_end_does_not_wait_for_the_store():
     assert codes == [0, 0] and texts == ["", ""] and seconds < SOON
 
 
-def test_on_each_machine_one_process_says_what_happened_elsewhere(monkeypatch, capsys):
+def test_on_each_machine_one_process_says_what_happened_elsewhere(monkeypatch, capfd):
     monkeypatch.setenv("LOCAL_RANK", "0")
     failure.print_if_elsewhere({"rank": 9, "host": "elsewhere", "text": "error: no disk"})
     failure.print_if_elsewhere({"rank": 1, "host": HOST, "text": "said here already"})
     monkeypatch.setenv("LOCAL_RANK", "1")
     failure.print_if_elsewhere({"rank": 9, "host": "elsewhere", "text": "error: no disk"})
-    assert capsys.readouterr().err == "rank 9 on elsewhere: error: no disk\n"
+    assert capfd.readouterr().err == "rank 9 on elsewhere: error: no disk\n"
 
 
 def joins(rank, minutes):

@@ -111,18 +111,19 @@ def test_told_to_leave_at_every_moment_it_ends_as_if_nothing_had_been(tmp_path, 
     assert all_but_speed(folder) == all_but_speed(undisturbed)
 
 
-def test_leaving_a_conversion_leaves_the_checkpoint_as_it_was(tmp_path, prefix):
-    config, folder = config_at(tmp_path, prefix, 1, train_iters=3, eval_iters=0)
-    assert run(job, config, ranks=1)[0] == [0]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_leaving_a_conversion_leaves_the_checkpoint_as_it_was(tmp_path, prefix, ranks):
+    config, folder = config_at(tmp_path, prefix, ranks, train_iters=3, eval_iters=0)
+    assert run(job, config, ranks=ranks)[0] == [0] * ranks
     before = digest(folder)
     other = ["-o", "zero_optimization.stage=2", "-o", "train_iters=4"]
-    codes, [text], _ = run(job, config, ("conversion", 1, [0], [USR1]), other, ranks=1)
-    assert codes == [CODE] and text.endswith(
-        "SIGUSR1 before the first step: there is nothing to save\n"
-    )
+    fault = ("conversion", 1, [0], [USR1])
+    codes, [text, *_], _ = run(job, config, fault, other, ranks=ranks)
+    says = "SIGUSR1 before the first step: there is nothing to save\n"
+    assert codes == [CODE] * ranks and text.endswith(says)
     assert digest(folder) == before
-    codes, [text], _ = run(job, config, None, other, ranks=1)
-    assert codes == [0] and "converted in" in text and (folder / "global_step4").is_dir()
+    codes, [text, *_], _ = run(job, config, None, other, ranks=ranks)
+    assert codes == [0] * ranks and "converted in" in text and (folder / "global_step4").is_dir()
 
 
 def test_it_leaves_when_its_time_is_over_and_says_that_nothing_is_saved(tmp_path, prefix):

@@ -277,9 +277,10 @@ def _local_failure(text: str, code: int = 1) -> Failure:
 
 
 def _print(failure: Failure) -> None:
+    """Print `failure`, even while the main thread hides what a library prints on `sys.stderr`."""
     with _IF_WRITABLE:
         source = f"rank {failure['rank']} on {failure['host']}"
-        print(f"{source}: {failure['text']}", file=sys.stderr, flush=True)
+        print(f"{source}: {failure['text']}", file=sys.__stderr__, flush=True)
 
 
 def print_if_elsewhere(failure: Failure) -> None:
