@@ -1,0 +1,69 @@
+"""A job over two hosts that meets cuts of the network and the death of a host.
+
+The hosts are network namespaces (see `two_hosts`). The weights at the end are, bit for bit, those
+of four ranks that meet no fault.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.jobs import digest, run_job, write_config, write_shards
+from tests.helpers.launch import run_ranks
+from tests.helpers.paths import ROOT
+
+ROOT_THERE = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+
+
+def reason_to_skip() -> str | None:
+    """Why this machine cannot play two hosts, or None."""
+    missing = [name for name in ("unshare", "nsenter", "ip") if not shutil.which(name)]
+    if missing:
+        return f"the rehearsal on two hosts needs {', '.join(missing)} (util-linux, iproute2)"
+    make_link = ["ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1"]
+    done = subprocess.run([*ROOT_THERE, *make_link], capture_output=True, text=True)
+    if done.returncode:
+        return f"the rehearsal on two hosts may not make network namespaces here: {done.stderr}"
+    return None
+
+
+def test_cuts_and_the_death_of_a_host_change_no_weight(tmp_path):
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    keys = {"train_iters": 120, "save_interval": 20, "keep_last_n_checkpoints": 2}
+    keys |= {"eval_iters": 0, "train_micro_batch_size_per_gpu": 2, "hidden_dropout": 0.1}
+    for host in ("a", "b", "alone"):
+        prefix = write_shards_in(tmp_path / host)
+        run = str(tmp_path / ("alone/run" if host == "alone" else "run"))
+        folders = {"save": run, "load": run, "heartbeat_timeout": 10}
+        write_config(tmp_path / host / "c.yml", prefix, **keys, **folders)
+    rehearsal = subprocess.Popen(
+        [*ROOT_THERE, sys.executable, "-m", "tests.cluster.two_hosts", tmp_path],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        run_ranks(4, run_job, tmp_path / "alone" / "c.yml")
+        said, _ = rehearsal.communicate(timeout=240)
+    finally:
+        if rehearsal.poll() is None:
+            os.killpg(rehearsal.pid, signal.SIGKILL)
+    assert rehearsal.returncode == 0, said
+    print(said)
+    texts = [(tmp_path / host / "output").read_text() for host in ("a", "b")]
+    heard = "error: nothing heard for 10 s (heartbeat_timeout) of rank "
+    assert f"{heard}2 on host-b, rank 3 on host-b" in texts[0], texts[0]
+    assert f"{heard}0 on host-a, rank 1 on host-a" in texts[1], texts[1]
+    assert "resuming from" in texts[0]
+    assert digest(tmp_path / "run") == digest(tmp_path / "alone" / "run")
+
+
+def write_shards_in(folder):
+    folder.mkdir()
+    return write_shards(folder)
