@@ -207,6 +207,7 @@ class CheckpointConfig(Section):
     save_interval: Positive | None = None
     keep_last_n_checkpoints: Positive | None = None
     extra_save_iters: Steps = ()
+    async_save: Flag = False  # not in GPT-NeoX: copy the state, and write it beside training
     finetune: Flag = False
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import choose_start, restore
 from megatron.engine.checkpoint.saved import Saved, newest
-from megatron.engine.checkpoint.write import save as save_checkpoint
+from megatron.engine.checkpoint.saver import Saver
+from megatron.engine.checkpoint.write import Destination
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
 from megatron.engine.evaluation.held_out import held_out_loss, log_final_losses
@@ -43,13 +43,8 @@ from megatron.parallel.groups import Groups
 UNSAVED = Path("runs/unsaved")
 """The folder for logs and plots of a run whose config names no `save` folder."""
 WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb_mode")
-
-
 MOST_ROLL_BACKS = 3
 """How often a run goes back to one checkpoint after a bad loss."""
-SLOW_SAVE = 25
-"""If a save takes more seconds than this, the log warns that some launchers kill a job 30 s after
-their signal."""
 
 
 def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> int:
@@ -102,8 +97,8 @@ class Job:
             sequence_parallel=parallel.sequence_parallel,
         )
         self.config, self.groups, self.confirm = config, groups, confirm
-        self._warned = False
         self._rolled_back: list[Saved] = []
+        self._saver: Saver | None = None
         save = config.checkpoint.save
         self.run_dir = Path(save) if save else UNSAVED
         require_agreement(groups, "config", settings_of(config))
@@ -145,6 +140,7 @@ class Job:
             confirm=self.confirm,
         ) as log:
             self._announce(log)
+            self._saver = self._saver_to(log)
             with suppress(preemption.Leave):
                 self._train_and_evaluate(log)
             if why := preemption.reason():
@@ -245,40 +241,31 @@ class Job:
             before = step // c.training.eval_interval - 1
             return held_out_loss(c, self.data, self.engine, self.groups, "valid", before)
 
-        carried = self.progress.interval
+        carried, saver = self.progress.interval, self._saver
         preemption.begin()
-        TrainingLoop(self.engine, self.groups, self.theta, loop_settings(c), log, carried).run(
-            loader,
-            self.progress.step,
-            validate=validate,
-            save=lambda step, interval: self._save(step, interval, loader, log),
-        )
+        with saver or nullcontext():
+            TrainingLoop(self.engine, self.groups, self.theta, loop_settings(c), log, carried).run(
+                loader,
+                self.progress.step,
+                validate=validate,
+                save=lambda step, interval: self._save(step, interval, loader, log),
+                check=saver.check if saver else lambda: None,
+            )
+
+    def _saver_to(self, log: RunLog) -> Saver | None:
+        c = self.config.checkpoint
+        if not c.save:
+            return None
+        keep = c.keep_last_n_checkpoints
+        to = Destination(Path(c.save), self.description, keep, self.confirm)
+        return Saver(self.engine, self.groups, to, beside_training=c.async_save, say=log.line)
 
     def _save(self, step: int, interval: dict[str, Any], loader: TrainLoader, log: RunLog) -> None:
-        c = self.config
         self.progress = replace(
             self.progress, step=step, consumed_samples=loader.consumed_samples, interval=interval
         )
-        if not c.checkpoint.save:
-            return
-        start = time.monotonic()
-        saved = save_checkpoint(
-            self.engine,
-            self.groups,
-            Path(c.checkpoint.save),
-            self.progress,
-            self.description,
-            keep_last=c.checkpoint.keep_last_n_checkpoints,
-            confirm=self.confirm,
-        )
-        seconds = time.monotonic() - start
-        log.line(f"  saved {saved.path}, training waited {seconds:.2f} s")
-        if seconds > SLOW_SAVE and not self._warned:
-            log.line(
-                "  a launcher that kills 30 s after its signal, as torchrun does, would cut such a "
-                "save; let the scheduler signal earlier (docs/cluster.md)"
-            )
-            self._warned = True
+        if self._saver is not None:
+            self._saver.save(self.progress)
 
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()

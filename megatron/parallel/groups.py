@@ -75,6 +75,8 @@ class Groups:
         context: The context-parallel group, which splits the sequence (Ulysses).
         pipe: The group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
+        job: The group of all ranks of the job. None stands for torch's default group. A thread that
+            works beside training needs a group of its own.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class Groups:
     model: TensorGroup = ALONE
     context: TensorGroup = ALONE
     pipe: dist.ProcessGroup | None = None
+    job: dist.ProcessGroup | None = None
     pipe_rank: int = 0
     pipe_size: int = 1
 
@@ -166,20 +169,20 @@ class Groups:
     def sum_over_job(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` in place over all ranks of the job, and return it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.job)
         return tensor
 
     def barrier(self) -> None:
         """Wait for every rank of the job."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(self.job)
 
     def gather_from_job(self, value: Any) -> list[Any]:
         """Return a list of every rank's `value`, on every rank.
 
         Values are pickled, so they should be small.
         """
-        return _gather_objects(value, self.world_size, None)
+        return _gather_objects(value, self.world_size, self.job)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
         """Return a list of every stage's `value`, on every stage.

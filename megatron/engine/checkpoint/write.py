@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import deepspeed
@@ -24,7 +24,7 @@ from megatron.engine.checkpoint.publish import (
 )
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.relayout import conversion_info
-from megatron.engine.checkpoint.saved import Saved, finished, tag_of
+from megatron.engine.checkpoint.saved import Saved, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.lease import Confirm, unleased
 from megatron.parallel.groups import Groups
@@ -32,54 +32,47 @@ from megatron.parallel.rng import rng_state
 from megatron.version import __version__
 
 
-def save(
-    engine: deepspeed.DeepSpeedEngine,
-    groups: Groups,
-    folder: Path,
-    progress: TrainingProgress,
-    run: RunDescription,
-    *,
-    keep_last: int | None = None,
-    confirm: Confirm = unleased,
-) -> Saved:
-    """Write a checkpoint after `progress.step` steps. Every rank must call this function.
+@dataclass(frozen=True)
+class Destination:
+    """Where a run saves its checkpoints, and what it keeps there.
 
-    Args:
-        folder: the run folder; the checkpoint becomes its subfolder `global_stepN`.
-        progress: the counters of the run, which the checkpoint records.
-        run: the description of the run, which the checkpoint records.
+    Attributes:
+        folder: the run folder; a checkpoint becomes its subfolder `global_stepN`.
+        run: the description of the run, which each checkpoint records.
         keep_last: the number of newest checkpoints to keep; None keeps all.
         confirm: the function that confirms this job's lease of `folder`.
+    """
+
+    folder: Path
+    run: RunDescription
+    keep_last: int | None = None
+    confirm: Confirm = unleased
+
+
+def write_state(
+    engine: deepspeed.DeepSpeedEngine, groups: Groups, saved: Saved, to: Destination
+) -> None:
+    """Write the state of all ranks into the unfinished folder of the new checkpoint `saved`.
+
+    Every rank must call this function, and `complete` afterwards. The files are written by
+    `engine.checkpoint_engine`.
 
     Raises:
-        CheckpointError: the checkpoint cannot be written. Earlier checkpoints are unchanged.
+        CheckpointError: the files cannot be written. Earlier checkpoints are unchanged.
     """
-    saved = Saved(folder, tag_of(progress.step))
-    unfinished = folder / f"{UNFINISHED}{saved.tag}"
     if groups.is_main:
-        create_unfinished(folder, saved.tag)
+        create_unfinished(to.folder, saved.tag)
     groups.barrier()
-    client = {"universal_checkpoint_info": conversion_info(run)}
-    with _removed_if_it_fails(saved, unfinished):
-        engine.save_checkpoint(str(folder), unfinished.name, client, save_latest=False)
+    client = {"universal_checkpoint_info": conversion_info(to.run)}
+    unfinished = to.folder / f"{UNFINISHED}{saved.tag}"
+    with removed_if_it_fails(saved):
+        engine.save_checkpoint(str(to.folder), unfinished.name, client, save_latest=False)
         torch.save(rng_state(), unfinished / f"rng_rank_{groups.rank:05d}.pt")
-    groups.barrier()
-    files = describe_files(unfinished, groups)
-    if groups.is_main:
-        versions = {"format": FORMAT, "version": __version__}
-        record = versions | {"progress": asdict(progress), **asdict(run)}
-        with _removed_if_it_fails(saved, unfinished):
-            (unfinished / RECORD).write_text(sealed(record | {"files": files}))
-            set_aside_foreign(saved, run.lineage)
-            publish(folder, saved.tag, confirm)
-        prune(saved, keep_last, run.lineage, confirm)
-    groups.barrier()
-    return saved
 
 
 @contextmanager
-def _removed_if_it_fails(saved: Saved, unfinished: Path) -> Iterator[None]:
-    """If the `with` block fails to write, remove the folder `unfinished` to free disk space.
+def removed_if_it_fails(saved: Saved) -> Iterator[None]:
+    """If the `with` block fails to write `saved`, remove its unfinished files to free disk space.
 
     Raises:
         CheckpointError: the block has raised an OSError, or a RuntimeError of torch's writer.
@@ -88,10 +81,32 @@ def _removed_if_it_fails(saved: Saved, unfinished: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         why = why_not_written(saved.folder, error)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(saved.folder / f"{UNFINISHED}{saved.tag}", ignore_errors=True)
         raise CheckpointError(
             f"{saved.path} cannot be written ({why}); checkpoints saved before are untouched"
         ) from error
+
+
+def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Destination) -> None:
+    """Publish the checkpoint `saved`, whose files are written, and remove old checkpoints.
+
+    Every rank must call this function.
+
+    Args:
+        progress: the counters of the run, which the checkpoint records.
+    """
+    groups.barrier()
+    unfinished = to.folder / f"{UNFINISHED}{saved.tag}"
+    files = describe_files(unfinished, groups)
+    if groups.is_main:
+        versions = {"format": FORMAT, "version": __version__}
+        record = versions | {"progress": asdict(progress), **asdict(to.run)}
+        with removed_if_it_fails(saved):
+            (unfinished / RECORD).write_text(sealed(record | {"files": files}))
+            set_aside_foreign(saved, to.run.lineage)
+            publish(to.folder, saved.tag, to.confirm)
+        prune(saved, to.keep_last, to.run.lineage, to.confirm)
+    groups.barrier()
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:

@@ -130,6 +130,7 @@ class TrainingLoop:
         *,
         validate: Callable[[int], float | None],
         save: Callable[[int, dict[str, Any]], None],
+        check: Callable[[], None],
     ) -> None:
         """Take the steps after `first_step`, up to step `train_iters`.
 
@@ -145,6 +146,7 @@ class TrainingLoop:
             save: a function of the step and the loop's state that writes a checkpoint with this
                 state. It is called every `save_interval` steps, after each step in
                 `extra_save_iters`, and at the end.
+            check: a function to call before each step. An error that it raises ends the run.
 
         Raises:
             BadLossError: the loss or a weight is not finite, or the loss is a spike that the run
@@ -156,6 +158,7 @@ class TrainingLoop:
         if self._carried.get("owes_validation") and not self._validates(first_step, validate):
             return
         for step in range(first_step + 1, settings.train_iters + 1):
+            check()
             start = time.monotonic()
             lr = self.engine.get_lr()[0]
             norm = self._take_step(step, batches)

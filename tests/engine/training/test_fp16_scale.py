@@ -133,7 +133,7 @@ class PlainOptimizer(FP16_Optimizer):
 def run_loop(engine, settings):
     theta = SimpleNamespace(project=lambda: None)
     training = loop.TrainingLoop(engine, build_groups(torch.device("cpu")), theta, settings, None)
-    training.run(iter(()), 0, validate=None, save=None)
+    training.run(iter(()), 0, validate=None, save=None, check=lambda: None)
 
 
 @pytest.mark.parametrize("kind", [ZeroOptimizer, PlainOptimizer])

@@ -1,0 +1,273 @@
+"""Save checkpoints of a run, beside training if `async_save` is set.
+
+    synchronous     write the files, publish the checkpoint, train on
+    asynchronous    copy the state into the staging buffer, train on; a thread does the rest
+
+Both ways write the same bytes. The thread holds Python's lock only briefly, because torch writes
+tensors without it. Its collectives have a process group of their own, because those of training run
+at the same time. There is one save at a time, so there is one buffer, and the next save waits for
+the one before. If a process is killed, an unfinished folder remains, and `latest` still names the
+checkpoint before (see `publish`).
+"""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor, nn
+
+from megatron.engine.checkpoint.record import TrainingProgress
+from megatron.engine.checkpoint.saved import Saved, tag_of
+from megatron.engine.checkpoint.write import Destination, complete, removed_if_it_fails, write_state
+from megatron.parallel.groups import Groups
+
+ALIGNMENT = 64
+"""Storages start at multiples of this number of bytes in the buffer."""
+SLOW_SAVE = 25
+"""The seconds of a save after which the log gives a warning about launchers that kill."""
+SHARE = 0.9
+"""The part of a machine's free memory that staging buffers may take."""
+LONGEST_WRITE = timedelta(hours=2)
+"""How long a rank that has written its files waits for the others."""
+
+Files = list[tuple[Any, str]]
+"""Pairs (state, path) for `torch.save`."""
+
+
+class Saver:
+    """Saves the checkpoints of one run. Every rank must call each method in the same order.
+
+    Args:
+        beside_training: whether to write files in a thread.
+        say: a function that prints a line on the main rank.
+    """
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        groups: Groups,
+        to: Destination,
+        *,
+        beside_training: bool,
+        say: Callable[[str], None],
+    ):
+        self._engine, self._groups, self._to, self._say = engine, groups, to, say
+        self._beside = beside_training
+        self._writer: Any = engine.checkpoint_engine  # DeepSpeed sets it after construction
+        self._buffer: Buffer | None = None
+        self._writing: tuple[Saved, Future[float]] | None = None
+        self._warned = False
+        if beside_training:
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._own = groups
+            if groups.world_size > 1:
+                job = dist.new_group(backend="gloo", timeout=LONGEST_WRITE)
+                self._own = replace(groups, job=job)
+
+    def save(self, progress: TrainingProgress) -> None:
+        """Save a checkpoint, or begin to.
+
+        Raises:
+            CheckpointError: this checkpoint or the one before cannot be written.
+        """
+        begun = time.monotonic()
+        self.wait()
+        saved = Saved(self._to.folder, tag_of(progress.step))
+        if self._beside:
+            files = self._collected(saved)
+            if buffer := self._buffer_for(files):
+                staged = buffer.stage(files)
+                future = self._thread.submit(self._write, staged, saved, progress)
+                self._writing = saved, future
+        if not self._beside:
+            write_state(self._engine, self._groups, saved, self._to)
+            complete(self._groups, saved, progress, self._to)
+        seconds = time.monotonic() - begun
+        word = "saving" if self._beside else "saved"
+        self._say(f"  {word} {saved.path}, training waited {seconds:.2f} s")
+        self._warn_if_slow(seconds)
+
+    def check(self) -> None:
+        """Report the end of a save beside training, if it has ended.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._writing is not None and self._writing[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._writing is not None:
+            (saved, future), self._writing = self._writing, None
+            seconds = future.result()
+            self._say(f"  saved {saved.path}, written beside training in {seconds:.1f} s")
+            self._warn_if_slow(seconds)
+
+    def _warn_if_slow(self, seconds: float) -> None:
+        if seconds > SLOW_SAVE and not self._warned:
+            self._warned = True
+            self._say(
+                "  a launcher that kills 30 s after its signal, as torchrun does, would cut such a "
+                "save; let the scheduler signal earlier (docs/cluster.md)"
+            )
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()
+
+    def _collected(self, saved: Saved) -> Files:
+        """Return the files that DeepSpeed would write, with their content, which is not copied."""
+        files: Any = Collector()
+        self._engine.checkpoint_engine = files
+        try:
+            write_state(self._engine, self._groups, saved, self._to)
+        finally:
+            self._engine.checkpoint_engine = self._writer
+        return files.found
+
+    def _buffer_for(self, files: Files) -> Buffer | None:
+        """Return the buffer, which is allocated the first time, when `files` give its size.
+
+        Return None if it does not fit into memory on some machine. Then all saves are synchronous.
+        """
+        if self._buffer is None:
+            size = buffer_size(files)
+            ranks = self._groups.gather_from_job((socket.gethostname(), size, free_memory()))
+            for host in {name for name, *_ in ranks}:
+                needed = sum(size for name, size, _ in ranks if name == host)
+                free = min(free for name, _, free in ranks if name == host)
+                if needed > SHARE * free:
+                    self._beside = False
+                    self._say(
+                        f"async_save: staging buffers of {needed / 1e9:,.2f} GB do not fit into "
+                        f"the {free / 1e9:,.2f} GB that are free on {host}; saving is synchronous"
+                    )
+                    return None
+            self._buffer = Buffer(size, pinned=self._groups.device.type == "cuda")
+            self._say(f"async_save: staging buffer of {size / 1e9:,.2f} GB on each rank")
+        return self._buffer
+
+    def _write(self, staged: Files, saved: Saved, progress: TrainingProgress) -> float:
+        """Write and publish a checkpoint, in the thread; return the seconds that this took."""
+        begun, writer = time.monotonic(), self._writer
+        with removed_if_it_fails(saved):
+            for state, path in staged:
+                writer.save(state, path)
+        complete(self._own, saved, progress, self._to)
+        return time.monotonic() - begun
+
+
+class Collector(TorchCheckpointEngine):
+    """DeepSpeed's writer of files, except that it writes none and remembers them in `found`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Files = []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.found.append((state_dict, path))
+
+
+class Buffer:
+    """A block of memory that is allocated and touched once, and then holds each checkpoint in turn.
+
+    Args:
+        size: its number of bytes.
+        pinned: whether a GPU can copy into it directly.
+    """
+
+    def __init__(self, size: int, *, pinned: bool = False):
+        if pinned:
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        else:
+            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # pages of 2 MB are touched much faster
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._bytes.fill(0)
+
+    def stage(self, files: Files) -> Files:
+        """Copy the state in `files` into the buffer, and return the same files made of the copy.
+
+        Storages that tensors share are copied once and stay shared, so `torch.save` writes the same
+        bytes. State that no longer fits is copied into other memory.
+        """
+        copies, start = {}, 0
+        for key, storage in _storages(files).items():
+            size = storage.nbytes()
+            if size and start + size <= len(self._bytes):
+                target = torch.from_numpy(self._bytes[start : start + size])
+                source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                target.copy_(source, non_blocking=True)
+                copies[key] = target.untyped_storage()
+                start += _aligned(size)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        memo: dict[int, Any] = {}
+        found = [each for each in _tensors(files) if _key(each.untyped_storage()) in copies]
+        for tensor in found:
+            memo[id(tensor)] = _same_view(tensor, copies[_key(tensor.untyped_storage())])
+        for tensor in found:  # ZeRO-3 gives its tensors attributes, which `torch.save` writes
+            vars(memo[id(tensor)]).update(copy.deepcopy(vars(tensor), memo))
+        return copy.deepcopy(files, memo)
+
+
+def buffer_size(files: Files) -> int:
+    """Return the number of bytes that a buffer needs to hold the tensors in `files`."""
+    return sum(_aligned(each.nbytes()) for each in _storages(files).values())
+
+
+def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
+    """Return each block of memory that the tensors in `files` use, by its address."""
+    return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
+
+
+def free_memory() -> int:
+    """Return the number of bytes that this machine's processes can still allocate."""
+    return psutil.virtual_memory().available
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    return storage._cdata
+
+
+def _same_view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return a tensor like `tensor` that views `storage`."""
+    view = torch.empty(0, dtype=tensor.dtype)
+    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(view, tensor.requires_grad)
+    return view.requires_grad_(tensor.requires_grad)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,100 @@
+"""Checkpoints that are written beside training: the same bytes, and nothing lost by any fault."""
+
+import hashlib
+
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch import nn
+
+from megatron.config import load_config
+from megatron.engine.checkpoint import saver
+from megatron.engine.checkpoint.saved import finished, newest
+from megatron.engine.run import Job
+from tests.helpers.jobs import cell, rows, write_config, write_shards
+from tests.helpers.launch import run_ranks
+
+CELLS = {
+    1: {
+        **{f"zero{stage}": cell(stage, "fp32") for stage in (0, 1, 2, 3)},
+        "zero0-bf16": cell(0, "bf16"),
+        "zero1-bf16": cell(1, "bf16"),
+        "zero3-bf16": cell(3, "bf16"),
+    },
+    2: {
+        "dp2-zero1": cell(1, "fp32"),
+        "dp2-zero3-bf16": cell(3, "bf16"),
+        "tp2": {"model_parallel_size": 2},
+        "pp2": {"pipe_parallel_size": 2},
+        "pp2-bf16": cell(1, "bf16") | {"pipe_parallel_size": 2},
+    },
+}
+"""Number of ranks -> layout -> config keys."""
+WAYS = {"sync": False, "async": True}
+
+
+def train_both_ways(groups, folder, prefix):
+    for name, keys in CELLS[groups.world_size].items():
+        for way, value in WAYS.items():
+            save = {"save": str(folder / name / way), "async_save": value, "save_interval": 2}
+            keys = keys | save | {"keep_last_n_checkpoints": 2, "train_batch_size": 4}
+            if groups.is_main:
+                write_config(folder / name / f"{way}.yml", prefix, **keys)
+            groups.barrier()
+            config = load_config([folder / name / f"{way}.yml"], world_size=groups.world_size)
+            Init.param_id = 0  # ZeRO-3 counts all parameters of a process, and writes the count
+            Job(config, groups).run()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saver")
+
+
+@pytest.fixture(scope="module")
+def prefix(folder):
+    return write_shards(folder)
+
+
+@pytest.fixture(scope="module", params=CELLS)
+def trained(request, folder, prefix):
+    run_ranks(request.param, train_both_ways, folder, prefix)
+    return request.param
+
+
+def content(run):
+    """The hash of every file of the checkpoints, except records: these name the config."""
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in run.glob("global_step*/*")
+        if path.name != "kerple.json"
+    }
+
+
+def test_every_file_has_the_bytes_of_a_synchronous_save(trained, folder):
+    for name in CELLS[trained]:
+        sync, beside = folder / name / "sync", folder / name / "async"
+        assert [each.step for each in finished(sync)] == [4, 6]
+        assert content(sync) == content(beside) and newest(beside).step == 6, name
+        assert newest(sync).record.files == newest(beside).record.files
+        assert rows(sync) == rows(beside)
+
+
+def test_a_copy_keeps_what_is_shared_and_does_not_change():
+    flat = torch.arange(10.0)
+    inner = {"x": flat[2:6].view(2, 2), "same": flat, "p": nn.Parameter(flat[:3])}
+    state = {"a": [inner, inner], "empty": torch.empty(0), "n": (1, torch.ones(3).half())}
+    files = [(state, "one"), ({"flat": flat}, "two")]
+    size = saver.buffer_size(files)
+    assert size == 128
+    for room in (size, 64, 0):  # what no longer fits is copied elsewhere
+        staged = saver.Buffer(room).stage(files)
+        (copied, _), (second, _) = staged
+        assert copied["a"][0] is copied["a"][1] and isinstance(copied["a"][0]["p"], nn.Parameter)
+        flat += 1
+        assert copied["a"][0]["same"].tolist() == [float(n) for n in range(10)]
+        assert second["flat"].tolist() == copied["a"][0]["same"].tolist()
+        assert copied["a"][0]["x"].tolist() == [[2, 3], [4, 5]]
+        if room:
+            assert copied["a"][0]["x"].untyped_storage().data_ptr() == second["flat"].data_ptr()
+        flat -= 1
