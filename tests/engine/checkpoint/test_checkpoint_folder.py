@@ -16,6 +16,7 @@ from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import Record, RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import Start
 from megatron.engine.checkpoint.saved import Saved, finished, newest, tag_of
+from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import prune, set_aside_foreign
 from megatron.engine.errors import CheckpointError
 from megatron.parallel.groups import build_groups
@@ -126,10 +127,12 @@ def test_a_failed_save_leaves_nothing_on_the_full_disk(tmp_path, monkeypatch, wh
             full()
 
     monkeypatch.setattr(write, "sealed", full)
-    engine = SimpleNamespace(save_checkpoint=written)
+    engine = SimpleNamespace(save_checkpoint=written, checkpoint_engine=None)
     progress, run = TrainingProgress(5, 5, 9), RunDescription()
     with pytest.raises(CheckpointError, match="global_step5 cannot be written .*No space left"):
-        write.save(engine, build_groups(torch.device("cpu")), tmp_path, progress, run)
+        to = write.Destination(tmp_path, run)
+        groups = build_groups(torch.device("cpu"))
+        Saver(engine, groups, to, beside_training=False, say=print).save(progress)
     assert list(tmp_path.iterdir()) == []
 
 
