@@ -140,12 +140,10 @@ class TrainingLoop:
         Args:
             batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
             first_step: the number of steps that were taken before.
-            validate: a function from the step to the validation loss, or to None if there is no
-                loss to log. It is called every `eval_interval` steps. It may raise
-                `preemption.Leave`.
-            save: a function of the step and the loop's state that writes a checkpoint with this
-                state. It is called every `save_interval` steps, after each step in
-                `extra_save_iters`, and at the end.
+            validate: a function from the step to the validation loss, or to None if there is none
+                to log. It is called every `eval_interval` steps. It may raise `Leave`.
+            save: a function of the step and the loop's state that writes a checkpoint with both. It
+                is called every `save_interval` steps, after `extra_save_iters`, and at the end.
             check: a function to call before each step. An error that it raises ends the run.
 
         Raises:
