@@ -205,7 +205,8 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
         causes: a list to which the other rank's failure that caused this one is added, if known.
     """
     try:
-        if is_member():
+        # A store that was killed with its launcher may accept a last connection and never answer.
+        if is_member() and not (launcher_has_store() and launch.launcher_has_ended()):
             cause = _report_to_store(failure, lost)
             causes += [cause] if cause else []
             return
