@@ -220,7 +220,7 @@ def _keep_complete_rows(path: Path, last_step: int | None, validates_again: bool
 
 
 def _is_kept(text: str, last_step: int | None, validated_again: int | None) -> bool:
-    if not text.endswith("\n"):
+    if not text.endswith("\n") or "\ufffd" in text:  # the replacement of damaged bytes
         return False
     try:
         row = parse_json(text)
