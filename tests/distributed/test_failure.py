@@ -129,8 +129,14 @@ def test_ranks_wait_long_for_what_one_does_alone(said, minutes):
     assert codes == [0, 0] and [float(text) for text in texts] == [60 * minutes] * 2
 
 
-def stops(rank, where, silence, seconds):
-    """Rank `where` is stopped for some seconds, while the other waits for it in a collective."""
+def stops(rank, where, silence, seconds, port=None):
+    """Rank `where` is stopped for some seconds, while the other waits for it in a collective.
+
+    With `port`, another process holds the store there, as torchrun does.
+    """
+    if port is not None:
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        os.environ["MASTER_PORT"] = str(port)
     watch = failure.Watch(silence)
     dist.init_process_group("gloo")
     dist.barrier()
@@ -151,6 +157,13 @@ def test_a_rank_that_is_stopped_for_too_long_is_named(where):
     assert codes == [1, 1]
     says = f"rank {1 - where} on {HOST}: error: nothing heard for 6 s (heartbeat_timeout) of rank "
     assert texts[1 - where].startswith(f"{says}{where} on {HOST}"), texts
+
+
+def test_rank_0_is_missed_too_where_the_launcher_holds_the_store():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    codes, texts, _ = run(stops, 0, 6, 18, store.port)
+    assert codes == [1, 1]
+    assert f"nothing heard for 6 s (heartbeat_timeout) of rank 0 on {HOST}" in texts[1], texts
 
 
 def test_a_rank_that_is_stopped_for_a_while_goes_on():

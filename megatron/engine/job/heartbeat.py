@@ -48,8 +48,9 @@ class Talk(threading.Thread):
         self.beats: list[bytes] = []  # of all ranks
         self.answers = 0
         self.refused = False
-        # One rank of each machine reads all counts; the others once, for the machines' names.
-        self.reads = os.environ.get("LOCAL_RANK", "0") == "0"
+        # Two ranks of each machine read all counts, because one of the two may be the stopped one.
+        # The others read the counts once, for the machines' names.
+        self.reads = os.environ.get("LOCAL_RANK", "0") in ("0", "1")
         self._ranks, self._reads_every, self._interval = ranks, reads_every, interval
         self._exchange = exchange
         self.start()
