@@ -45,6 +45,7 @@ _NUMPY = [
 ]
 _PATH = re.compile(r"[/\0]|^\.\.?$")
 _TORCH_LOAD = torch.load
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def safe_load(path: Path, *, mmap: bool = True) -> Any:
@@ -73,10 +74,17 @@ def only_safe_loads() -> Iterator[None]:
     plain = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     with (
         torch.serialization.safe_globals(plain),
-        mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
         mock.patch.object(torch, "load", _load),
     ):
-        yield
+        before = os.environ.get(_FORCE)
+        os.environ[_FORCE] = "1"
+        try:
+            yield
+        finally:  # `patch.dict` would clear all variables for a moment, which other threads read
+            if before is None:
+                del os.environ[_FORCE]
+            else:
+                os.environ[_FORCE] = before
 
 
 def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored: Any) -> Any:

@@ -105,6 +105,18 @@ def test_processes_that_a_conversion_starts_refuse_code_too(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_the_environment_of_other_threads_keeps_its_variables(monkeypatch):
+    monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
+    monkeypatch.setattr(type(os.environ), "clear", lambda _: pytest.fail("RANK is gone for others"))
+    with only_safe_loads():
+        monkeypatch.setenv("SET_MEANWHILE", "1")
+        with only_safe_loads():
+            pass
+        assert os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+    assert os.environ["SET_MEANWHILE"] == "1"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
 def test_changed_bytes_give_an_error_or_content(tmp_path):
     """Errors of many types come out of the unpickler."""
     path, draw = tmp_path / "a.pt", random.Random(5)
