@@ -129,6 +129,11 @@ def launcher_has_ended() -> bool:
     return True
 
 
+def outlive_launcher() -> None:
+    """Let `launcher_has_ended` return False from now on, because this process ends soon anyway."""
+    _launcher.clear()
+
+
 def start_ranks(count: int) -> int:
     """Run this command in `count` processes of this machine, and return the job's exit code.
 

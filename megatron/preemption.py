@@ -34,6 +34,8 @@ import threading
 import time
 from typing import Any
 
+from megatron import launch
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT = 3
 """After this many times Ctrl-C, the process ends at once, without a complete checkpoint."""
@@ -148,6 +150,7 @@ class Preemption:
             os._exit(INTERRUPTED)
         if not self._trains:
             self._end_at_once(f"{name} before the first step: there is nothing to save")
+        _outlive_launcher()
         if os.environ.get("RANK", "0") == "0":
             again = "leaving already, a checkpoint is written first"
             _say(f"{name}: {again if self.why else 'leaving after this step'}")
@@ -207,6 +210,17 @@ def reason() -> str:
 def exit_code() -> int:
     """Return the exit code of this process for a job that ends early."""
     return _current.exit_code if _current else 0
+
+
+def _outlive_launcher() -> None:
+    """Keep this process alive until it leaves, also if the signal has ended its launcher or a shell.
+
+    A launcher that holds the job's store must live, because the ranks agree through the store.
+    """
+    from megatron.engine.job.store import launcher_has_store
+
+    if _ranks() == 1 or not launcher_has_store():
+        launch.outlive_launcher()
 
 
 def _ranks() -> int:

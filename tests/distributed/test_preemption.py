@@ -7,11 +7,14 @@ with the weights and the metrics of an undisturbed run, bit for bit.
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
+from megatron import launch
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint import relayout, write
 from megatron.engine.checkpoint.saved import newest
@@ -124,6 +127,30 @@ def test_leaving_a_conversion_leaves_the_checkpoint_as_it_was(tmp_path, prefix, 
     assert digest(folder) == before
     codes, [text, *_], _ = run(job, config, None, other, ranks=ranks)
     assert codes == [0] * ranks and "converted in" in text and (folder / "global_step4").is_dir()
+
+
+def told_with_its_shell(rank, config):
+    """Send SIGTERM to a rank in a save, and to the shell between the rank and its launcher."""
+    shell = subprocess.Popen(["sleep", "60"])
+    launch._parents = lambda _mark: [psutil.Process(shell.pid)]
+    written = write.describe_files
+
+    def told(*args):
+        shell.terminate()
+        shell.wait()
+        os.kill(os.getpid(), TERM)
+        time.sleep(1)
+        return written(*args)
+
+    write.describe_files = told
+    job(rank, config)
+
+
+def test_a_signal_that_ends_the_shell_around_a_rank_too_does_not_end_the_save(tmp_path, prefix):
+    config, folder = config_at(tmp_path, prefix, 2, eval_iters=0)
+    codes, texts, _ = run(told_with_its_shell, config)
+    assert codes == [CODE] * 2, texts
+    assert newest(folder) and "left after step" in "".join(texts)
 
 
 def test_it_leaves_when_its_time_is_over_and_says_that_nothing_is_saved(tmp_path, prefix):

@@ -125,8 +125,10 @@ class Watch:
         hearing = Hearing(self._silence, POLL_INTERVAL, self._listen) if is_member() else None
         until = time.monotonic() + OPEN_TIMEOUT
         while not self._over.wait(POLL_INTERVAL):
-            if launch.launcher_has_ended():
-                end_process(ORPHAN_TEXT)
+            if launch.launcher_has_ended() and not self._over.wait(POLL_INTERVAL):
+                # A signal that ended the launcher has reached this process too by now, if at all.
+                if launch.launcher_has_ended():
+                    end_process(ORPHAN_TEXT)
             if hearing is None:
                 continue
             hearing.tick()
