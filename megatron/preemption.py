@@ -34,8 +34,6 @@ import threading
 import time
 from typing import Any
 
-from megatron import launch
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT = 3
 """After this many times Ctrl-C, the process ends at once, without a complete checkpoint."""
@@ -213,10 +211,11 @@ def exit_code() -> int:
 
 
 def _outlive_launcher() -> None:
-    """Keep this process alive until it leaves, also if the signal has ended its launcher or a shell.
+    """Keep this process alive until it leaves, also if the signal has ended its launcher.
 
     A launcher that holds the job's store must live, because the ranks agree through the store.
     """
+    from megatron import launch
     from megatron.engine.job.store import launcher_has_store
 
     if _ranks() == 1 or not launcher_has_store():

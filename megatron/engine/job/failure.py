@@ -123,12 +123,11 @@ class Watch:
 
     def _poll(self) -> None:
         hearing = Hearing(self._silence, POLL_INTERVAL, self._listen) if is_member() else None
-        until = time.monotonic() + OPEN_TIMEOUT
+        until, orphaned = time.monotonic() + OPEN_TIMEOUT, False
         while not self._over.wait(POLL_INTERVAL):
-            if launch.launcher_has_ended() and not self._over.wait(POLL_INTERVAL):
-                # A signal that ended the launcher has reached this process too by now, if at all.
-                if launch.launcher_has_ended():
-                    end_process(ORPHAN_TEXT)
+            orphaned, was_orphaned = launch.launcher_has_ended(), orphaned
+            if orphaned and was_orphaned:  # a signal that ended the launcher would be here by now
+                end_process(ORPHAN_TEXT)
             if hearing is None:
                 continue
             hearing.tick()
