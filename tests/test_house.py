@@ -73,6 +73,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "configs/README.md",
         "tools/README.md",
         "docs/attention.md",
+        "docs/cluster.md",
         "docs/data.md",
         "docs/evaluation.md",
         "docs/gpu.md",

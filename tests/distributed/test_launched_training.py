@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,11 @@ from tests.helpers.paths import ROOT
 
 STEPS = 120
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ONE_OR_TWO_NODES = [
+    sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
+    "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-conf=last_call_timeout=15",
+    "--rdzv-id=shrinks",
+]  # fmt: skip
 ALONE = (
     "import sys; from megatron.launch import start_ranks; del sys.argv[0]; sys.exit(start_ranks(2))"
 )
@@ -33,6 +39,12 @@ def begin(command: list, config: Path, **variables: str) -> subprocess.Popen:
             [*command, ROOT / "train.py", config], cwd=config.parent, stdout=output,
             stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
         )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def srun(rank: int) -> dict[str, str]:
@@ -58,22 +70,29 @@ def jobs(tmp_path_factory):
     keys |= {"eval_iters": 0, "train_micro_batch_size_per_gpu": 2, "hidden_dropout": 0.1}
     configs = {
         name: write_config(folder / name / "c.yml", prefix, **keys)
-        for name in ("srun", "killed", "left")
+        for name in ("srun", "killed", "left", "shrinks")
     }
+    with configs["shrinks"].open("a") as file:
+        file.write("train_batch_size: 4\n")
     sruns = [begin([sys.executable], configs["srun"], **srun(rank)) for rank in (0, 1)]
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     killed = begin([*TORCHRUN, "--max-restarts=1"], configs["killed"], **share)
     left = begin([sys.executable, "-c", ALONE], configs["left"])
-    processes = {"srun": sruns, "killed": [killed], "left": [left]}
+    nodes = [*ONE_OR_TWO_NODES, f"--rdzv-endpoint=localhost:{free_port()}"]
+    shrinks = [begin(nodes, configs["shrinks"], **share) for _ in range(2)]
+    processes = {"srun": sruns, "killed": [killed], "left": [left], "shrinks": shrinks}
+    started = [process for many in processes.values() for process in many]
     try:
         wait_for_checkpoint(folder / "killed" / "run", killed)
         psutil.Process(killed.pid).children()[1].kill()
         wait_for_checkpoint(folder / "left" / "run", left)
         left.send_signal(signal.SIGTERM)
-        for each in [*sruns, killed, left]:
+        wait_for_checkpoint(folder / "shrinks" / "run", shrinks[0])
+        shrinks[1].kill()
+        for each in started:
             each.wait(120)
     finally:
-        for each in [*sruns, killed, left]:
+        for each in started:
             each.kill()
     yield folder, {name: [each.returncode for each in many] for name, many in processes.items()}
 
@@ -97,3 +116,11 @@ def test_train_alone_passes_a_signal_on_and_goes_on_later(jobs):
     output = (folder / "left" / "output").read_text()
     assert codes["left"] == [0], output
     assert "SIGTERM: leaving after this step" in output and newest(folder / "left" / "run").step > 0
+
+
+def test_a_job_goes_on_with_fewer_nodes(jobs):
+    folder, codes = jobs
+    output = (folder / "shrinks" / "output").read_text()
+    assert codes["shrinks"] == [0, -signal.SIGKILL], output
+    assert "1 x 2 x 1 cpu" in output and "1 x 1 x 1 cpu" in output and "resuming from" in output
+    assert newest(folder / "shrinks" / "run").step == STEPS
