@@ -44,6 +44,15 @@ Layout = Annotated[dict[str, Any], AfterValidator(_completed)]
 Pair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
+class Interval(TypedDict, total=False):
+    """The state of the training loop, as JSON values (see `TrainingProgress`)."""
+
+    steps: NonNegativeInt
+    losses: list[float]
+    average_loss: float
+    owes_validation: bool
+
+
 class ImportedShape(TypedDict):
     """The fields of `neox.read.Shape`, as JSON values."""
 
@@ -81,7 +90,7 @@ class TrainingProgress:
     step: NonNegativeInt
     consumed_samples: NonNegativeInt
     train_samples: NonNegativeInt
-    interval: dict[str, Any] = field(default_factory=dict)
+    interval: Interval = field(default_factory=Interval)
 
 
 @dataclass(frozen=True)

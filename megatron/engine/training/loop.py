@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import deepspeed
@@ -108,7 +108,7 @@ class TrainingLoop:
         theta: TrainedTheta,
         settings: LoopSettings,
         log: RunLog,
-        carried: dict[str, Any] | None = None,
+        carried: Mapping[str, Any] | None = None,
     ):
         self.engine, self.groups, self.theta = engine, groups, theta
         self.settings, self.log = settings, log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ class Meter:
         seconds: the time that these steps took in this process.
     """
 
-    def __init__(self, groups: Groups, state: dict[str, Any] | None = None):
+    def __init__(self, groups: Groups, state: Mapping[str, Any] | None = None):
         """Create an empty meter, or continue from the `state` of an earlier process's meter."""
         self.groups = groups
         self.reset()
         sums = (state or {}).get("losses")
         if state is not None and sums:
-            self.steps = int(state["steps"])
+            self.steps = int(state.get("steps", 0))
             same = len(sums) == groups.data_size
             own = sums[groups.data_rank] if same else sum(sums) / len(sums)
             self._total += own

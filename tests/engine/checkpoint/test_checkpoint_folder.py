@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -187,10 +188,14 @@ def test_a_missing_latest_is_no_empty_folder(tmp_path):
         newest(tmp_path)
 
 
+COUNTERS = {"step": 5, "consumed_samples": 5, "train_samples": 5}
 FORGED = {
     "progress.step: Input should be a valid integer": {"progress": {"step": "5"}},
     "progress.train_samples: Field required": {"progress": {"step": 5, "consumed_samples": 5}},
     "progress.step: Input should be greater than or equal to 0": {"progress": {"step": -1}},
+    "progress.interval.losses: Input should be a valid array": {
+        "progress": COUNTERS | {"interval": {"steps": 1, "losses": "abc"}},
+    },
     "layout: Input should be an object": {"layout": []},
     "layout: Value error, zero_stage is '1', not a whole number": {"layout": {"zero_stage": "1"}},
     "cuts.a: List should have at least 2 items": {"cuts": {"a": [0]}},
@@ -217,6 +222,14 @@ def test_a_record_that_is_none_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(CheckpointError, match="kerple.json: cannot be read"):
         Record.read(path.parent)
+
+
+def test_the_state_of_the_loop_is_read_as_it_was_written(tmp_path):
+    interval = {"steps": 2, "losses": [1.5, math.inf], "average_loss": 2.5, "owes_validation": True}
+    path = make(tmp_path, 5).path / "kerple.json"
+    changed = {"progress": COUNTERS | {"interval": interval}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    assert Record.read(path.parent).progress.interval == interval
 
 
 def test_unknown_entries_of_the_same_format_are_ignored(tmp_path):
