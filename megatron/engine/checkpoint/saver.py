@@ -107,8 +107,12 @@ class Saver:
         Raises:
             CheckpointError: the checkpoint could not be written.
         """
-        if self._writing is not None and self._writing[1].done():
+        if not self.writes():
             self.wait()
+
+    def writes(self) -> bool:
+        """Return whether the thread is writing a checkpoint."""
+        return self._writing is not None and not self._writing[1].done()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete.
