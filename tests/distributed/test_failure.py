@@ -1,6 +1,7 @@
 """Test that the failure of one rank ends the others, whether they hang, wait or fail, too."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -169,3 +170,19 @@ def test_rank_0_is_missed_too_where_the_launcher_holds_the_store():
 def test_a_rank_that_is_stopped_for_a_while_goes_on():
     codes, texts, _ = run(stops, 1, 30, 8)
     assert codes == [0, 0] and texts == ["", ""]
+
+
+def joins_late(rank):
+    """Join a job whose port another program listens on."""
+    if rank == 0:
+        other = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+        other.listen()
+    with user_errors():
+        if rank == 0:
+            join.join_job()
+
+
+def test_a_port_in_use_is_named():
+    codes, texts, _ = run(joins_late)
+    assert codes == [1, 0]
+    assert re.fullmatch(f"rank 0 on {HOST}: error: port [0-9]+ of .*set MASTER_PORT.*\n", texts[0])

@@ -71,7 +71,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
         verbose: whether DeepSpeed prints its log messages.
 
     Raises:
-        StartError: `backend` is "nccl", and the machine has no CUDA.
+        StartError: `backend` is "nccl", and the machine has no CUDA; or the job's port is in use.
     """
     deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
     for handler in deepspeed.utils.logger.handlers:
@@ -91,12 +91,23 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT))
-    deepspeed.init_distributed(
-        dist_backend=backend,
-        auto_mpi_discovery=False,
-        verbose=verbose,
-        timeout=timedelta(minutes=minutes),
-    )
+    in_use = False
+    try:
+        deepspeed.init_distributed(
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=verbose,
+            timeout=timedelta(minutes=minutes),
+        )
+    except dist.DistNetworkError as error:
+        in_use = "EADDRINUSE" in str(error)
+        if not in_use:
+            raise
+    if in_use:  # raised here, because an error caused by the network counts as a lost contact
+        raise StartError(
+            f"port {os.environ['MASTER_PORT']} of this machine is in use by another program or "
+            "job; set MASTER_PORT to another one"
+        )
     return build_groups(device)
 
 
