@@ -117,7 +117,7 @@ def _feed(hasher: Any, value: Any) -> None:
         hasher.update(str((value.dtype, tuple(value.shape))).encode())
         hasher.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
-        for key in value:
+        for key in sorted(value, key=str):  # a conversion loads the same entries in another order
             if key not in IGNORED:
                 hasher.update(str(key).encode())
                 _feed(hasher, value[key])
