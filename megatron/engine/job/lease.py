@@ -103,8 +103,8 @@ def _take(folder: Path) -> tuple[Path, str]:
             _wait_for_end(path, content)
         number = max((int(each.name.rpartition("-")[2]) for each in dead), default=0)
         path = folder / f".lease-{number + 1}"
-        with suppress(FileExistsError), path.open("x") as file:
-            file.write(text)
+        with suppress(FileExistsError):
+            _create(path, text)
         found = _leases(folder)
         if found.get(path) == text:
             if found.items() <= dead.items() | {(path, text)}:
@@ -113,6 +113,20 @@ def _take(folder: Path) -> tuple[Path, str]:
                 return path, text
             path.unlink()  # another process saw other leases than this one, and created its own
         time.sleep(random.uniform(0.05, 0.5))
+
+
+def _create(path: Path, text: str) -> None:
+    """Create the lease `path`. If the disk is full, no empty lease remains to delay the next job.
+
+    Raises:
+        FileExistsError: another process has created the lease.
+    """
+    with path.open("xb", buffering=0) as file:
+        try:
+            file.write(text.encode())
+        except OSError:
+            path.unlink()
+            raise
 
 
 def _wait_for_end(path: Path, content: str) -> None:

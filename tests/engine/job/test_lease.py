@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -178,4 +179,15 @@ def test_of_many_that_start_at_once_one_writes(tmp_path, dead):
     with ThreadPoolExecutor(8) as pool:
         ends = list(pool.map(start, range(8)))
     assert max(most) == 1 and "wrote" in ends and "refused" in ends
+    assert leases(tmp_path) == []
+
+
+def test_a_full_disk_leaves_no_lease(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # every write fails
+    try:
+        with pytest.raises(OSError, match="too large"), lease.sole_writer(tmp_path):
+            raise AssertionError
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert leases(tmp_path) == []
