@@ -45,19 +45,18 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN
 
 
 @pytest.fixture
-def environ(monkeypatch):
+def environ():
     """Set the given variables only; return those that torch reads, after `join`."""
     prefixes = ("SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_")
+    before = dict(os.environ)
 
     def use(variables):
         for name in list(os.environ):
             if name in TORCHS or name.startswith(prefixes):
-                monkeypatch.delenv(name)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+                del os.environ[name]
+        os.environ.update(variables)
 
     use({})
-    before = dict(os.environ)
     yield use
     os.environ.clear()
     os.environ.update(before)

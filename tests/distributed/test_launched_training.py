@@ -47,6 +47,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def wait_for_port(port: int) -> None:
+    until = time.monotonic() + 120
+    while True:
+        try:
+            return socket.create_connection(("localhost", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+
 def srun(rank: int) -> dict[str, str]:
     """The variables of a task of `srun --ntasks=2`."""
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -78,8 +88,11 @@ def jobs(tmp_path_factory):
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     killed = begin([*TORCHRUN, "--max-restarts=1"], configs["killed"], **share)
     left = begin([sys.executable, "-c", ALONE], configs["left"])
-    nodes = [*ONE_OR_TWO_NODES, f"--rdzv-endpoint=localhost:{free_port()}"]
-    shrinks = [begin(nodes, configs["shrinks"], **share) for _ in range(2)]
+    port = free_port()
+    nodes = [*ONE_OR_TWO_NODES, f"--rdzv-endpoint=localhost:{port}"]
+    shrinks = [begin(nodes, configs["shrinks"], **share)]
+    wait_for_port(port)  # so that this node, which survives, holds the endpoint
+    shrinks.append(begin(nodes, configs["shrinks"], **share))
     processes = {"srun": sruns, "killed": [killed], "left": [left], "shrinks": shrinks}
     started = [process for many in processes.values() for process in many]
     try:
