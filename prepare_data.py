@@ -95,7 +95,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check the arguments, exit if one is wrong, and set `name` and `partition` (I, N)."""
+    """Check the arguments, exit if one is wrong, and set `name` and `partition` (part I of N)."""
     dataset, name, mirror = arguments.dataset, arguments.name or arguments.dataset, arguments.mirror
     if mirror and "://" not in mirror:
         parser.error(f"--mirror {mirror}: is not an address; write e.g. https://HOST/FOLDER")

@@ -1,7 +1,7 @@
 """Code that all commands share: the check of Python's version, argument parsing, and exit codes.
 
 Every command imports this module before any other module of this repository. This file avoids
-syntax newer than Python 3.6, so that an old Python prints the error message below instead of a
+syntax newer than Python 3.6, so that an old Python prints a clear error message instead of a
 syntax error.
 """
 
@@ -41,8 +41,8 @@ def run(main: "Callable[[], int]") -> "NoReturn":
     """Call `main` and exit with the code that it returns.
 
     If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command exits
-    with `NOBODY_READS` and prints no traceback. SIGPIPE stays ignored, which is Python's default.
-    The signal's default action would kill a training job whenever a socket breaks.
+    with the code `NOBODY_READS` and prints no traceback. The signal SIGPIPE stays ignored, as
+    Python sets it. Its default action would kill a training job whenever a connection breaks.
     """
     try:
         try:

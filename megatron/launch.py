@@ -1,8 +1,9 @@
 """Find out which launcher started this process, join its job, or start one process for each GPU.
 
 torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT, which torch reads. srun and mpirun only number their tasks. `join` sets these
-variables from the tasks' numbers, so that the tasks become one job and not many jobs in one folder.
+and MASTER_PORT, which torch reads. srun and mpirun set other variables, which number their tasks.
+`join` computes torch's variables from these numbers. Otherwise each task would be a job of its own,
+and all these jobs would write the same folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _launcher: list[Process] = []
 
 
 class LaunchError(Exception):
-    """The processes of a job cannot find each other. The message says what to write."""
+    """The processes of a job cannot find each other. The message tells what to set."""
 
 
 class Task(NamedTuple):
@@ -59,9 +60,10 @@ class Task(NamedTuple):
 
 
 def task() -> Task | None:
-    """Return this process's place in a job that srun or mpirun started, unknown to torch.
+    """Return this process's place among the tasks that srun or mpirun started.
 
-    The result is None if torch's variables describe the job, or if this process is alone.
+    The result is None if the variable RANK is set, so that torch knows the place already. It is
+    also None if neither launcher has started several tasks.
     """
     if "RANK" in os.environ:
         return None
@@ -74,7 +76,7 @@ def task() -> Task | None:
 
 
 def world_size() -> str:
-    """Return the number of processes: WORLD_SIZE, or the number of the launcher's tasks."""
+    """Return the job's number of processes: WORLD_SIZE, or the number of the launcher's tasks."""
     found = task()
     return os.environ.get("WORLD_SIZE") or str(found.size if found else 1)
 
@@ -87,7 +89,7 @@ def is_alone() -> bool:
 def stay_out() -> None:
     """Keep this process out of the job that its environment variables describe.
 
-    RANK is removed, and WORLD_SIZE stays.
+    The variable RANK is removed, and WORLD_SIZE is kept.
     """
     os.environ.pop("RANK", None)
 
@@ -121,7 +123,7 @@ def join() -> None:
 
 
 def launcher_has_ended() -> bool:
-    """Return whether the launcher of this process, or a process between the two, has ended."""
+    """Return whether any process from this one's parent up to its launcher has ended."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -135,9 +137,9 @@ def outlive_launcher() -> None:
 
 
 def start_ranks(count: int) -> int:
-    """Run this command in `count` processes of this machine, and return the job's exit code.
+    """Run this command in `count` processes on this machine, and return the job's exit code.
 
-    This process waits for them, and passes `SAVING_SIGNALS` on to them.
+    Meanwhile this process passes the signals `SAVING_SIGNALS` on to those processes.
     """
     import psutil
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -173,7 +175,7 @@ def start_ranks(count: int) -> int:
 
 
 def _meeting_point(found: Task) -> tuple[str, str]:
-    """Return the address and the port at which the tasks meet: those of rank 0."""
+    """Return the values of MASTER_ADDR (rank 0's machine) and MASTER_PORT, equal for all tasks."""
     address, port = (os.environ.get(name) for name in MASTER)
     by_srun = found.launcher == "srun"
     nodes = os.environ.get("SLURM_STEP_NODELIST" if by_srun else "SLURM_JOB_NODELIST")
@@ -204,11 +206,11 @@ def _first_host(nodes: str) -> str:
 
 
 def _parents(mark: str) -> list[Process]:
-    """Return the processes from this one's parent up to its launcher; none without a launcher.
+    """Return the processes from this one's parent up to its launcher; [] without a launcher.
 
     Args:
-        mark: the environment variable that the launcher sets in its tasks. Shells between the
-            launcher and a task have it too.
+        mark: an environment variable that the launcher sets in its tasks, and in shells between
+            itself and a task.
     """
     import psutil
 

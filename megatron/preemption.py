@@ -1,4 +1,4 @@
-"""End a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a set time.
+"""End a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a time limit.
 
 To "leave" means here to end the whole job early, after a checkpoint if training is not finished.
 
@@ -11,15 +11,17 @@ handlers therefore do nothing. Instead, a thread reads the signals from a pipe, 
 writes the number of each signal (`signal.set_wakeup_fd`).
 
 Every rank counts the safe points that it passes, and a safe point has the same number on all ranks.
-The ranks agree on a number through the job's key-value store (torch.distributed's `Store`), which
-each rank's `failure.Watch` polls anyway. A step without a signal costs no communication.
+Through the job's key-value store (torch.distributed's `Store`), the ranks agree on the number of
+the safe point at which they leave. Each rank's `failure.Watch` polls the store anyway, so a step
+without a signal costs no communication.
 
     key       value
     leave     the reason to leave, from the first rank with a signal or over the time limit
     at/RANK   the number of the safe point that this rank reaches next
-    until     the largest of these numbers; all ranks leave at this safe point
+    until     the largest of the numbers `at/RANK`; all ranks leave at this safe point
 
-A rank that has written `at/RANK` waits at that safe point for `until`, so no rank can pass `until`.
+A rank that has written `at/RANK` waits at that safe point until it can read `until`. No rank can
+therefore pass the safe point at which all ranks leave.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ INTERRUPTED = 130
 
 
 class Leave(Exception):
-    """All ranks end the job early, at this safe point. The last optimizer step is complete."""
+    """Raised on every rank at the safe point at which the job ends early, never within a step."""
 
 
 class Preemption:
-    """One rank's part in ending the whole job early, after a signal or a set time.
+    """One rank's part in ending the whole job early, after a signal or a time limit.
 
     Args:
         exit_code: the exit code of this process if the job ends early.
@@ -83,7 +85,7 @@ class Preemption:
         self._trains = True
 
     def ask(self, why: str) -> None:
-        """Ask all ranks to end the job at a safe point soon, for the reason `why`."""
+        """Ask all ranks to end the job at one of the next safe points, for the reason `why`."""
         with self._lock:
             self.why = self.why or why
             if _ranks() == 1 and self._at is None:
@@ -211,9 +213,10 @@ def exit_code() -> int:
 
 
 def _outlive_launcher() -> None:
-    """Keep this process alive until it leaves, also if the signal has ended its launcher.
+    """Let this process continue to its last safe point, even if a signal has ended its launcher.
 
-    A launcher that holds the job's store must live, because the ranks agree through the store.
+    Do nothing if the job has several ranks and its launcher holds the job's key-value store. The
+    ranks cannot agree on a safe point without the store.
     """
     from megatron import launch
     from megatron.engine.job.store import launcher_has_store
@@ -231,6 +234,6 @@ def _nothing(_number: int, _frame: Any) -> None:
 
 
 def _say(text: str) -> None:
-    """Print `text` on stderr, even while the main thread hides what a library prints there."""
+    """Print `text` on stderr, even while the main thread redirects `sys.stderr` to hide output."""
     with contextlib.suppress(OSError):  # nobody reads, or the disk is full
         print(text, file=sys.__stderr__, flush=True)

@@ -46,7 +46,7 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
 
     Raises:
         StartError: the values of some rank differ from those of rank 0. The error message names
-            that rank and the values.
+            that rank and the values that differ.
     """
     first, *others = groups.gather_from_job((socket.gethostname(), dict(values)))
     for rank, (host, theirs) in enumerate(others, start=1):

@@ -72,7 +72,7 @@ _IF_WRITABLE = contextlib.suppress(OSError)
 class Failure(TypedDict):
     """The error of a rank, as written in JSON into the job's key-value store.
 
-    `code` is the exit code for all other ranks.
+    `code` is the exit code with which all other ranks end.
     """
 
     rank: int
@@ -102,8 +102,8 @@ class Watch:
 
     Args:
         silence: the seconds without a sign of life after which a rank counts as lost.
-        exchange: a function that the thread calls with the store each time it has found no failure.
-            It returns whether the next call should follow soon.
+        exchange: a function that the thread calls with the store whenever it has found no failure.
+            It returns whether the thread should read the store again sooner than usual.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class Watch:
             hearing.stop()
 
     def _listen(self, store: Store) -> bool:
-        """Read the job's first failure; return whether the next call should follow soon."""
+        """Read the job's first failure; return whether to read again sooner than usual."""
         if not _received and store.check(["end"]):
             _received.append(json.loads(store.get("end")))
         return not _received and self._exchange(store)
 
     def _end_soon(self) -> None:
-        """End this process after GRACE seconds, unless it is already ending by itself."""
+        """End this process after GRACE seconds, unless it ends by itself before."""
         first = _received[0]
         if not (self._over.wait(GRACE) or _ending.locked()):
             _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)
@@ -223,7 +223,7 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
         lost: as in `end_process`.
 
     Returns:
-        With `lost`, the other rank's failure that caused this one, if it is known; otherwise None.
+        Another rank's failure that caused this one; None if it is unknown or `lost` is false.
     """
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
@@ -279,7 +279,7 @@ def _local_failure(text: str, code: int = 1) -> Failure:
 
 
 def _print(failure: Failure) -> None:
-    """Print `failure`, even while the main thread hides what a library prints on `sys.stderr`."""
+    """Print `failure`, even while the main thread redirects `sys.stderr` to hide output."""
     with _IF_WRITABLE:
         source = f"rank {failure['rank']} on {failure['host']}"
         print(f"{source}: {failure['text']}", file=sys.__stderr__, flush=True)

@@ -4,9 +4,10 @@
     beat/RANK   "COUNT HOST"; each rank writes a new count every second
 
 If a rank's process is stopped or its machine is cut off, its count no longer changes. If the link
-to the store's machine is cut, the store no longer answers. Each rank measures the silence of the
-others in its own `tick`s. The machines' clocks are therefore not compared, and the time for which a
-whole job is suspended is no silence.
+to the store's machine is cut, the store no longer answers. Each rank measures the silence of
+another rank by counting its own calls of `Hearing.tick` until the other rank's count changes. So no
+rank compares the clocks of two machines, and a time in which the whole job is suspended does not
+count.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ HOST = socket.gethostname()
 class Talk(threading.Thread):
     """A thread that writes and reads heartbeats over one connection to the job's store.
 
-    The thread ends if the connection fails or `over` is set. If the store does not answer, the
-    thread blocks for ever, and `Hearing` starts another one.
+    The thread ends if the connection fails or the event `over` is set. If the store does not
+    answer, the thread blocks for ever, and `Hearing` starts another thread.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Hearing:
         Args:
             bound: the seconds of silence after which a rank counts as lost.
             interval: the seconds between two ticks.
-            exchange: a function that is called with the store at each turn. It returns whether the
-                next turn should follow soon.
+            exchange: a function that the thread calls with the store after each heartbeat. It
+                returns whether the next heartbeat should follow sooner than usual.
         """
         self.answered = False
         self.refused_for = 0.0
@@ -106,7 +107,7 @@ class Hearing:
         self._talk = self._new_talk()
 
     def tick(self) -> None:
-        """Evaluate the store's answers since the last tick; reconnect if it does not answer."""
+        """Read what the thread has heard; reconnect after PATIENCE ticks without an answer."""
         talk = self._talk
         new, self._answers = talk.answers > self._answers, talk.answers
         self.refused_for = 0.0 if new else self.refused_for + self._interval * talk.refused
@@ -138,7 +139,7 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Update the seconds of silence of each rank. A new count in `beats` sets them to zero."""
+        """Update each rank's seconds of silence, which are zero if its count in `beats` is new."""
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

@@ -116,7 +116,7 @@ def _take(folder: Path) -> tuple[Path, str]:
 
 
 def _create(path: Path, text: str) -> None:
-    """Create the lease `path`. If the disk is full, no empty lease remains to delay the next job.
+    """Create the lease `path`; on a full disk, remove the empty file, which would delay jobs.
 
     Raises:
         FileExistsError: another process has created the lease.
@@ -166,7 +166,7 @@ def _wait_for_end(path: Path, content: str) -> None:
 
 
 def _leases(folder: Path) -> dict[Path, str]:
-    """Return path -> content, for each lease in `folder`."""
+    """Return the content of each lease in `folder`, by path."""
     paths = [each for each in folder.iterdir() if re.fullmatch(r"\.lease-\d{1,9}", each.name)]
     return {path: found[0] for path in paths if (found := _read(path))}
 

@@ -1,8 +1,9 @@
 """Open new connections to the job's key-value store, which torchrun or rank 0 holds.
 
-torch's own connection cannot be used beside a collective, because another thread may be blocked on
-it. Operations on a store that does not answer block for ever, whatever time-out is set. Call them
-only in a thread for which no other thread waits without a limit.
+torch's own connection cannot be used during a collective, because another thread may be blocked on
+that connection. If the store does not answer, every operation on it blocks for ever, whatever
+time-out is set. So use a connection only in a thread that no other thread joins without a time
+limit.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
 
     Args:
         patience: the seconds for which this call tries to connect again after a failure.
-        opens: whether this call must create the store. This is needed if rank 0 failed before
-            creating it.
+        opens: whether this call creates the store. Rank 0 does so if it fails before torch has
+            created the store.
 
     Raises:
         ConnectionRefusedError: no process holds the store.

@@ -115,7 +115,7 @@ class LossGuard:
 
 @contextmanager
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
-    """Run a training step in the `with` block; raise if fp16 gradients overflow at the least scale.
+    """Run a training step in the `with` block; raise if gradients overflow at fp16's least scale.
 
     After an overflow, DeepSpeed skips the step and lowers the loss scale. If the scale is already
     the least one, DeepSpeed raises an unclear error under ZeRO. Without ZeRO it would silently skip

@@ -174,7 +174,7 @@ def build_engine(
 class Mpu:
     """The "model parallel unit" (mpu) of a DeepSpeed engine: ranks and groups, taken from `Groups`.
 
-    DeepSpeed defines the method names. What DeepSpeed calls data-parallel ranks are the replicas of
+    DeepSpeed defines the method names. DeepSpeed's data-parallel group is the group `replicas` of
     `Groups`. "Model parallel" and "tensor model parallel" both mean tensor parallel here.
     """
 

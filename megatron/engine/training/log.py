@@ -1,12 +1,13 @@
 """Log a run to the console, to `metrics.jsonl` and to Weights & Biases, from the main rank only.
 
 `metrics.jsonl` has one JSON object per line, `{"step": 100, "loss": 1.52, ...}`. Each line is
-flushed at once, so that a killed process loses no line that it has printed. JSON has no NaN and no
+flushed at once, so that a killed process loses no line that it has logged. JSON has no NaN and no
 infinity, so the file contains `null` for both; the console and wandb show them as they are.
 
 A resumed run appends to the file. The file may contain rows of steps after the checkpoint from
-which the run resumes, and an incomplete last line. Both are dropped first, so that each step occurs
-once. A run that starts at step 0 in a used folder renames the old file to `metrics.jsonl.previous`.
+which the run resumes, and an incomplete last line. The resumed run first removes both, so that each
+step occurs once. A run that starts at step 0 in a used folder renames the old file to
+`metrics.jsonl.previous`.
 
 wandb is imported only if the config sets `use_wandb`. The file `wandb_id` beside the metrics
 records the id of an online wandb run, and a resumed run continues the wandb run with this id. In
@@ -50,7 +51,7 @@ class RunLog:
         config: the resolved flat configuration, which wandb shows with the run.
         append: whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
-            from `metrics.jsonl`. None drops no row because of its step.
+            from `metrics.jsonl`. None drops no row for its step.
         validates_again: whether the run evaluates step `last_step` again; the row of an earlier
             evaluation of this step is dropped.
         confirm: a function to call before each line of metrics is written. It raises an exception
@@ -152,8 +153,8 @@ class RunLog:
     def _append(self, path: Path, row: str = "") -> bool:
         """Append `row` to the file `path`; return whether it was written.
 
-        Earlier rows that could not be written come before `row`. If the write fails, all these rows
-        are kept for the next call, the file keeps none of them, and training continues.
+        Rows that an earlier call could not write are written before `row`. If the write fails, the
+        file stays as it was, memory keeps all these rows for the next call, and training continues.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:
@@ -206,8 +207,9 @@ def _json_line(row: Mapping[str, int | float]) -> str:
 def _keep_complete_rows(path: Path, last_step: int | None, validates_again: bool) -> None:
     """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
 
-    A resumed run writes again the rows of steps after `last_step` and of final results and, with
-    `validates_again`, the validation loss of `last_step`. The file is replaced atomically.
+    A resumed run writes these rows again: those of steps after `last_step` (if not None), those of
+    final results and, with `validates_again`, the validation loss of `last_step`. The file is
+    replaced atomically.
     """
     if not path.exists():
         return

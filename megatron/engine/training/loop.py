@@ -204,7 +204,7 @@ class TrainingLoop:
         return norm
 
     def _validates(self, step: int, validate: Callable[[int], float | None]) -> bool:
-        """Log the validation loss; return False if the job ends early before it is computed."""
+        """Log the validation loss; return False if the job ends before that loss is computed."""
         try:
             self._log_validation(step, validate(step))
         except preemption.Leave:
@@ -229,7 +229,7 @@ class TrainingLoop:
         return False
 
     def _finite_loss(self, step: int, batches: TrainLoader) -> float:
-        """Return the mean loss over all ranks and all good steps since the last log line.
+        """Return the mean loss of the good steps since the last log line, over all ranks.
 
         Raises:
             BadLossError: the loss is not finite, and the precision is not fp16.

@@ -1,4 +1,4 @@
-"""Average the losses between two log lines, also if the run is resumed between them."""
+"""Average the losses of the steps between two log lines, which may be of different processes."""
 
 from __future__ import annotations
 

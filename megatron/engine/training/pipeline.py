@@ -1,9 +1,9 @@
 """Build this rank's shard of the model, as a plain model or as a stage of a DeepSpeed pipeline.
 
-`Pipeline` has the interface of the plain model. `PipelineLosses` has that of the plain engine. Each
-stage holds complete transformer blocks. The training loop gives every stage the same batches, so
-that all ranks count the same samples. Only the first stage uses the inputs, and only the last stage
-uses the targets.
+`Pipeline` has the interface of the plain model. `PipelineLosses` has the interface of the plain
+model's engine. Each stage holds complete transformer blocks. The training loop gives every stage
+the same batches, so that all ranks count the same samples. Only the first stage uses the inputs,
+and only the last stage uses the targets.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pipeline(PipelineModule):
         logits_tp = logits_group(plan)
 
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            """Return the mean loss or, under no_grad, the loss of each target [B, T]."""
+            """Return the mean loss or, under `torch.no_grad`, the loss of each target [B, T]."""
             losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
             return losses_BT.mean() if torch.is_grad_enabled() else losses_BT
 
@@ -98,7 +98,7 @@ Model = GPT | Pipeline
 
 
 def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
-    """Build this rank's tensor-parallel shard of the model, or of its pipeline stage if any."""
+    """Build this rank's tensor-parallel shard of the model or, in a pipeline, of its stage."""
     device, tp, cp = groups.device.type, groups.model, groups.context
     plan = plan_of(config, vocab_size, device_type=device, tp=tp, cp=cp)
     return GPT(plan) if groups.pipe_size == 1 else Pipeline(plan, groups)
@@ -127,7 +127,7 @@ def _spec(layer: Layer) -> LayerSpec:
 
 
 def _key(name: str) -> str:
-    """Return the layer name `name` with `/` for each dot, because torch allows no dots there."""
+    """Return the layer name `name` with `/` for each dot: torch allows no dots in module names."""
     return name.replace(".", "/")
 
 

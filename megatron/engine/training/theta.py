@@ -1,9 +1,10 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
 A distance kernel is a bias or factor that depends only on the query-key distance. Theta [heads, n]
-contains its n learned parameters for each head. Theta's master is the fp32 copy that the optimizer
-updates. After each optimizer step, the master and the model's copy of theta are clamped to the
-bounds. Each ZeRO stage stores the master in another place, so this module distinguishes cases.
+contains n learned parameters of the kernel for each head. Theta's master is the fp32 copy that the
+optimizer updates. After each optimizer step, the master and the model's copy of theta are clamped
+to the bounds. Each ZeRO stage stores the master in a different place, so this module treats each
+stage separately.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class TrainedTheta:
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Return column name -> (least, largest) value of theta after the last `project`.
 
-        The values are over all heads. More than MOST_COLUMNS columns have one range, "table".
+        Each range is over all heads. If theta has more than MOST_COLUMNS columns, the only range is
+        that of all columns, with the name "table".
         """
         if self._projected_HN is None:
             return {}
