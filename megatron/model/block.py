@@ -4,15 +4,16 @@
     gpt_j_residual   x = x + (drop(attention(norm1(x))) + drop(mlp(norm2(x))))
 
 Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
+
 One fused projection computes queries, keys and values. Its output is interleaved per head, [H,
-(q k v), E], as in the released checkpoints. Theta holds the parameters of the distance kernel, a
+(q k v), E], as in GPT-NeoX's checkpoints. Theta holds the parameters of the distance kernel, a
 bias or factor that depends only on the query-key distance. The model has one theta, which every
 block gets as an input.
 
 Under tensor parallelism, H counts only this rank's heads, and theta has one row for each of these.
-Under context parallelism (`cp`) T is the number of this rank's positions. Inside attention, each
-rank holds all positions of fewer heads. `gpt_j_residual` adds both branches before the reduction
-over ranks, so that one reduction suffices.
+Under context parallelism (`cp`), T is the number of this rank's positions. Inside attention, each
+rank instead holds all positions, but fewer heads. `gpt_j_residual` adds both branches before the
+reduction over ranks, so that one reduction suffices.
 """
 
 from __future__ import annotations

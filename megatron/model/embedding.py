@@ -1,10 +1,10 @@
-"""Define the first layer. It returns the sum of token and position vectors, and theta.
+"""Define the model's first layer, which returns the hidden states x and theta.
 
-Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
-query-key distance. Theta is stored in this layer. The layer returns theta in at least fp32 together
-with the hidden states, and every block reads that same tensor. Therefore autograd sums theta's
-gradient over the blocks in fp32. Under bf16 training the stored theta is bf16, and the optimizer
-holds theta's fp32 master copy.
+x is the sum of token and position vectors. Theta holds the parameters of the distance kernel, a
+bias or factor that depends only on the query-key distance. Theta is stored in this layer. The layer
+returns theta in at least fp32 together with the hidden states, and every block reads that same
+tensor. Therefore autograd sums theta's gradient over the blocks in fp32. Under bf16 training the
+stored theta is bf16, and the optimizer holds an fp32 master copy of theta.
 
 Legend: B batch, T positions of this rank, D hidden size, H heads of this rank, N theta columns.
 """
@@ -69,8 +69,8 @@ class EmbeddingLayer(nn.Module):
     """The first layer, which maps tokens [B, T] to (x [B, T, D], theta [H, N] fp32 or None).
 
     Args:
-        words: Whether this layer embeds the tokens. If False, the input is already x [B, T, D], as
-            in a pipeline.
+        words: Whether this layer embeds the tokens. If False, the input is already x [B, T, D]. In
+            a pipeline, a separate layer embeds the tokens.
         tp, cp: The groups that split the sequence (see `SequenceSplit`). `tp` also splits the
             heads.
     """

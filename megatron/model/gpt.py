@@ -99,7 +99,7 @@ class GPT(nn.Module):
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, T, V].
 
-        If the output layer is sharded by tokens, V is this rank's slice of the vocabulary.
+        If the output layer is sharded by vocabulary, V is the size of this rank's slice.
         """
         if self.output is not None:
             return self.output(x_BTD)

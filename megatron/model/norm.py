@@ -4,9 +4,9 @@
     rmsnorm    x / (|x|_2 / sqrt(D) + eps) * scale     eps OUTSIDE the root, as in GPT-NeoX
     scalenorm  x / max(|x|_2, eps) * g
 
-Statistics are computed in the dtype that `numerics` prescribes, by default at least fp32. Where the
-ranks of `tp` hold different positions, the gradient of a weight is summed over the ranks
-(`copy_to`).
+Statistics are computed in the dtype that `numerics` prescribes, by default at least fp32. If the
+ranks of the tensor-parallel group `tp` hold different positions, `copy_to` sums the gradients of
+the weights over these ranks.
 
 Legend: D size of the last dimension.
 """
@@ -69,7 +69,7 @@ def norm_layer(shape: BlockShape, tp: TensorGroup) -> tuple[type[nn.Module], dic
     """Return the class and the constructor arguments of the norm `shape.norm`.
 
     Raises:
-        ValueError: The name is not `layernorm`, `rmsnorm` or `scalenorm`.
+        ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.
     """
     tp = tp if tp.splits_sequence else ALONE
     common = {"eps": shape.norm_eps, "tp": tp}

@@ -70,8 +70,8 @@ class GPTShape:
         position_offset: The number that is added to every position before the lookup in a trained
             table (2 in OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
-        row_parallel_output: Whether to shard an untied output layer by its inputs ("row" in the
-            published code) instead of by tokens. The computed function is the same.
+        row_parallel_output: Whether to shard an untied output layer by its inputs ("row" in
+            GPT-NeoX) instead of by vocabulary. The computed function is the same.
     """
 
     num_layers: int

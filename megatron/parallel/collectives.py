@@ -2,7 +2,8 @@
 
 A value is either the same on every rank of the group (S) or different on each rank (D). The
 backward pass f* of each collective is the adjoint of its forward pass f, <f(x), y> = <x, f*(y)>. In
-this definition, the inner product counts an S value once and sums a D value over the ranks.
+this definition, the inner product counts an S value once and sums a D value over the ranks. In the
+table, x is the input, and dy is the gradient of the output.
 
     name            from  to   forward                            backward
     copy            S     D    x                                  sum over ranks
@@ -140,7 +141,7 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the input of a layer that is sharded by outputs: the hidden states of all positions.
+    """Return the hidden states of all positions, for a layer that is sharded by outputs.
 
     Under sequence parallelism, the positions of all ranks are gathered. Otherwise every rank
     already has all positions.
@@ -158,9 +159,10 @@ def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
 
 
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
-    """Return x plus the sum of all partial results over the group.
+    """Return x plus the sum of all tensors `partial` of all ranks of the group.
 
-    The partial results are added locally first, so that there is only one reduction over ranks.
+    Each rank first adds up its own tensors, so that there is only one reduction over ranks. See
+    `leave_sharded` for sequence parallelism.
     """
     first, *others = partial
     for each in others:

@@ -31,7 +31,7 @@ class TensorGroup:
         group: The torch process group, or None for a group of one rank.
         rank, size: This rank's position in the group, and the number of ranks in the group.
         sequence_parallel: Whether the ranks split each sequence outside the sharded layers, so that
-            each rank holds other positions there (Megatron's sequence parallelism).
+            each rank holds different positions there (Megatron's sequence parallelism).
     """
 
     group: dist.ProcessGroup | None = None
@@ -76,7 +76,7 @@ class Groups:
         pipe: The group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
         job: The group of all ranks of the job. None stands for torch's default group. A thread that
-            works beside training needs a group of its own.
+            communicates while training continues must use a separate group of all ranks.
     """
 
     rank: int
@@ -102,9 +102,9 @@ class Groups:
         self, *, model_size: int = 1, pipe_size: int = 1, context_size: int = 1,
         sequence_parallel: bool = False,
     ) -> Groups:  # fmt: skip
-        """Divide the job's ranks into tensor-, context- and pipeline-parallel groups.
+        """Return groups that divide the job's ranks by tensor, context and pipeline parallelism.
 
-        This creates process groups. Therefore every rank must call it, with the same sizes.
+        This method creates process groups. Therefore every rank must call it with the same sizes.
 
         Args:
             sequence_parallel: Whether the tensor-parallel groups also split the sequence.

@@ -59,7 +59,7 @@ class RowLinear(nn.Linear):
     """Linear layer [..., in / size] -> [..., out] whose input is sharded over the ranks.
 
     Args:
-        scatter: Whether the input is the full [..., in]. The layer then slices the input itself.
+        scatter: Whether the input is the full [..., in]. If so, the layer slices the input itself.
         numerics: Prescribes how the product and the bias are rounded.
     """
 
@@ -117,9 +117,9 @@ class VocabEmbedding(nn.Embedding):
 
 
 class HiddenDropout(nn.Dropout):
-    """Dropout of hidden states that drops the same entries on all ranks of `tp`.
+    """Dropout of hidden states. Ranks of `tp` with the same positions drop the same entries.
 
-    Under sequence parallelism the ranks hold different positions, and each rank draws its own mask.
+    Under sequence parallelism the ranks hold different positions, so each rank draws its own mask.
     """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):

@@ -41,7 +41,7 @@ class SequenceSplit:
         return padded_BT.chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions [length] of this rank's slice of the hidden states."""
+        """Return the positions [length] of this rank's slice, which has `length` positions."""
         tp_rank = self.tp.rank if self.tp.splits_sequence else 0
         first = (self.cp.rank * self.tp_slices + tp_rank) * length
         return torch.arange(first, first + length, device=device)

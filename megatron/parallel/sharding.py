@@ -80,7 +80,7 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """Return the shape of the unsharded parameter."""
+    """Return the shape that `param` would have without sharding."""
     if (sharding := sharding_of(param)) is None:
         return param.shape
     return sharding.full_shape(param.shape, cast(_Marked, param).shard_count)
@@ -95,9 +95,9 @@ def local_slice(param: Tensor, full: Tensor) -> Tensor:
 
 
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the full tensor, joined from the slices `shard` of all ranks.
+    """Return the full tensor, joined from the slices `shard` of all ranks of `tp`.
 
-    The tensor is sharded over `tp` in the same way as `param`.
+    The full tensor must be sharded in the same way as `param`.
     """
     sharding = sharding_of(param)
     return shard if sharding is None or tp.size == 1 else sharding.join(tp.gather(shard))

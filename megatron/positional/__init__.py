@@ -29,7 +29,9 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
-    """Build the embedding called `name` with these `options`; `numerics` prescribes its rounding.
+    """Build the embedding called `name` with these `options`.
+
+    `numerics` prescribes where the embedding rounds numbers.
 
     Raises:
         PositionalError: No file of this package has the name `name`. The error message suggests

@@ -41,7 +41,7 @@ class ThetaParameter:
     """One column of theta, with one number per head.
 
     Attributes:
-        name: The name in published checkpoints (`bias_p`, `wei_a`, ...).
+        name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
         low, high: The closed bounds. A bound of +-inf means that there is none. Theta is projected
             into the bounds after each optimizer step.
         scale: Initial values are drawn as `scale * U(0, 1)` and projected into the bounds.
@@ -54,12 +54,12 @@ class ThetaParameter:
 
 
 def factor(name: str) -> ThetaParameter:
-    """Return the column of a KERPLE kernel's coefficient, drawn from U(0, 1) and kept >= 0.01."""
+    """Describe theta's column for a coefficient >= 0.01, initially drawn from U(0, 1)."""
     return ThetaParameter(name, low=0.01)
 
 
 def power(name: str) -> ThetaParameter:
-    """Return the column of a KERPLE kernel's exponent, drawn from 2 U(0, 1), kept in [0.01, 2]."""
+    """Describe theta's column for an exponent in [0.01, 2], initially drawn from 2 U(0, 1)."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
 
 
@@ -68,7 +68,7 @@ class PositionalEmbedding:
 
     `bias` and `weight` are pure torch formulas. They are the specification against which every
     attention backend is tested. They never clamp theta, because the optimizer keeps theta within
-    `bounds()`. Therefore the gradient at a bound is the gradient of the formula.
+    `bounds()`. Therefore the gradient at a bound is that of the formula, not 0.
 
     Attributes:
         numerics: Prescribes where biases, factors, distances, angles and constants (slopes,

@@ -1,9 +1,9 @@
 """Define KERPLE's power distance kernel, b_h(d) = -a d^p with a > 0 and 0 < p <= 2.
 
 The released code calls this kernel `kerple_power_ap_` (arXiv 2205.09921). The bias is conditionally
-positive definite for these p. With p = 1 the bias is ALiBi's with a learned slope. At d = 0 the
-bias is 0. There the derivative with respect to p contains d^p log d = 0 log 0, which torch
-evaluates as 0.
+positive definite for 0 < p <= 2. With p = 1 the bias is that of ALiBi, but its slope is learned. At
+d = 0 the bias is 0, and the derivative with respect to p contains d^p log d = 0 log 0. Torch
+evaluates this product as 0.
 """
 
 from __future__ import annotations

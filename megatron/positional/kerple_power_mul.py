@@ -2,7 +2,7 @@
 
 The released code calls this kernel `kerple_power__ap`. The factor w multiplies the scaled product
 of query and key. w is positive definite, because w is the exponential of a conditionally positive
-definite kernel (arXiv 2205.09921; configurations of the released code). w_h(0) = 1.
+definite kernel (arXiv 2205.09921). w_h(0) = 1.
 """
 
 from __future__ import annotations

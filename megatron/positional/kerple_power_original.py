@@ -1,8 +1,8 @@
-"""Define the published KERPLE code's variant of ALiBi, b_h(d) = -max(m_h, 0.01) d.
+"""Define the released KERPLE code's variant of ALiBi, b_h(d) = -max(m_h, 0.01) d.
 
 The m_h are ALiBi's fixed slopes. The released code raises slopes below 0.01 to 0.01, so this
 embedding is not exactly ALiBi. For example, ALiBi's last slope is 1/256 whenever the number of
-heads is a power of two. The difference is kept as published. Use `alibi` for ALiBi itself.
+heads is a power of two. This file reproduces the released code. Use `alibi` for ALiBi itself.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """Embedding by a trained position table.
+    """Embedding that adds the rows of a trained position table.
 
     This class computes nothing. The model creates the table and adds the table's rows, as for every
     embedding of kind `input` with `learnable` set.

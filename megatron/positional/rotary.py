@@ -7,8 +7,8 @@ pair is rotated by the angle phi = t base^(-2m/R):
     x'_m = x_m cos phi - x_{m+R/2} sin phi        x'_{m+R/2} = x_{m+R/2} cos phi + x_m sin phi
 
 Angles and products are computed in fp32, or in fp64 for fp64 inputs. Frequencies are rounded to
-fp32 even for fp64 inputs, as in a published model that was cast to fp64. The result has the dtype
-of the input.
+fp32 even for fp64 inputs, as in a GPT-NeoX model that was cast to fp64. The result has the dtype of
+the input.
 
 Legend: B batch, H heads, T positions, E head size.
 """

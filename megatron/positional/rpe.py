@@ -1,13 +1,13 @@
 """Define T5's relative position bias, b_h(d) = scale * theta[h, bucket(d)].
 
-Raffel et al., JMLR 2020 (arXiv 1910.10683), in its causal form. With K buckets and M = K // 2:
+Raffel et al., JMLR 2020 (arXiv 1910.10683). This is the causal form. With K buckets and M = K // 2:
 
     bucket(d) = d                                                          d < M
                 min(K - 1, M + floor(log(d / M) / log(max_distance / M) (K - M)))   otherwise
 
-GPT-NeoX multiplies the table by sqrt(head size), because T5 does not divide its scores by
-sqrt(head size). The option `scale` is this factor. The caller must pass the factor, because an
-embedding object does not contain the head size.
+GPT-NeoX multiplies the table by sqrt(head size), because T5 does not divide its scores by sqrt(head
+size). The caller must pass this factor as the option `scale`, because an embedding object does not
+contain the head size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Define sinusoidal position vectors that are added to the token embedding, in GPT-NeoX's layout.
 
-Vaswani et al. 2017 (arXiv 1706.03762). All sines precede all cosines (they are not interleaved):
+Vaswani et al. 2017 (arXiv 1706.03762). All sines precede all cosines (they are not interleaved).
+With hidden size D:
 
     table[t] = (sin(t f_0), ..., sin(t f_{D/2-1}), cos(t f_0), ..., cos(t f_{D/2-1}))
     f_m = 10000^(-2m/D)
@@ -23,7 +24,7 @@ class Sinusoidal(PositionalEmbedding):
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return vectors [*positions.shape, dim] for activations of `dtype`, at least fp32.
 
-        Frequencies are rounded to fp32 even if `dtype` is fp64, as in a published model that was
+        Frequencies are rounded to fp32 even if `dtype` is fp64, as in a GPT-NeoX model that was
         cast to fp64.
         """
         dtype = self.numerics.working_dtype(dtype)
