@@ -28,7 +28,7 @@ class DataExhausted(DataError):
 
 @contextmanager
 def needs_package(package: str, feature: str, error: type[DataError]) -> Iterator[None]:
-    """If the `with` block raises ImportError, raise an `error` that asks to install `package`."""
+    """Turn an ImportError of the `with` block into an `error` that asks to install `package`."""
     try:
         yield
     except ImportError:

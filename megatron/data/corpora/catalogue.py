@@ -1,11 +1,12 @@
 """The downloadable corpora with their addresses, licences and alternatives.
 
 The catalogue gives the size and SHA-256 of a file only where these are certain. For other files,
-the length of the download is compared with the size that the server reports, and the shard's
-manifest records the SHA-256 of the input.
+the length of the download is compared with the size that the server reports. The manifest of the
+token shards that are made from a file always records the file's SHA-256.
 
 Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore each
-corpus lists mirrors, and data sets of the Hugging Face hub that can be read with `--input hub:ID`.
+corpus lists mirrors, and data sets of the Hugging Face hub that `prepare_data.py --input hub:ID`
+can read.
 A corpus with a `pile_set` consists of the records of the complete Pile whose `meta.pile_set_name`
 has this value. Such a corpus can therefore be extracted from the archives of the complete Pile.
 """

@@ -218,10 +218,10 @@ def _size(path: Path) -> int:
 
 
 def _length(answer: HTTPResponse) -> int | None:
-    """Return the number of bytes that the server announces, or None if it announces none.
+    """Return the answer's `Content-Length` in bytes, or None if the answer has no such header.
 
     Raises:
-        _WrongFile: the header is not a number.
+        _WrongFile: the `Content-Length` is not a number.
     """
     text = answer.headers.get("Content-Length")
     if text is not None and not re.fullmatch("[0-9]{1,18}", text):

@@ -42,8 +42,8 @@ class Limits:
 
     Attributes:
         document_bytes: The largest size of one document or record, in bytes of text.
-        expansion: The largest ratio of the decompressed bytes of an input to its own bytes. An
-            input may always expand to 64 MiB.
+        expansion: The largest ratio of the decompressed size of an input to its compressed size.
+            An input that expands to at most 64 MiB is always accepted.
     """
 
     document_bytes: int = 1 << 30
@@ -58,7 +58,7 @@ class Place:
         name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
             inside an archive. Records are numbered from 1. The reader updates `name` while it
             reads.
-        limits: The limits that the input must keep.
+        limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
         expanded: The number of bytes that were decompressed so far. In a compressed archive of
@@ -141,8 +141,8 @@ def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
 
     Args:
-        place: The place of the stream. If a line cannot be read, `place.name` is set to the name of
-            that line's place.
+        place: The place of the stream. If the stream cannot be read further, `:` and the number of
+            the line that could not be read are appended to `place.name`.
 
     Raises:
         Fault: a line is longer than the limit.
@@ -210,9 +210,10 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Raise a `Fault` if the `with` block, which parses bytes of unknown origin, raises any error.
+    """Turn any error of the `with` block, except a DataError, into a `Fault`.
 
-    The libraries that parse archives and tables raise many more types of errors than they document.
+    The block parses bytes of unknown origin, and the libraries that parse archives and tables raise
+    many more types of errors than they document.
 
     Args:
         place: The position of the reader, which the text of the fault names.

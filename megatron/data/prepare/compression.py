@@ -117,8 +117,8 @@ def decompressed(
     Args:
         name: The name of the file, whose suffix determines the compression. With another suffix,
             the stream returns the bytes of `source` unchanged.
-        count: A function that is called with the number of new bytes each time that the stream has
-            produced some. The function may raise an error if the stream produces too many bytes.
+        count: A function that is called with the number of new bytes whenever the stream produces
+            bytes. The function may raise an error if the stream produces too many bytes.
     """
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix == ".zst":
@@ -156,7 +156,7 @@ def hash_file(path: str | os.PathLike) -> str:
 def read_out(stream: io.RawIOBase | io.BufferedIOBase) -> None:
     """Read `stream` to its end and discard the data.
 
-    Checksums are stored at the end, and some truncations are detected only there.
+    Compressed files store checksums at their end, and some truncations are detected only there.
     """
     while stream.read(_BUFFER):
         pass

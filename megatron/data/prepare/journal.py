@@ -1,9 +1,10 @@
 """The journal of a preparation run, a file that lets an interrupted run continue.
 
-PREFIX.journal records the inputs, tokenizer and options of the run. Every few seconds the journal
-is updated with the number of the last chunk in the .part files, and with the numbers of documents
-and tokens in these files. A resumed run truncates the .part files to these numbers and continues
-with the next chunk. Therefore its shards equal those of an uninterrupted run.
+PREFIX.journal records the inputs, tokenizer and options of the run. The run writes its tokens to
+.part files, the unfinished shards. Every few seconds the journal is updated with the number of the
+last chunk in the .part files, and with the numbers of documents and tokens in these files. A
+resumed run truncates the .part files to these numbers and continues with the next chunk. Therefore
+its shards equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Journal:
         self.refused: str | None = None
 
     def read(self) -> dict | None:
-        """Return the state that an interrupted run with an equal job wrote, or None."""
+        """Return the last state that a run with an equal job wrote, or None if there is none."""
         if not self.exists:
             return None
         try:

@@ -1,9 +1,9 @@
 """Encode text as token shards: PREFIX.bin, PREFIX.idx, and PREFIX.json, the manifest.
 
-Readers split the inputs into chunks, worker processes encode the chunks, and this process writes
-the tokens in order. Empty documents are left out and counted, as in GPT-NeoX's
+Readers split the inputs into chunks, worker processes encode the chunks, and the main process
+writes the tokens in order. Empty documents are left out and counted, as in GPT-NeoX's
 `preprocess_data.py`. If a run is killed, stops at a fault or fills the disk, the same command
-continues that run. For any number of workers and interruptions, the files are the same.
+continues that run. The number of workers and any interruptions do not change the files.
 
 A run can encode one of N partitions. The bytes of the inputs are divided into N equal ranges, and
 partition I takes the chunks that end in range I. Merging the shards of all partitions gives the
@@ -40,7 +40,7 @@ class PrepareOptions:
 
     Attributes:
         encode: The options for encoding a record.
-        workers: The number of worker processes. If it is 1, this process encodes the text.
+        workers: The number of worker processes. If it is 1, the main process encodes the text.
         on_error: "stop" to stop at a faulty record or file, or "skip" to skip and list it.
         partition: (i, n) selects partition i of n. Partitions are numbered from 1.
         checkpoint_seconds: The time between two updates of the journal.
@@ -73,7 +73,7 @@ def write_shards(
         prefixes: The prefix of the shard for each key.
         tokenizer: The tokenizer that encodes the text.
         options: The options of the run.
-        about: Facts about the corpus, which are added to `source` in the manifests.
+        about: Facts about the corpus, which are added to the entry `source` of each manifest.
         label: The text before the progress bar.
 
     Returns:
@@ -141,7 +141,10 @@ class _Run:
                     self.skipped_part.unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        """Continue an interrupted run if its journal and .part files match; else start over."""
+        """Continue an interrupted run if its .part files hold what its journal records.
+
+        Otherwise, start the run from its first chunk.
+        """
         state = self.journal.read()
         resumable = state is not None and all(
             writer.shared_name and writer.holds(*written)

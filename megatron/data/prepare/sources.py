@@ -62,7 +62,7 @@ class Source:
     def identity(self) -> list:
         """Return a JSON value that changes when the input changes.
 
-        It contains a hash of the names, sizes and modification times of the input's files.
+        The value contains a hash of the names, sizes and modification times of the input's files.
         """
         found, paths = hashlib.sha256(), self.paths or [self.path]
         if os.path.isdir(self.path) and not self.paths:  # then `datasets` wrote this folder

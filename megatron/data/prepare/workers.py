@@ -163,10 +163,10 @@ class _Worker:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Raise a CorpusError if the `with` block fails because a pipe is closed.
+        """Turn the error that a closed pipe causes in the `with` block into a CorpusError.
 
         Raises:
-            CorpusError: a pipe is closed because the worker died.
+            CorpusError: the worker died, which closed its pipes.
         """
         try:
             yield
@@ -190,7 +190,7 @@ def _work(
     started_workers: list[_Worker],
     parent: int,
 ) -> None:
-    """Run a worker process until its pipe is closed or the parent process ends.
+    """Run a worker process until the pipe `items` is closed or the parent process ends.
 
     Args:
         items: The pipe from which items are received.
@@ -221,7 +221,10 @@ def _work(
 
 
 def _receive_items(items: Connection, queue: SimpleQueue) -> None:
-    """Move items from the pipe to the queue. Exit when the pipe closes or memory runs out."""
+    """Move items from the pipe to the queue.
+
+    End the process if the pipe closes or memory runs out.
+    """
     try:
         while True:
             queue.put(items.recv())

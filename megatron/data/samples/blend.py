@@ -152,7 +152,7 @@ def _lockstep(
 
 
 class BlendedDataset:
-    """A data set that takes its samples from several corpora, by weight. It implements `Samples`.
+    """A data set that implements `Samples` and takes its samples from several corpora by weight.
 
     Args:
         build: The function that builds the data set of corpus d when it is called with

@@ -11,9 +11,9 @@ GPT-NeoX's order depends on the number of samples for which its index was built,
 more `train_iters` would reorder samples that were already consumed. To train longer, pass the
 `num_samples` that the checkpoint records, and a larger `extend_to`. The data set then starts with
 the samples of the index for `num_samples`, and blocks 1, 2, ... of further samples follow. Block k
-is GPT-NeoX's order of one epoch with seed + k (or of more epochs if one epoch is shorter than a
-sample). Increasing `extend_to` never changes earlier samples. No sample occurs twice in the index
-or twice in a block.
+is GPT-NeoX's order of one epoch, shuffled with the run's seed plus k. (If one epoch is shorter than
+a sample, the block has more epochs.) Increasing `extend_to` never changes earlier samples. No
+sample occurs twice in the index or twice in a block.
 """
 
 from __future__ import annotations

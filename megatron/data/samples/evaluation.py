@@ -1,7 +1,7 @@
 """Cut the text of a split into evaluation sequences of a given length.
 
-Let x_0, x_1, ... be the tokens of the split's documents, in the order of the file. Sequence i of
-length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, and its last L tokens are the
+Let x_0, x_1, ... be the tokens of the split's documents, in the order of the shards. Sequence i
+of length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, its last L tokens are the
 targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. Two lengths
 with the same product n L are therefore compared on the same targets. Only the context differs.
 """

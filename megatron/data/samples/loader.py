@@ -32,7 +32,8 @@ class TrainLoader:
         global_batch: The number of samples in a global batch.
         micro_batch: The number of samples in a micro-batch of one rank.
         vocab_size: The tokenizer's vocabulary size. Every token id must be smaller than this. On a
-            GPU, a larger id would cause a device assert that does not name the cause.
+            GPU, any other id would cause a device assert that does not name the cause. If
+            `vocab_size` is None, token ids are not checked.
 
     Attributes:
         micro_steps: The number of micro-steps (gradient accumulation steps) in a global batch.
@@ -126,15 +127,16 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    GPT-NeoX computes the position in micro-steps, of which `micro_steps` make an iteration:
+    GPT-NeoX computes the number of micro-steps to skip. An iteration has `micro_steps` of them:
 
         train   iteration * micro_steps
         valid   (iteration * micro_steps // eval_interval) * eval_iters
         test    0
 
     These are GPT-NeoX's formulas, including a mistake: the validation formula divides micro-steps
-    by an interval in iterations, so it is correct only for `micro_steps` = 1. The training and
-    validation positions are taken modulo the number of complete micro-steps in the data set.
+    by an interval in iterations, so it is correct only for `micro_steps` = 1. The numbers for train
+    and valid are taken modulo the number of complete micro-steps in the data set. Each micro-step
+    skips `loader.step_samples` samples.
 
     Args:
         loader: The loader whose data set, batch sizes and `micro_steps` are used.

@@ -9,7 +9,7 @@ A token shard is a pair of files, PREFIX.bin and PREFIX.idx. All numbers are lit
            n        uint64   number of documents (GPT-NeoX calls them items)
            m        uint64   number of entries of doc_idx
            sizes    int32 [n]  number of tokens in each document
-           pointers int64 [n]  byte of .bin at which each document starts
+           pointers int64 [n]  offset in bytes in .bin at which each document starts
            doc_idx  int64 [m]  first item of each document, then n; here always 0, 1, ..., n
 
 For the same documents, the files equal those of GPT-NeoX's `preprocess_data.py` byte for byte. As

@@ -25,7 +25,7 @@ class Shards(Protocol):
         folder: The folder that contains the files of the shard, or of the first of several shards.
         dtype: The little-endian dtype of the tokens.
         sizes: int32 [n], the number of tokens in each document.
-        pointers: int64 [n], the byte of `tokens` at which each document starts.
+        pointers: int64 [n], the offset in bytes in `tokens` at which each document starts.
         tokens: The tokens of all documents, one document after the other.
     """
 

@@ -50,7 +50,7 @@ def _copy(
 ) -> tuple[int, int]:
     """Append all documents of `readers` to `writer`. The caller must finalize the writer.
 
-    If each merged shard has a manifest, give the new shard a manifest that combines these.
+    If each merged shard has a manifest, give the new shard a manifest that combines all of them.
 
     Args:
         readers: The shards to merge, in the order of their documents.

@@ -25,12 +25,12 @@ class ShardWriter:
     first the .bin and then the .idx, so an .idx never exists without its complete .bin. Only one
     process at a time may write a PREFIX.
 
-    The writer is a context manager. At the end of the block it calls `finalize`. If the block
-    raises an error, the writer removes the .part files unless `keep_parts` is True.
+    The writer is a context manager. It calls `finalize` at the end of the `with` block. If the
+    block raises an error, the writer instead removes the .part files unless `keep_parts` is True.
 
     A killed process leaves its .part files. To continue them, make a new writer of the same PREFIX
     and call `rewind` with the numbers that `sync` returned last. Without `rewind`, the new writer
-    overwrites them.
+    overwrites the .part files.
 
     Attributes:
         documents, tokens: The numbers of documents and tokens written so far.
@@ -101,7 +101,7 @@ class ShardWriter:
         )
 
     def rewind(self, documents: int, tokens: int) -> None:
-        """Keep the first documents of the .part files, delete the rest, and continue writing there.
+        """Truncate the .part files after their first documents, and continue writing there.
 
         Args:
             documents: The number of documents to keep.
@@ -178,7 +178,7 @@ class ShardWriter:
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Append pointers and doc_idx to the sizes in the .idx part, then write the .idx header.
+        """Append pointers and doc_idx to the sizes in PREFIX.idx.part, then write its header.
 
         The memory use does not grow with the number of documents.
         """
@@ -204,7 +204,7 @@ class ShardWriter:
         self._idx_part = shard_path(self.prefix, f".idx{ending}")
 
     def _open_tokens(self) -> BinaryIO:
-        """Open the .bin part. Its folder is created if it does not exist.
+        """Open PREFIX.bin.part. Create its folder if the folder does not exist.
 
         Raises:
             ShardError: a file has the name of the folder or of a folder above it.
@@ -230,7 +230,7 @@ class ShardWriter:
     def _owns_part(self) -> bool:
         """Return whether the open file still has its .part name.
 
-        Between opening and locking the file, another writer may have renamed or removed it.
+        Before this writer locked the file, another writer may have renamed or removed the file.
         """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))

@@ -180,7 +180,7 @@ def _read_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict, and refuse an object with a key given twice."""
+    """Return the pairs of a JSON object as a dict. Refuse an object in which a key occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)

@@ -1,4 +1,4 @@
-"""Hashes that recognise GPT-2's published vocabulary and merges.
+"""Hashes that recognise the vocabulary and the merges that OpenAI published for GPT-2.
 
 If a tokenizer has the published files, training starts sooner because the merges need not be
 parsed, and faster libraries may encode (see `fast_bpe.py`).
