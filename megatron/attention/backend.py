@@ -108,8 +108,8 @@ def weighted(pos: PositionalEmbedding) -> bool:
 class _NoSecondDerivative(torch.autograd.Function):
     """Makes second derivatives raise an error instead of being zero.
 
-    `apply(run, *tensors)` returns the results of `run()`. For autograd, the results are functions
-    of `tensors` whose derivative raises an error.
+    `apply(run, *tensors)` returns the results of `run()`. For autograd, the results depend
+    on `tensors`, and differentiating the results raises an error.
     """
 
     @staticmethod
@@ -124,7 +124,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate an autograd function's backward pass, so that differentiating it raises an error.
+    """Decorate an autograd function's backward pass, so that second derivatives raise an error.
 
     torch's `once_differentiable` is not enough. If the gradient of the output requires no gradient,
     `once_differentiable` silently treats the result of the backward pass as a constant.

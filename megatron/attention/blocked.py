@@ -5,8 +5,8 @@
     dQ = scale dX K    dK = scale dX^T Q
     db(d) = sum of dS over all pairs at distance d     dw(d) = sum of dS X over the same pairs
 
-Here dX is the gradient of the loss with respect to X. b and w are the bias and the factor of a
-distance kernel, which depend only on the query-key distance d.
+Here dX, dV and so on are the gradients of the loss with respect to X, V and so on. b and w are the
+bias and the factor of a distance kernel, which depend only on the query-key distance d.
 
 This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
 and the scores of keys after a block's last query are never computed. The embedding's formula
@@ -227,8 +227,9 @@ class BlockedCall:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the bias and the factor.
 
-        The gradients of q, k and v have the inputs' dtype. Those of the bias and the factor are [H,
-        S] in compute precision, or None if `need_bias` or `need_weight` is false.
+        The gradients of q, k and v have the inputs' dtype. The gradient of the bias is [H, S] in
+        compute precision, or None if `need_bias` is false. The same holds for the gradient of the
+        factor and `need_weight`.
         """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:

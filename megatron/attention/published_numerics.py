@@ -1,11 +1,12 @@
-"""Compute eager attention, rounded as in the released KERPLE code (key `published_numerics`).
+"""Compute eager attention, with the rounding of the released KERPLE code.
 
 The formula is that of `eager`. Scores, biases and factors have the dtype of the activations and are
 rounded after each operation. Query-key products are scaled before they are rounded, by one
 `baddbmm`.
 
-In the configuration this backend is called `eager`, too. If the embedding's numerics are
-`PublishedNumerics`, `choice` uses this backend instead of the module `eager`.
+The config key `attention_backend` calls this backend `eager`, too. If the embedding has
+`PublishedNumerics` (config key `published_numerics`), `choice` uses this backend instead of the
+module `eager`.
 
 Legend and caution: see `eager`.
 """

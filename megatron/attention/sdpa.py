@@ -1,4 +1,4 @@
-"""Compute attention by torch's scaled_dot_product_attention, for the requests that it can serve.
+"""Compute attention by torch's scaled_dot_product_attention, with or without a bias.
 
 A distance kernel is a bias or a factor that depends only on the query-key distance. Without a
 distance kernel, this backend serves every request. A bias becomes an additive mask [1, H, T, S] in

@@ -25,7 +25,7 @@ class QueryTile:
     """Some query rows of some heads of one sequence, or of all heads of several sequences.
 
     Attributes:
-        index: The number of the tile, which determines its dropout mask.
+        index: The number of the tile in the order of `walk`. It determines the tile's dropout mask.
         start: The offset of the tile in a buffer that holds the scores of all tiles.
         batch: The number of sequences.
         heads: The heads, as a slice of the H heads. They are the same in each sequence.

@@ -11,10 +11,10 @@ which depends only on r + c. Therefore two operations need neither an index tens
 - Expanding a vector over distances to a matrix. Store the values in order of falling distance,
   followed by R - 1 entries -inf for distances < 0 (future keys). The matrix is a view of this
   vector with strides (1, 1), and it is also the causal mask.
-- Summing a matrix over each distance. Let a contiguous [R, n] matrix be zero at future keys. Skip
-  its first entry, which is the only one at distance n - 1. Read the others as rows of n - 1 entries
-  instead of n. Then column n - 2 - d contains all entries at distance d, and otherwise zeros. So
-  one plain sum over rows gives the sums of all distances.
+- Summing the entries of a matrix at each distance. Let a contiguous [R, n] matrix be zero at future
+  keys. Skip its first entry, which is the only one at distance n - 1. Read the other entries as
+  rows of n - 1 entries. Then column n - 2 - d contains all entries at distance d, and otherwise
+  zeros. So one plain sum over rows gives the sums for all distances.
 
 (Reversing the keys instead of the queries would be less exact. A row would then start with its
 nearest keys, and in the softmax's running sum their large weights would absorb the small weights
@@ -48,14 +48,14 @@ class DistanceVector:
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
         """Return the matrix [heads, rows, keys] of `rows` query rows and `keys` keys, as a view.
 
-        The last query of the block has the number keys - 1. The rows are in reversed order.
+        The last query of the block is query number `keys - 1`. The rows are in reversed order.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Sum a block over its batch and over each query-key distance; add the sums to `reversed_HS`.
+    """Sum a block over the batch, separately for each distance, and add the sums to `reversed_HS`.
 
     The order of summation depends only on the shapes, so the result is repeatable bit for bit.
 

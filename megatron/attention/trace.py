@@ -123,7 +123,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Evaluate `function` in `dtype`. Return its values and theta's gradient, both in fp64.
 
-    The gradient is that of a sum with different weights of the values at the first four distances.
+    This is the gradient of a weighted sum of the values at the first four distances.
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
@@ -189,7 +189,7 @@ class Reader:
         """Return the function's value as an expression, or None if the function returns None.
 
         Raises:
-            Unreadable: The function's value is not an expression in d and theta.
+            Unreadable: The function's value is not an expression in the distance and theta.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.node import map_arg

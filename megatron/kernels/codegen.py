@@ -1,21 +1,21 @@
 """Generate Triton device functions, with derivatives, from the expression of a distance kernel.
 
 A distance kernel is a factor w or a bias b that depends only on the query-key distance d. The logit
-of a query q and a key k is x = scale s w(d) + b(d) with s = q . k. The function `evaluate`
-returns y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each theta_k. The
-term is dx/dtheta_k without its constant factors, which contain only theta and scale. The Triton
-kernels sum the terms over scores, and `finish` multiplies the sums by the constant factors.
+of a query q and a key k is x = scale s w(d) + b(d) with s = q . k. The function `evaluate` returns
+y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each theta_k. The term is
+dx/dtheta_k without the constant factors, that is, those without s and d. The Triton kernels sum the
+terms over scores, and `finish` multiplies the sums by the constant factors.
 
 The generated code is fast for three reasons:
 
 - Logarithms and exponentials have base 2, for which a GPU has single instructions. The constants
-  ln 2 and log2 e are multiplied into the factors of theta.
+  ln 2 and log2 e become part of the constants that `prepare` computes.
 - `prepare` computes everything that depends on neither s nor d, once per Triton program.
 - d is the difference di - dj of a row vector and a column vector, so A + B d with constants A and
   B costs one subtraction per score: (A + B di) - B dj. As di and dj are small, no digits are lost.
 
-Powers d^p (and their products with a logarithm) are 0 at d = 0, as in torch's derivative of pow.
-The generated source texts are stored in `linecache`, where Triton and tracebacks find them.
+At d = 0, powers d^p and products d^p log d are computed as 0, as in torch's derivative of pow. The
+generated source texts are stored in `linecache`, where Triton and tracebacks find them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceFunctions:
 
     Attributes:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
-        evaluate: Maps (s, di, dj, d, c) to (y, w, one term per theta), for a tile.
+        evaluate: Maps (s, di, dj, d, c) to (y, w, one term per column of theta), for a tile.
         zeros, add, finish: Create, update and sum up the accumulators [M] of theta's gradients.
         num_theta: The number of columns of theta that have a gradient.
         weighted: Whether there is a factor w.
@@ -291,7 +291,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile `source` to Triton functions. For Triton's caches, equal texts get equal paths."""
+    """Compile `source` to Triton functions. Equal texts get equal paths for Triton's caches."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

@@ -4,7 +4,7 @@ On a GPU, `lg2` and `rcp` are single instructions. Their relative error is about
 flush subnormal numbers to zero. (`tl.log2` is a software routine of more than 20 instructions.) In
 Triton's interpreter, `lg2` and `rcp` call numpy's functions.
 
-Legend: M query rows, N keys of a tile, E head size, P the next power of two >= max(E, 16).
+Legend: M query rows, N keys of a tile, E head size, P the smallest power of two >= max(E, 16).
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def forward_pass(
 ):  # fmt: skip
     """Compute the attention output and `lse`, one tile of query rows of one head per program.
 
-    Programs are ordered by sequence and head, then by tile, the last query rows first. `lse`, the
-    logarithm of the softmax's denominator, is saved for the backward pass.
+    Programs are ordered by sequence and head, then by tile, the last query rows first. The
+    backward pass needs `lse`, the logarithm to base 2 of the softmax's denominator.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

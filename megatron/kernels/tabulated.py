@@ -3,14 +3,14 @@
 A distance kernel is a bias b or a factor w that depends only on the query-key distance d. Any torch
 function of d can be tabulated, for example T5's buckets, or a formula that `codegen` cannot
 express. "Theta" is then one row of numbers per head. The row holds b(d) / scale for all distances
-if there is a bias, followed by w(d) for all distances if there is a factor. Autograd propagates
-theta's gradient to the parameters from which the table was computed. The gradients at distance d
+if there is a bias, followed by w(d) for all distances if there is a factor. Autograd propagates the
+gradient of this row to the parameters from which the row was computed. The gradients at distance d
 are sums over all i, j with i - j = d:
 
     gradient of b(d) / scale = sum (scale * ds_ij)
     gradient of w(d)         = sum (scale * ds_ij * s_ij)
 
-`table_pass` computes this gradient, without atomics and in fixed order. A program walks over the
+`table_pass` computes these gradients, without atomics and in fixed order. A program walks over the
 square tiles [R, R] whose upper left corners are at the same distance D, a multiple of R. Row r and
 column c of such a tile are at distance D + r - c, so the tile must be summed along its diagonals.
 To this end the entry in column c of row r is moved to column e = (r - c) mod R. Column e then has
@@ -120,7 +120,10 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums [B, H, tables, G, groups, R] of the gradients of 1 or 2 tables."""
+    """Compute partial sums [B, H, tables, G, groups, R] of the gradients of 1 or 2 tables.
+
+    The tables are b / scale and w. The module docstring explains G and the two groups.
+    """
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D

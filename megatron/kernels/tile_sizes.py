@@ -6,7 +6,7 @@ these rules:
 - Tiles are the largest whose scores, products and accumulators stay in registers.
 - Each group of 4 warps has 64 query rows or 64 keys, because a Hopper matrix product is 64 rows
   high. With more warps per 64 rows, scores would be computed twice.
-- Two programs run on a multiprocessor where they fit, so that the special functions of one program
+- Two programs share a multiprocessor if both fit, so that the special functions of one program
   overlap with the matrix products of the other.
 
 If measured times suggest other sizes, only `TABLE` needs to change. Nothing is tuned at start-up.
