@@ -11,7 +11,8 @@ Each DIR contains cases, at any depth. A case is a folder that is recognised by 
 - `config` has lr_schedule.json and derived_args.json.
 - `data` has shards, tokenizer_cases.json, and the folders samples_* and iterators.
 
-The configuration of a case is read from the case's own folder only.
+config.yml is the only configuration file of a case in `models` or `training`. A case `config` names
+YAML files of the published code, and `--configs` can give the folder that contains these files.
 
 For each case the tool prints one line: ok or FAIL, the greatest error of each quantity with its
 tolerance, and what could not be checked. A line that begins with `-` gives the reason why the
@@ -204,7 +205,7 @@ def sharded_case(
 
 @lru_cache
 def groups_of(tp: int) -> Groups:
-    """Join the job and return its process groups, with `tp` tensor-parallel ranks for one model."""
+    """Join the distributed job and return its process groups, with `tp` tensor-parallel ranks."""
     from megatron.engine.job.join import join_job
 
     return join_job().divided(model_size=tp)

@@ -92,7 +92,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV: the resources of one compiled variant (see the file's docstring)."""
+    """A line of the CSV: the resources of one compiled variant (see the module docstring)."""
 
     triton: str
     target: str
@@ -149,10 +149,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return the rows of `wanted` variants that have the current Triton version and tile size.
+    """Return, for each variant in `wanted`, its row if the row is still up to date.
 
-    Compiling these variants again would give the same rows, provided that the source code of the
-    Triton kernels has not changed.
+    A row is up to date if it was compiled with the current Triton version and tile size. Compiling
+    the variant again would then give the same row, provided that the source code of the Triton
+    kernels has not changed. Variants without such a row are left out.
     """
     written = {astuple(row)[1:6]: row for row in rows if row.triton == triton.__version__}
     return {

@@ -7,8 +7,8 @@
 The tool writes PREFIX_KEY_document.bin and .idx for each key of --jsonl-keys (default: text). The
 files are byte for byte those that gpt-neox writes, except where gpt-neox loses or damages text:
 
-- A bad record is an error. (gpt-neox stops with a traceback, or reads a truncated archive as a
-  shorter one.)
+- A faulty record or a truncated archive is an error. (gpt-neox stops with a traceback, or reads a
+  truncated archive as a shorter one.)
 - All frames of a .zst file are read. (gpt-neox reads only the first frame.)
 - Each line of a .jsonl.gz file is parsed as a JSON record. (gpt-neox tokenises the JSON source.)
 - Each key of --jsonl-keys is read from the records. (gpt-neox writes the key "text" to every file.)

@@ -119,7 +119,7 @@ def last_row(
 
 
 def angles(pos: Rotary, length: int, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return rotary embedding's cosines and sines [length, dim], with the keys `cos` and `sin`.
+    """Return the rotary embedding's cosines and sines [length, dim], with the keys `cos` and `sin`.
 
     Rotating the vector (1, 0) in each plane of two dimensions gives (cosine, sine) of the angle.
     """

@@ -1,8 +1,9 @@
 """Check the parity cases `models/NAME`: logits, losses and gradients of a published checkpoint.
 
-The model is built by the code of train.py from the case's config, and its weights are loaded as by
-`load:` in a config. In float64 and float32 the requested attention backend is used. Numbers that
-the published code computed in bf16 are compared with `published_numerics: true` and `eager`.
+The code of train.py builds the model from the case's config, and loads the published weights in the
+same way as for the config key `load`. In float64 and float32 the requested attention backend is
+used. Numbers that the published code computed in bf16 are compared with those of the attention
+backend `eager` with the setting `published_numerics: true`.
 
 The norm, the sum and the first four values of each gradient are compared. Their errors are relative
 to the norm. The error of the sum is also divided by the square root of the element count. Gradients
@@ -97,7 +98,8 @@ def check_model(
 
     The model is sharded over the ranks of `tp`, which must all call this function. bf16 is always
     checked with `eager`, whatever `backend` is. If `again` is true, bf16 is skipped, because it was
-    checked when this function was called for another backend.
+    checked when this function was called for another backend. If a backend does not support the
+    case, the result contains a refusal.
     """
     manifest, expected = read_manifest(folder), read_arrays(folder / "expected.npz")
     lengths = sorted(int(key.removeprefix("tokens_L")) for key in expected if "tokens_L" in key)
@@ -217,7 +219,7 @@ class ModelCase:
             self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
 
     def _check_clamped(self, tolerance: float) -> None:
-        """Compare our clamped theta with the published theta, which a forward pass clamped."""
+        """Compare our clamped theta with theta as the published forward pass clamped it."""
         full = positional_tensors(self.model, self.model.theta)
         shards = self._first_shards(full)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
@@ -267,8 +269,16 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
 def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
     """Convert theta, or a tensor of the same shape, to the published tensors of the first block.
 
-    The returned tensors contain all heads. If `theta_HN` is None, return the fixed slopes of the
-    embedding `kerple_power_original`. For other embeddings without theta, return {}.
+    The published code stores T5's table as one tensor, and each column of KERPLE's theta (one
+    parameter of the kernel) as a tensor of its own. The returned tensors contain all heads.
+
+    Args:
+        model: The model that has this theta.
+        theta_HN: [heads of this rank, columns]. If it is None, the fixed slopes of the embedding
+            `kerple_power_original` are returned. For other embeddings, {} is then returned.
+
+    Returns:
+        The tensors by published parameter name.
     """
     if theta_HN is None:
         if model.pos.name != "kerple_power_original":

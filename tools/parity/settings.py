@@ -1,10 +1,10 @@
 """Check the parity case `config`: learning rates, and settings that the published code derives.
 
 The case contains the names of published YAML files, but not the files. `--configs DIR` names the
-folder that contains the files. It is `kerple_configs` in a checkout of the published code, after
-the published code's script has generated the overlay files. Without the files, the configuration is
-assembled from the derived settings that are also config keys, except those that follow from other
-settings (such as `train_batch_size`).
+folder that contains the files. This folder is `kerple_configs` in a checkout of the published code,
+after a script of the published code has generated the files of the experiments. Without the files,
+the configuration is assembled from the derived settings that are also config keys, except those
+that follow from other settings (such as `train_batch_size`).
 
 The check fails if a key is unknown, or if this project derives another value for a setting.
 """

@@ -7,7 +7,7 @@ also applies to theta.
 
 bf16 cases run with the setting `published_numerics`, so clamping changes only the model's bf16
 theta, not theta's fp32 master copy in the optimizer. The published bf16 curve was recorded with
-another optimizer wrapper. It therefore agrees with our steps only within a wide tolerance.
+another optimizer wrapper. Our values therefore agree with this curve only within a wide tolerance.
 
 The bias of the keys in `query_key_value` has no gradient in most models, because the softmax
 cancels it. Only rotary or multiplicative embeddings give that bias a gradient. In the other models,
@@ -197,7 +197,7 @@ class TrainingCase:
         self.seen.setdefault(key, []).append(value)
 
     def _note_kernel(self, kind: str, theta_HN: torch.Tensor | None) -> None:
-        """Record theta under the name `kind`.
+        """Record the published tensors of theta in `seen`, under names that begin with `kind`.
 
         If theta is None, record the fixed slopes of `kerple_power_original` instead, because
         published files store these slopes as parameters. For any other embedding without theta,

@@ -1,11 +1,11 @@
 """Build corpora that need no download. `python-stdlib`, Python's standard library, is the only one.
 
-Its documents are the `.py` files of the standard library, about 10 MB in total. Not included are
+The documents are the `.py` files of the standard library, about 10 MB in total. Not included are
 tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, and files that
 differ between machines. The config key `split` divides the documents into consecutive ranges.
 Therefore documents are ordered by a hash of their path: each range is then a random mixture, and
-the order is the same on every machine. The data set's name contains the Python version and the
-tokenizer's fingerprint.
+the order is the same on every machine. The file names of the shards contain the version of Python
+and the tokenizer's fingerprint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def resolve_data_path(
 
 
 def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
-    """Tokenise the built-in corpus `name` into `data_dir`, unless its shards exist already.
+    """Tokenise the built-in corpus `name` into `data_dir`, unless the corpus's shards exist.
 
     If several processes call this function at once, one process does the work and shows a progress
     bar, and the others wait.

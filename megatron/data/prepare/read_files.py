@@ -50,7 +50,8 @@ def read_source(
 class _TarFile(tarfile.TarFile):
     """A tar archive that reports whether its end mark was read.
 
-    `tarfile` itself does not check for the end mark, so a truncated archive would seem complete.
+    The end mark is a block of zeros after the last member. `tarfile` itself does not require this
+    mark, so a truncated archive would seem complete.
 
     Attributes:
         ended: Whether the end mark was read.
