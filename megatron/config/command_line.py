@@ -27,7 +27,7 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
-    """Load the config that the command line selects, for `launch.world_size` processes.
+    """Load the config that the command line selects, for the job's number of processes.
 
     If the config or the launcher's variables have problems, print them and exit with code 2.
 

@@ -4,9 +4,9 @@ A pickle file can name any Python function and have it called when the file is l
 `torch.load(weights_only=True)` refuses every function and class that is not on torch's own list.
 This module adds only the functions and classes that checkpoints need:
 
-- numpy's, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
-- while DeepSpeed reads, the classes of DeepSpeed that its `*_optim_states.pt` files contain. They
-  hold plain values, and loading them runs no method.
+- those of numpy, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
+- while DeepSpeed reads, the classes of DeepSpeed that its `*_optim_states.pt` files contain. These
+  classes hold plain values, and loading them runs no method.
 
 DeepSpeed itself calls `torch.load(weights_only=False)`. Every call of DeepSpeed that reads a
 checkpoint is therefore made inside the block of `only_safe_loads`.
@@ -65,7 +65,7 @@ def safe_load(path: Path, *, mmap: bool = True) -> Any:
 def only_safe_loads() -> Iterator[None]:
     """Make every `torch.load` in the block, DeepSpeed's included, behave as `safe_load`.
 
-    The environment variable makes torch itself refuse code in processes that the block starts.
+    Processes that the block starts inherit an environment variable that makes torch refuse code.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

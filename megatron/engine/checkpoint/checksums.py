@@ -1,8 +1,8 @@
 """Record the sizes and checksums of a checkpoint's files on saving; verify them on loading.
 
-`kerple.json` is written last. It holds the size and the CRC-32 of every other file, and its own
-CRC-32. A CRC-32 finds torn writes and flipped bits, not forgery. All ranks see the same folder, so
-each rank computes the checksums of some of the files.
+`kerple.json` is written last. It holds the size and the CRC-32 of every other file, and the CRC-32
+of its own content. A CRC-32 finds torn writes and flipped bits, not forgery. All ranks see the same
+folder, so each rank computes the checksums of some of the files.
 """
 
 from __future__ import annotations

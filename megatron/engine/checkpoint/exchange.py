@@ -1,4 +1,4 @@
-"""Import published (GPT-NeoX) checkpoints into our layout, and export ours to the published layout.
+"""Import published (GPT-NeoX) checkpoints into this project's layout, and export to GPT-NeoX's.
 
 An import keeps the values of all weights. It also writes an entry `imported` into `kerple.json`. A
 later export uses this entry to restore the original files: all tensors have the same names, shapes,
@@ -73,8 +73,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Convert the newest checkpoint of the run folder `source` to GPT-NeoX's published layout.
 
     Args:
-        parts: the number of tensor-parallel ranks to export to; None takes the number of ranks with
-            which the checkpoint was trained.
+        parts: the number of tensor-parallel ranks of the new checkpoint; None takes the number with
+            which `source` was trained.
 
     Returns:
         The new folder, `target/global_stepN`.
@@ -131,7 +131,7 @@ def _placed(
 ) -> dict[tuple[int, str], Tensor]:
     """Return (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor.
 
-    Every block contains the tensors of the distance kernel.
+    As in GPT-NeoX, the distance kernel's tensors occur once in every transformer block.
     """
     placed = {}
     in_all_blocks = dict(buffers)
@@ -159,7 +159,7 @@ def _write_layers(
         placed: (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor.
         imported_shards: "position.name" -> the original tensor-parallel shards of an imported
             tensor that cannot be restored from the merged tensor. They are written unchanged if the
-            number of ranks is the same.
+            new checkpoint has as many ranks as the imported one.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)

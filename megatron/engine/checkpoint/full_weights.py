@@ -1,8 +1,9 @@
 """Read unsharded weights from a checkpoint of many ranks, and copy them into sharded models.
 
-Files of one checkpoint, by ZeRO stage (t tensor-parallel rank, d data-parallel rank):
+Files with the weights, by ZeRO stage or with a pipeline (T tensor-parallel rank, D data-parallel
+rank):
 
-    0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank t
+    0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank T
     pipeline  layer_LL-model_TT-model_states.pt: the weights of layer L, by name within the layer
     3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 partitions
 
@@ -97,8 +98,8 @@ def _read_layers(checkpoint: Path, layers: Sequence[str], rank: int) -> Weights:
 def _read_stage3(checkpoint: Path, rank: int) -> Weights:
     """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter.
 
-    The converter reads all files of a folder, so it gets a folder of links to this rank's files.
-    The converter's console output is discarded, because errors are raised as exceptions.
+    The converter reads all files of a folder, so it gets a folder of links to the files of one
+    rank. The converter's console output is discarded, because errors are raised as exceptions.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

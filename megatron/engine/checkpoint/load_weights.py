@@ -1,4 +1,4 @@
-"""Copy the weights of a checkpoint of any `Kind` into a model."""
+"""Copy the weights of a checkpoint of any origin (`saved.Kind`) into a model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def load_weights(
 ) -> list[str]:
     """Copy the weights of `saved` into `model`, which must have the same parameters.
 
-    If `model` is one rank's shard, only its slices of the weights are copied. Call this function
-    before an engine casts or shards the model, so that the optimizer's fp32 copies start from
-    the stored values. Theta (the parameters of the distance kernel) is clamped to its bounds,
+    If `model` is one rank's shard, only this rank's slices of the weights are copied. Call this
+    function before an engine casts or shards the model, so that the optimizer's fp32 copies start
+    from the stored values. Theta (the parameters of the distance kernel) is clamped to its bounds,
     because checkpoints of the released KERPLE code may exceed them.
 
     Args:
@@ -80,10 +80,11 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return a list with one error line if `saved` was imported with another `gpt_j_residual`.
+    """Return a list with one error line if the import of `saved` used another `gpt_j_residual`.
 
-    With the same value the list is empty. The value matters because the import sums the
-    tensor-parallel shards of some biases if `gpt_j_residual` (parallel attention and MLP) is set.
+    If the import used the given value, the list is empty. The value matters because the import sums
+    the tensor-parallel shards of some biases if `gpt_j_residual` (parallel attention and MLP) is
+    set.
     """
     if saved.kind is not Kind.IMPORTED:
         return []

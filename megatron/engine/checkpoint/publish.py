@@ -67,10 +67,10 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
 def remove_unfinished(folder: Path) -> list[str]:
     """Delete what a killed run left in `folder`, and return the names of the deleted folders.
 
-    These are the folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files of
-    `megatron.files`. If there is a folder `.replaced-NAME` but none called `NAME`, the run was
-    killed between two renames, and the folder is named `NAME` again. If only the rename of the
-    temporary file to `latest` was left to do, it is done.
+    Leftovers are the folders `.unfinished-NAME` and `.replaced-NAME`, and the temporary files that
+    `megatron.files` writes. If there is a folder `.replaced-NAME` but none called `NAME`, the run
+    was killed between two renames, and the folder is named `NAME` again. If the run was killed
+    before its last action, renaming a temporary file to `latest`, this function renames that file.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

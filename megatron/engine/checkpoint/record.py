@@ -98,7 +98,7 @@ class RunDescription:
     """The description of a run that its checkpoints record, as JSON values.
 
     Attributes:
-        model: the result of `build.identity_of`; models with equal values can share weights.
+        model: the result of `build.identity_of`, which is equal for models that can share weights.
         data: the values that determine the order of the samples.
         layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: parameter name -> unsharded shape.
@@ -171,7 +171,7 @@ class Record(RunDescription):
 
 @dataclass(frozen=True)
 class _Versions:
-    """The entries that records of every format have."""
+    """The entries that `kerple.json` has in every version of its format."""
 
     format: NonNegativeInt = FORMAT
     version: str = ""
@@ -181,7 +181,7 @@ _VERSIONS, _RECORD = TypeAdapter(_Versions), TypeAdapter(Record)
 
 
 def _problems(error: ValidationError) -> str:
-    """Return a text that names each wrong entry of a record and its problem."""
+    """Return a text that names each invalid entry of a record and its problem."""
     found = (
         f"{'.'.join(map(str, each['loc']))}: {each['msg']}".removeprefix(": ")
         for each in error.errors(include_input=False, include_url=False)

@@ -53,9 +53,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def conversion_info(run: RunDescription) -> dict[str, Any]:
-    """Return way of sharding -> patterns of parameter names, as DeepSpeed's converter needs them.
+    """Return the dictionary that tells DeepSpeed's converter how each parameter is sharded.
 
-    Each pattern matches one full parameter name.
+    It maps each way of sharding to a list of patterns, each of which matches one parameter's name.
     """
     cuts, layers = run.cuts, run.layers or []
 
@@ -185,7 +185,7 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 def _complete_counters(folder: Path) -> None:
     """Replace the counter files of the old ranks by two copies of the first rank's file.
 
-    The copies need two file names: ZeRO-1 and ZeRO-2 look for one, and ZeRO-3 for the other.
+    The two copies have different names: ZeRO-1 and ZeRO-2 read one of them, and ZeRO-3 the other.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)

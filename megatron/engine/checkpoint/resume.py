@@ -69,7 +69,7 @@ class Start:
         return self.saved.record.lineage if self.saved and self.resumes else uuid.uuid4().hex
 
     def load_weights(self, model: Model, run: RunDescription, groups: Groups) -> None:
-        """Load the weights into the model, unless the engine will load them in `finish`."""
+        """Load the weights into the model, unless `finish` will load them into the engine."""
         if self.saved is not None and not self.resumes:
             notes = load_weights(model, self.saved, run, groups)
             self.text = "\n".join([self.text, *notes])

@@ -54,7 +54,7 @@ _ADDED = ("content",)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk. The first use of a property reads the files that it needs.
+    """A checkpoint on disk. Each property reads the files that it needs when it is first used.
 
     Attributes:
         folder: the run folder.

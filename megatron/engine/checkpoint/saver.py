@@ -1,13 +1,13 @@
-"""Save checkpoints of a run, beside training if `async_save` is set.
+"""Save checkpoints of a run; if `async_save` is set, a thread writes them while training continues.
 
-    synchronous     write the files, publish the checkpoint, train on
-    asynchronous    copy the state into the staging buffer, train on; a thread does the rest
+    synchronous     write the files, publish the checkpoint, continue training
+    asynchronous    copy the state into a buffer, continue training; a thread writes and publishes
 
-Both ways write the same bytes. The thread holds Python's lock only briefly, because torch writes
-tensors without it. Its collectives have a process group of their own, because those of training run
-at the same time. There is one save at a time, so there is one buffer, and the next save waits for
-the one before. If a process is killed, an unfinished folder remains, and `latest` still names the
-checkpoint before (see `publish`).
+Both ways write the same bytes. The thread holds Python's global lock (GIL) only briefly, because
+torch writes tensors without this lock. The thread's collectives have a process group of their own,
+because training's collectives run at the same time. A save begins only when the previous save is
+complete, so one buffer is enough. If a process is killed during a save, an unfinished folder
+remains, and `latest` still names the previous checkpoint (see `publish`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Saver:
     """Saves the checkpoints of one run. Every rank must call each method in the same order.
 
     Args:
-        beside_training: whether to write files in a thread.
+        beside_training: whether a thread writes the files while training continues.
         say: a function that prints a line on the main rank.
     """
 
@@ -79,10 +79,10 @@ class Saver:
                 self._own = replace(groups, job=job)
 
     def save(self, progress: TrainingProgress) -> None:
-        """Save a checkpoint, or begin to.
+        """Wait for the previous save; then save a checkpoint or start its asynchronous save.
 
         Raises:
-            CheckpointError: this checkpoint or the one before cannot be written.
+            CheckpointError: this checkpoint or the previous one cannot be written.
         """
         begun = time.monotonic()
         self.wait()
@@ -102,7 +102,7 @@ class Saver:
         self._warn_if_slow(seconds)
 
     def check(self) -> None:
-        """Report the end of a save beside training, if it has ended.
+        """If the thread has completed a save since the last call, print a line about it.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -115,7 +115,7 @@ class Saver:
         return self._writing is not None and not self._writing[1].done()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete.
+        """Wait until the thread has completed the current save, if there is one.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -141,7 +141,7 @@ class Saver:
         self.wait()
 
     def _collected(self, saved: Saved) -> Files:
-        """Return the files that DeepSpeed would write, with their content, which is not copied."""
+        """Return (state, path) of each file that DeepSpeed would write. The state is not copied."""
         files: Any = Collector()
         self._engine.checkpoint_engine = files
         try:
@@ -151,9 +151,10 @@ class Saver:
         return files.found
 
     def _buffer_for(self, files: Files) -> Buffer | None:
-        """Return the buffer, which is allocated the first time, when `files` give its size.
+        """Return the staging buffer. The first call allocates a buffer large enough for `files`.
 
-        Return None if it does not fit into memory on some machine. Then all saves are synchronous.
+        Return None if the ranks' buffers do not fit into some machine's memory. From then on, all
+        saves are synchronous.
         """
         if self._buffer is None:
             size = buffer_size(files)
@@ -173,7 +174,7 @@ class Saver:
         return self._buffer
 
     def _write(self, staged: Files, saved: Saved, progress: TrainingProgress) -> float:
-        """Write and publish a checkpoint, in the thread; return the seconds that this took."""
+        """Write and publish a checkpoint; return the seconds taken. Only the thread calls this."""
         begun, writer = time.monotonic(), self._writer
         with removed_if_it_fails(saved):
             for state, path in staged:
@@ -183,7 +184,7 @@ class Saver:
 
 
 class Collector(TorchCheckpointEngine):
-    """DeepSpeed's writer of files, except that it writes none and remembers them in `found`."""
+    """A checkpoint engine for DeepSpeed that writes no files, but lists them in `found`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,8 +198,8 @@ class Buffer:
     """A block of memory that is allocated and touched once, and then holds each checkpoint in turn.
 
     Args:
-        size: its number of bytes.
-        pinned: whether a GPU can copy into it directly.
+        size: the number of bytes of the block.
+        pinned: whether the block is page-locked, so that a GPU can copy into it directly.
     """
 
     def __init__(self, size: int, *, pinned: bool = False):
@@ -212,10 +213,10 @@ class Buffer:
         self._bytes.fill(0)
 
     def stage(self, files: Files) -> Files:
-        """Copy the state in `files` into the buffer, and return the same files made of the copy.
+        """Copy the state in `files` into the buffer, and return `files` with the copied state.
 
         Storages that tensors share are copied once and stay shared, so `torch.save` writes the same
-        bytes. State that no longer fits is copied into other memory.
+        bytes. State that does not fit into the buffer is copied into other memory.
         """
         copies, start = {}, 0
         for key, storage in _storages(files).items():
@@ -243,7 +244,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return each block of memory that the tensors in `files` use, by its address."""
+    """Return each storage (block of memory) that the tensors in `files` use, by its `_key`."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

@@ -113,8 +113,7 @@ class Measurement:
 
         Args:
             context: the number of tokens that the model reads before each scored token.
-            length: the length of the sequences from which the scored tokens are taken, at equal
-                distances.
+            length: the length of the sequences that contain the scored tokens, at equal distances.
             targets: the approximate number of tokens to score.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)

@@ -14,11 +14,11 @@ merged by one of these rules:
 
     rows        concatenated on dimension 0: vocabulary, heads, inner width
     columns     concatenated on dimension 1: the input of a row-parallel layer
-    halves      geglu's first layer: each shard is [value | gate], and the halves are concatenated
+    halves      geglu's first layer: each shard is [value | gate]; all values, then all gates
     replicated  the same in every shard
     summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 
-Legend: L layers, N tensor-parallel ranks, H heads.
+Legend: L layers, N tensor-parallel ranks, H heads. (In `theta_HN`, N counts parameters per head.)
 """
 
 from __future__ import annotations

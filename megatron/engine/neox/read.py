@@ -3,7 +3,7 @@
     SRC/latest                                          name of the newest checkpoint
     SRC/global_stepN/layer_XX-model_YY-model_states.pt  weights
     SRC/global_stepN/mp_rank_YY_model_states.pt         counters, schedule, optimizer, random state
-    SRC/global_stepN/configs/*.yml                      the configuration it was trained with
+    SRC/global_stepN/configs/*.yml                      the configuration of the training run
 
 Weights and counters are read. The optimizer's state is not read, because it is one flat tensor
 whose order only GPT-NeoX defines. `safe_load` opens the files, so they cannot run code.
@@ -71,8 +71,8 @@ class Published:
         buffers: GPT-NeoX's name -> stored tensor of slopes or frequencies. These values follow from
             the configuration, so they are only checked and exported again, never trained.
         shards: "pipeline position.GPT-NeoX's name" -> the original tensor-parallel shards of one
-            tensor. A tensor has an entry only if splitting its merged value does not restore them:
-            if replicas differ slightly, or if the summed biases are not equal.
+            tensor. A tensor has an entry only if splitting its merged value does not restore its
+            shards: if replicas differ slightly, or if the summed biases are not equal.
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
         problems: one line for each thing that is missing, unknown or inconsistent. The weights are
