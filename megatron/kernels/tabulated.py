@@ -18,7 +18,7 @@ two groups of entries: those with e <= r are at distance D + e, and those with e
 D + e - R. Each group is summed separately.
 
 Legend: see `forward`, and `backward` for ds. G is the number of distances D, which are 0, R, 2R,
-and so on.
+and so on. In shapes, "tables" counts b / scale and w, and "groups" counts the two groups.
 """
 
 from __future__ import annotations
@@ -120,10 +120,7 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums [B, H, tables, G, groups, R] of the gradients of 1 or 2 tables.
-
-    The tables are b / scale and w. The module docstring explains G and the two groups.
-    """
+    """Compute partial sums [B, H, tables, G, groups, R] of the gradients of 1 or 2 tables."""
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D
