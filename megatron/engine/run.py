@@ -44,7 +44,7 @@ UNSAVED = Path("runs/unsaved")
 """The folder for logs and plots of a run whose config names no `save` folder."""
 WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb_mode")
 MOST_ROLL_BACKS = 3
-"""How often a run goes back to one checkpoint after a bad loss."""
+"""How many times a run may go back to the same checkpoint after a bad loss."""
 
 
 def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> int:

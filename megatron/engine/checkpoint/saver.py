@@ -38,11 +38,11 @@ from megatron.parallel.groups import Groups
 ALIGNMENT = 64
 """Storages start at multiples of this number of bytes in the buffer."""
 SLOW_SAVE = 25
-"""The seconds of a save after which the log gives a warning about launchers that kill."""
+"""The log warns if a save takes longer than this, in seconds: a launcher could kill the job."""
 SHARE = 0.9
 """The part of a machine's free memory that staging buffers may take."""
 LONGEST_WRITE = timedelta(hours=2)
-"""How long a rank that has written its files waits for the others."""
+"""How long a rank that has written its files waits for the other ranks."""
 
 Files = list[tuple[Any, str]]
 """Pairs (state, path) for `torch.save`."""

@@ -42,7 +42,7 @@ GRACE = 5.0
 CAUSE_WAIT = 3.0
 """The seconds to wait until another rank's error is in the store. It must be less than GRACE."""
 POLL_INTERVAL = 1.0
-"""The seconds between two reads of the store."""
+"""The seconds between two reads of the job's key-value store."""
 OPEN_TIMEOUT = 1800.0
 """The time limit for rank 0 to open the store, in seconds."""
 STORE_TIMEOUT = 60.0

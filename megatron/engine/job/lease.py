@@ -30,7 +30,7 @@ from typing import Any
 from megatron.engine.errors import CheckpointError
 
 HEARTBEAT = 5.0
-"""The seconds between two heartbeats, in which the holder touches the file of its lease."""
+"""The seconds between two heartbeats. In each, the holder touches the file of its lease."""
 LIFETIME = 60.0
 """The seconds without a heartbeat after which a holder whose process cannot be checked is dead."""
 PROC = Path("/proc")

@@ -29,7 +29,7 @@ ADVICE = (
 )
 _SCALE_EXHAUSTED = "loss scale already at minimum"  # DeepSpeed's bare Exception under ZeRO
 KEPT = 0.9
-"""The weight of the average when the next step is added to it."""
+"""The weight of the old average when the loss of the next good step is added to it."""
 MOST_SKIPPED = 10
 """The number of steps in a row that are skipped before the run ends."""
 

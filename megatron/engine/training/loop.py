@@ -33,7 +33,7 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.loss import perplexity
 
 STEEP = 3.0
-"""The rise of the mean loss, in nats, of which the log warns in any case."""
+"""The log warns if the mean loss rises by more than this between two log lines, in nats."""
 
 
 def next_batches(
