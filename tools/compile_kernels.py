@@ -149,11 +149,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return, for each variant in `wanted`, its row if the row is still up to date.
+    """Return the rows of an earlier table that need no new compilation, by variant.
 
-    A row is up to date if it was compiled with the current Triton version and tile size. Compiling
-    the variant again would then give the same row, provided that the source code of the Triton
-    kernels has not changed. Variants without such a row are left out.
+    These rows are of variants in `wanted`, compiled with the current Triton version and tile size.
+    Changes to the source code of the kernels are not noticed.
     """
     written = {astuple(row)[1:6]: row for row in rows if row.triton == triton.__version__}
     return {

@@ -143,7 +143,7 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
     """Check that a power x^y may be computed as 2^(y log2 x) for every theta.
 
     This is safe if x is never negative, and never 0 where the derivative divides by x or contains
-    log x. For example, the derivative of d^p by p is 0 log 0 at d = 0 and p = 0.
+    log x. It is unsafe for d^p at d = 0: the derivative by p contains log 0.
 
     Raises:
         NotExpressible: The power may not be computed in this way.

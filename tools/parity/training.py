@@ -82,7 +82,7 @@ def check_training(
 
 
 class TrainingCase:
-    """A model and its DeepSpeed engine, and the values recorded while a case is trained.
+    """A case: a model, its DeepSpeed engine, and the values recorded while the model is trained.
 
     Attributes:
         seen: Maps each recorded quantity to the list of its values, one for each step.

@@ -158,7 +158,8 @@ class BlendedDataset:
         build: The function that builds the data set of corpus d when it is called with
             (d, num_samples, extend_to).
         weights: The weights of the corpora, with any sum above 0.
-        num_samples: The number of samples for which the indices of the corpora are built.
+        num_samples: The number of samples of the blend, which determines how many samples the
+            index of each corpus holds.
         name: The name of the split ("train", ...), for error messages.
         extend_to: If this number is larger than `num_samples`, it is the length of the data set.
             Otherwise the length is `num_samples`. Samples beyond `num_samples` are chosen by the
