@@ -108,8 +108,8 @@ def weighted(pos: PositionalEmbedding) -> bool:
 class _NoSecondDerivative(torch.autograd.Function):
     """Makes second derivatives raise an error instead of being zero.
 
-    `apply(run, *tensors)` returns the results of `run()`. For autograd, the results depend
-    on `tensors`, and differentiating the results raises an error.
+    `apply(run, *tensors)` returns the gradients that `run()` computes. Autograd treats them as
+    functions of `tensors`, so differentiating them again raises an error.
     """
 
     @staticmethod

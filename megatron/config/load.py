@@ -146,7 +146,7 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _text(detail: Any, value: Any) -> str:
-    """Return the problem's text for one error `detail` of pydantic about `value`."""
+    """Return the user's message for `detail`, one of pydantic's errors, which is about `value`."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"

@@ -69,8 +69,9 @@ def remove_unfinished(folder: Path) -> list[str]:
 
     Leftovers are the folders `.unfinished-NAME` and `.replaced-NAME`, and the temporary files that
     `megatron.files` writes. If there is a folder `.replaced-NAME` but none called `NAME`, the run
-    was killed between two renames, and the folder is named `NAME` again. If the run was killed
-    before its last action, renaming a temporary file to `latest`, this function renames that file.
+    was killed between two renames, and the folder is named `NAME` again. The last action of a save
+    is to rename a temporary file to `latest`. If the run was killed before it, this function does
+    the renaming.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

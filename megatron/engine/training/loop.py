@@ -187,7 +187,7 @@ class TrainingLoop:
     def _take_step(self, step: int, batches: TrainLoader) -> float | torch.Tensor | None:
         """Take one optimizer step, and return the norm of its gradient.
 
-        If the step is good, its loss is added to the meter.
+        If the step is not bad (see `bad_loss`), its loss is added to the meter.
         """
         guard = self._guard
         with explained_overflow(self.engine, step):
