@@ -39,8 +39,6 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT = 3
 """After this many times Ctrl-C, the process ends at once, without a complete checkpoint."""
-INTERRUPTED = 130
-"""The exit code after `IMPATIENT` times Ctrl-C: a shell's code for SIGINT (128 + 2)."""
 
 
 class Leave(Exception):
@@ -143,6 +141,8 @@ class Preemption:
                 self._receive(signal.Signals(number))
 
     def _receive(self, sent: signal.Signals) -> None:
+        from megatron.entry import INTERRUPTED
+
         self._interrupts += sent is signal.SIGINT
         name = "Ctrl-C" if sent is signal.SIGINT else sent.name
         if self._interrupts >= IMPATIENT:

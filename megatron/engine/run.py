@@ -248,7 +248,7 @@ class Job:
                 loader,
                 self.progress.step,
                 validate=validate,
-                save=lambda step, interval: self._save(step, interval, loader, log),
+                save=lambda step, interval: self._save(step, interval, loader),
                 check=saver.check if saver else lambda: None,
             )
 
@@ -260,7 +260,7 @@ class Job:
         to = Destination(Path(c.save), self.description, keep, self.confirm)
         return Saver(self.engine, self.groups, to, beside_training=c.async_save, say=log.line)
 
-    def _save(self, step: int, interval: dict[str, Any], loader: TrainLoader, log: RunLog) -> None:
+    def _save(self, step: int, interval: dict[str, Any], loader: TrainLoader) -> None:
         self.progress = replace(
             self.progress, step=step, consumed_samples=loader.consumed_samples, interval=interval
         )

@@ -1,4 +1,4 @@
-"""Test degrees of parallelism: what they must divide, and the message for each refused layout."""
+"""Test which degrees of parallelism are allowed, and the message for each refused layout."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def wait_for_checkpoint(run: Path, process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """A run under srun, one whose rank is killed under torchrun, one that is told to leave."""
+    """Run four jobs: one under srun, and three that meet a killed rank, a signal or a lost node."""
     folder = tmp_path_factory.mktemp("jobs")
     prefix = write_shards(folder)
     keys = {"train_iters": STEPS, "save_interval": 10, "save": "run", "load": "run"}

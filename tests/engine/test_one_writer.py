@@ -11,7 +11,7 @@ import pytest
 
 from megatron.engine.checkpoint.saved import finished
 from megatron.engine.job import lease
-from tests.helpers.jobs import digest, rows, write_config, write_shards
+from tests.helpers.jobs import digest, rows, write_run_config, write_shards
 from tests.helpers.launch import call, run_script
 from tests.helpers.paths import ROOT
 
@@ -46,10 +46,9 @@ def prefix(folder):
 
 
 def config_at(folder, prefix, **changes):
-    run = folder / "run"
-    keys = {"save": str(run), "load": str(run), "train_micro_batch_size_per_gpu": 4}
-    keys |= {"save_interval": 20, "eval_iters": 0, "train_iters": 400}
-    return write_config(folder / "config.yml", prefix, **(keys | changes)), run
+    keys = {"train_micro_batch_size_per_gpu": 4, "train_iters": 400}
+    keys |= {"save_interval": 20, "eval_iters": 0}
+    return write_run_config(folder, prefix, **(keys | changes))
 
 
 def test_of_two_starts_at_once_one_is_refused_and_a_killed_one_is_followed_at_once(folder, prefix):

@@ -61,6 +61,13 @@ def write_config(path: Path, prefix: str, **changes: Any) -> Path:
     return path
 
 
+def write_run_config(folder: Path, prefix: str, **changes: Any) -> tuple[Path, Path]:
+    """Write the config of a run that saves and resumes in `folder/run`; return config and run."""
+    run = folder / "run"
+    folders = {"save": str(run), "load": str(run)}
+    return write_config(folder / "config.yml", prefix, **(folders | changes)), run
+
+
 def cell(stage: int, precision: str) -> dict[str, Any]:
     """Return the config keys of one ZeRO stage and precision."""
     return {

@@ -10,9 +10,6 @@ from megatron import entry
 from megatron.data.errors import DataError
 from megatron.preemption import SIGNALS
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, which is the shell's code for SIGINT (128 + 2)."""
-
 
 def exit_code(command: Callable[[], int]) -> int:
     """Run `command`. For an error that the user can correct, print the text but no traceback.
@@ -27,4 +24,4 @@ def exit_code(command: Callable[[], int]) -> int:
         return entry.reports(DataError)(command)()
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return INTERRUPTED
+        return entry.INTERRUPTED

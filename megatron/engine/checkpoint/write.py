@@ -34,7 +34,7 @@ from megatron.version import __version__
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a run saves its checkpoints, and what it keeps there.
+    """The folder in which a run saves checkpoints, and the rules for that folder.
 
     Attributes:
         folder: the run folder; a checkpoint becomes its subfolder `global_stepN`.

@@ -71,7 +71,7 @@ class LossGuard:
         return loss * math.nan if self._problem(self._over_ranks(mean)) else loss
 
     def judge(self, loss: torch.Tensor, norm: float | torch.Tensor | None) -> str:
-        """Return what is bad about the step just taken; "" if the step is good.
+        """Describe the problem of the step just taken; return "" if the step is good.
 
         Every rank must call this method.
 

@@ -198,7 +198,7 @@ def test_a_hostile_file_is_named_or_skipped(tmp_path, capsys, name, content, mes
     manifest, shards = read_manifest(out / "x_text_document"), ShardReader(out / "x_text_document")
     assert manifest["source"]["skipped"] >= 1
     assert BYTES.decode(shards.get(len(shards) - 1)) == "after<|endoftext|>"
-    # Only what is whole was kept, and nothing was written elsewhere.
+    # No unfinished shard is left, and no file was written to another folder.
     assert {path.name for path in tmp_path.iterdir()} == {name, "z.txt", "out"}
 
 

@@ -14,7 +14,7 @@ from megatron.config import load_config
 from megatron.engine.checkpoint import saver
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.run import Job
-from tests.helpers.jobs import digest, rows, write_config, write_shards
+from tests.helpers.jobs import digest, rows, write_run_config, write_shards
 from tests.helpers.launch import call, run_ranks, run_script
 from tests.helpers.paths import ROOT
 
@@ -63,10 +63,9 @@ def prefix(folder):
 
 
 def config_at(folder, prefix, **changes):
-    run = folder / "run"
-    keys = {"save": str(run), "load": str(run), "train_batch_size": 4, "train_iters": 60}
-    keys |= {"save_interval": 10, "eval_iters": 0, "async_save": True, "hidden_dropout": 0.1}
-    return write_config(folder / "config.yml", prefix, **(keys | changes)), run
+    keys = {"train_batch_size": 4, "train_iters": 60, "save_interval": 10}
+    keys |= {"eval_iters": 0, "async_save": True, "hidden_dropout": 0.1}
+    return write_run_config(folder, prefix, **(keys | changes))
 
 
 @pytest.fixture(scope="module")
