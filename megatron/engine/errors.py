@@ -11,6 +11,10 @@ class CheckpointError(Exception):
     """A checkpoint cannot be read, cannot be written, or does not fit this run."""
 
 
+class FailedElsewhereError(CheckpointError):
+    """Another rank has failed to write its part of a checkpoint, and reports the cause."""
+
+
 class DivergedError(Exception):
     """The loss or a weight is no longer a finite number, or fp16 cannot represent the gradients."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from megatron.engine.checkpoint.publish import (
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.relayout import conversion_info
 from megatron.engine.checkpoint.saved import Saved, finished
-from megatron.engine.errors import CheckpointError
+from megatron.engine.errors import CheckpointError, FailedElsewhereError
 from megatron.engine.job.lease import Confirm, unleased
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import rng_state
@@ -76,15 +76,21 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
 
     Raises:
         CheckpointError: the block has raised an OSError, or a RuntimeError of torch's writer.
+        FailedElsewhereError: the block failed because another rank has removed the files.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        why = why_not_written(saved.folder, error)
-        shutil.rmtree(saved.folder / f"{UNFINISHED}{saved.tag}", ignore_errors=True)
-        raise CheckpointError(
-            f"{saved.path} cannot be written ({why}); checkpoints saved before are untouched"
-        ) from error
+        text = f"{saved.path} cannot be written ({why_not_written(saved.folder, error)}); "
+        text += "checkpoints saved before are untouched"
+        unfinished = saved.folder / f"{UNFINISHED}{saved.tag}"
+        if not unfinished.exists():
+            raise FailedElsewhereError(text) from error
+        removed = unfinished.with_name(f"{unfinished.name}.failed")
+        with suppress(OSError):  # renamed first, so that other ranks never find a part of it
+            unfinished.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+        raise CheckpointError(text) from error
 
 
 def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Destination) -> None:

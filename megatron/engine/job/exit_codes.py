@@ -12,7 +12,13 @@ import torch
 from megatron.attention import AttentionError
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
-from megatron.engine.errors import CheckpointError, DivergedError, RunLogError, StartError
+from megatron.engine.errors import (
+    CheckpointError,
+    DivergedError,
+    FailedElsewhereError,
+    RunLogError,
+    StartError,
+)
 from megatron.engine.job import failure
 from megatron.entry import NOBODY_READS, output_has_no_reader
 from megatron.positional import PositionalError
@@ -49,7 +55,9 @@ def user_errors() -> Iterator[None]:
             raise  # `entry.run` handles it
         if failure.is_member():
             lost = failure.lost_contact(error)
-            failure.end_process(failure.LOST_TEXT if lost else _message(error), lost=lost)
+            text = failure.LOST_TEXT if lost else _message(error)
+            lost = lost or isinstance(error, FailedElsewhereError)
+            failure.end_process(text, lost=lost)
         if not isinstance(error, USER_ERRORS) and not _is_out_of_memory(error):
             raise
         print(_message(error), file=sys.stderr)

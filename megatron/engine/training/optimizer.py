@@ -93,9 +93,22 @@ def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
 @torch.no_grad()
 def all_finite(model: nn.Module, groups: Groups) -> bool:
     """Return whether every weight on every rank is finite. Every rank must call this function."""
-    local = (getattr(p, "ds_tensor", p) for p in model.parameters())
+    local = (_local_elements(p, groups) for p in model.parameters())
     wrong = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in local]).sum()
     return groups.sum_over_job(wrong.to(groups.device)).item() == 0
+
+
+def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
+    """Return the elements of `parameter` that this rank holds: under ZeRO-3 its slice, else all.
+
+    Slices have the same size on all ranks. DeepSpeed never writes the elements of the last slices
+    that lie past the end of the parameter, so they may hold any number.
+    """
+    piece = getattr(parameter, "ds_tensor", None)
+    if piece is None:
+        return parameter
+    whole: int = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+    return piece[: max(0, whole - groups.replica_rank * piece.numel())]
 
 
 @torch.no_grad()

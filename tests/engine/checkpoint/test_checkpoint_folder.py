@@ -19,7 +19,7 @@ from megatron.engine.checkpoint.resume import Start
 from megatron.engine.checkpoint.saved import Saved, finished, newest, tag_of
 from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import prune, set_aside_foreign
-from megatron.engine.errors import CheckpointError
+from megatron.engine.errors import CheckpointError, FailedElsewhereError
 from megatron.parallel.groups import build_groups
 from tests.helpers.paths import FIXTURES
 
@@ -135,6 +135,16 @@ def test_a_failed_save_leaves_nothing_on_the_full_disk(tmp_path, monkeypatch, wh
         groups = build_groups(torch.device("cpu"))
         Saver(engine, groups, to, beside_training=False, say=print).save(progress)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_whose_files_another_rank_removed_leaves_the_report_to_it(tmp_path):
+    saved = Saved(tmp_path, tag_of(5))
+    unfinished = publish.create_unfinished(tmp_path, saved.tag)
+    with pytest.raises(CheckpointError) as first, write.removed_if_it_fails(saved):
+        raise OSError(28, "No space left on device")
+    assert type(first.value) is CheckpointError and list(tmp_path.iterdir()) == []
+    with pytest.raises(FailedElsewhereError), write.removed_if_it_fails(saved):
+        (unfinished / "weights.pt").write_bytes(b"1")
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "huge"])

@@ -1,11 +1,13 @@
 """Test which parameters have weight decay, and the configuration that the engine gets."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.attention import choose
 from megatron.engine.training.deepspeed_engine import engine_config
-from megatron.engine.training.optimizer import build_optimizer, parameter_groups
+from megatron.engine.training.optimizer import all_finite, build_optimizer, parameter_groups
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load
 
@@ -69,3 +71,13 @@ def test_clipping_is_always_written(clipping):
     assert config["train_batch_size"] == 24
     assert config["zero_optimization"] == {"stage": 2, "overlap_comm": True}
     assert config["bf16"]["enabled"] and not config["fp16"]["enabled"]
+
+
+@pytest.mark.parametrize(("rank", "index", "finite"), [(1, 2, True), (1, 1, False), (2, 0, True)])
+def test_only_elements_of_the_weight_are_checked(rank, index, finite):
+    """Three slices of 3 elements hold a weight of 5: the last 4 elements are padding."""
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.ds_numel, weight.ds_tensor = 5, torch.zeros(3)
+    weight.ds_tensor[index] = torch.nan
+    groups = SimpleNamespace(replica_rank=rank, device="cpu", sum_over_job=lambda count: count)
+    assert all_finite(torch.nn.ParameterList([weight]), groups) == finite
