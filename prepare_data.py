@@ -95,7 +95,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check the arguments, exit if one is wrong, and set `name` and `partition` (part I of N)."""
+    """Check the arguments, and exit with an error message if one is wrong.
+
+    Set `arguments.name` to the data set's name, and `arguments.partition` to the pair (I, N).
+    """
     dataset, name, mirror = arguments.dataset, arguments.name or arguments.dataset, arguments.mirror
     if mirror and "://" not in mirror:
         parser.error(f"--mirror {mirror}: is not an address; write e.g. https://HOST/FOLDER")

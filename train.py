@@ -12,7 +12,7 @@ def main() -> int:
     """Train with the configs that the command line names, and return the exit code.
 
     The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
-    fix. A job that a signal ends early returns `preemption_exit_code`.
+    fix. If a signal ends the job early, the exit code is the config's `preemption_exit_code`.
     """
     parser = config_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="validate, print the result, stop")

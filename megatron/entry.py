@@ -41,8 +41,9 @@ def run(main: "Callable[[], int]") -> "NoReturn":
     """Call `main` and exit with the code that it returns.
 
     If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command exits
-    with the code `NOBODY_READS` and prints no traceback. The signal SIGPIPE stays ignored, as
-    Python sets it. Its default action would kill a training job whenever a connection breaks.
+    with the code `NOBODY_READS` and prints no traceback. Python ignores the signal SIGPIPE, and
+    this function does not change that, because the signal's default action would kill a training
+    job whenever a connection breaks.
     """
     try:
         try:
@@ -83,10 +84,11 @@ def refuse(text: str, code: int) -> "NoReturn":
 
 
 def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
-    """Return a decorator for `main` that prints expected errors without a traceback.
+    """Return a decorator that makes `main` print expected errors without a traceback.
 
-    An OSError, or an exception of a type in `known`, is printed after `error:`, and `main` returns
-    exit code 1. A BrokenPipeError is raised again, because `run` handles that error.
+    If `main` raises an OSError or an exception of a type in `known`, the decorated `main` prints
+    `error: MESSAGE` and returns exit code 1. It raises a BrokenPipeError again, because `run`
+    handles that error.
     """
 
     def decorate(main: "Callable[..., int]") -> "Callable[..., int]":

@@ -33,12 +33,16 @@ LAUNCHERS = (
     # Without srun, a batch script sees SLURM_NTASKS too, but not the number of tasks of a step.
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""MPI comes first, because mpirun starts its helpers on other machines through srun."""
+"""The variables that each launcher sets in the tasks that it starts.
+
+mpirun comes before srun, because mpirun starts its helpers on other machines through srun. Tasks of
+mpirun may therefore have the variables of both.
+"""
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 PORTS = range(20000, 32000)
-"""The ports from which a job without MASTER_PORT takes one. Linux assigns none of them itself."""
+"""A job without MASTER_PORT uses one of these ports. Linux itself assigns none of them."""
 SAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""The signals that `start_ranks` passes on to the ranks, which save and end."""
+"""`start_ranks` passes these signals on to the ranks, which then save a checkpoint and end."""
 
 _launcher: list[Process] = []
 """The processes from this one's parent up to its launcher, set by `join`."""
@@ -62,8 +66,8 @@ class Task(NamedTuple):
 def task() -> Task | None:
     """Return this process's place among the tasks that srun or mpirun started.
 
-    The result is None if the variable RANK is set, so that torch knows the place already. It is
-    also None if neither launcher has started several tasks.
+    The result is None if the variable RANK is set, because torch reads the place from RANK. It is
+    also None if neither srun nor mpirun has started several tasks.
     """
     if "RANK" in os.environ:
         return None
@@ -200,7 +204,7 @@ def _meeting_point(found: Task) -> tuple[str, str]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list `nodes`: gpu07 for "gpu[07-10,12],login1"."""
+    """Return the first host of Slurm's list `nodes`, such as gpu07 for "gpu[07-10,12],login1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
@@ -209,8 +213,8 @@ def _parents(mark: str) -> list[Process]:
     """Return the processes from this one's parent up to its launcher; [] without a launcher.
 
     Args:
-        mark: an environment variable that the launcher sets in its tasks, and in shells between
-            itself and a task.
+        mark: the name of a variable that the launcher sets in the environment of each task. A
+            shell between the launcher and a task also has this variable, the launcher does not.
     """
     import psutil
 

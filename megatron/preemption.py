@@ -69,7 +69,7 @@ class Preemption:
         self.left = False
 
     def listen(self) -> None:
-        """Handle `SIGNALS` from now on. Only the main thread may call this method."""
+        """Handle SIGTERM, SIGUSR1 and Ctrl-C from now on. Only the main thread may call this."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -169,7 +169,7 @@ _current: Preemption | None = None
 
 
 def listen(exit_code: int, minutes: float | None) -> None:
-    """Handle `SIGNALS` for the rest of this process.
+    """Handle SIGTERM, SIGUSR1 and Ctrl-C for the rest of this process.
 
     Args:
         exit_code: as in `Preemption`.

@@ -1,9 +1,9 @@
 """Define the types of configuration fields.
 
-Every type is an `Annotated` whose `BeforeValidator` does the complete check. It raises `ValueError`
-with a message that tells the user what to write instead. YAML floats without a fraction (`1e5`) are
-accepted as whole numbers. Text is never converted to a number, and a number is never converted to
-text or to a flag.
+Every type is a `typing.Annotated` with a pydantic `BeforeValidator`, which does the complete check.
+If the value is invalid, the check raises `ValueError` with a message that tells the user what to
+write instead. YAML floats without a fraction (`1e5`) are accepted as whole numbers. Text is never
+converted to a number, and a number is never converted to text or to a flag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """The annotation of a field whose GPT-NeoX key is not the field's name.
+    """The annotation of a field whose GPT-NeoX key differs from the field's name.
 
     Attributes:
         path: The dotted GPT-NeoX key, or None if the field has no key because it is always derived.

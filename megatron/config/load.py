@@ -97,7 +97,7 @@ def _missing(given: dict[str, Given], files: Sequence[str | Path]) -> list[Probl
 
 
 def _place(problem: Problem, order: dict[str, int]) -> tuple[int, int]:
-    """Return the sort key of a problem: its source's position in `order`, then its line.
+    """Return the sort key of a problem: (position of its file or override in `order`, line).
 
     Problems without a place sort last.
     """
@@ -146,7 +146,7 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _text(detail: Any, value: Any) -> str:
-    """Return the user's message for `detail`, one of pydantic's errors, which is about `value`."""
+    """Return the message to show the user for `detail`, pydantic's error about `value`."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"

@@ -8,8 +8,8 @@ replaced by `_`.
 The accepted text is YAML, as in GPT-NeoX's configs. It may also be JSON with comments, trailing
 commas, tabs, and Python's True, False and None. PyYAML parses the structure of the text, but the
 function `scalar` converts the unquoted values. PyYAML follows YAML 1.1 and would read `6e-4` as
-text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads these four as a float,
-text, 10 and text.
+text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads `6e-4` as a float, `010`
+as 10, and the other two as text.
 """
 
 from __future__ import annotations

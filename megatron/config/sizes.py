@@ -6,9 +6,9 @@ from megatron.config.layouts import Found, relation
 
 MOST_LAYERS = 100_000
 MOST_NUMBERS = 10**13
-"""The largest number of parameters of a model, or of activations of one layer."""
+"""A model may have at most this many parameters, and a layer at most this many activations."""
 MOST_SAMPLES = 10**11
-"""The largest number of training samples, because their order must fit into memory."""
+"""A run may read at most this many training samples, because their order must fit into memory."""
 
 
 @relation(

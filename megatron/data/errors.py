@@ -28,7 +28,13 @@ class DataExhausted(DataError):
 
 @contextmanager
 def needs_package(package: str, feature: str, error: type[DataError]) -> Iterator[None]:
-    """Turn an ImportError of the `with` block into an `error` that asks to install `package`."""
+    """Turn an ImportError in the `with` block into an `error` that tells how to install `package`.
+
+    Args:
+        package: The name of the package for `pip install`.
+        feature: What needs the package, for the error message.
+        error: The type of the exception to raise.
+    """
     try:
         yield
     except ImportError:

@@ -43,7 +43,7 @@ def translate(settings: Settings) -> Translation:
 
 
 def _by_key(settings: Settings) -> dict[str, Given]:
-    """Return dotted key -> setting.
+    """Return a dict from dotted key to setting.
 
     `settings` has a separate entry for each value inside a mapping. If the key of the mapping is in
     `OPAQUE`, these entries are joined into one setting, whose value is the mapping.

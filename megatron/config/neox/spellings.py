@@ -156,8 +156,8 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 def read_intervals(others: dict[str, Given], out: Translation) -> None:
     """Read `checkpoint_factor` and `lr_decay_fraction`.
 
-    `checkpoint_factor` is gpt-neox's name of save_interval. `lr_decay_fraction` sets lr_decay_iters
-    as a fraction of train_iters.
+    `checkpoint_factor` is gpt-neox's name for save_interval. `lr_decay_fraction` sets
+    lr_decay_iters as a fraction of train_iters.
     """
     factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")
     if factor and interval and factor.value != interval.value:

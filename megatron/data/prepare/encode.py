@@ -56,7 +56,7 @@ class Encoded:
         source, number, position: The attributes of the `Chunk` with these names.
         sizes: For each key, the number of tokens in each document, int32 [documents].
         tokens: For each key, the tokens of all documents, [sum of `sizes`].
-        counts: The numbers of documents, tokens and so on in this chunk. The keys are `COUNTS`.
+        counts: Maps each name in `COUNTS`, such as "documents", to that number in this chunk.
         faults: A text for each faulty record, with the record's place and the reason.
     """
 

@@ -141,9 +141,10 @@ def _record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterato
 
 
 def _json_value(value: Any) -> Any:
-    """Convert a value that JSON cannot express: bytes to text, and any other value to a dict.
+    """Convert a value that JSON cannot express.
 
-    The encoder later refuses the dict, and also the text of bytes that are not valid UTF-8.
+    Bytes become text, and any other value becomes a dict. The encoder later reports a record as
+    faulty if its text is such a dict, or comes from bytes that are not valid UTF-8.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

@@ -283,9 +283,9 @@ class _Run:
         ]
 
     def _described(self, error: OSError | DataError) -> DataError:
-        """Return an error whose text also says how many documents the next run can keep.
+        """Return a copy of `error` whose text adds how many documents the next run can keep.
 
-        For an OSError that names no file, the text starts with the prefix of the first shard.
+        If `error` is an OSError that names no file, the text starts with the first shard's prefix.
         """
         kept = ""
         if state := self.journal.read():

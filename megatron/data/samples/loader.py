@@ -135,8 +135,8 @@ def published_start(
 
     These are GPT-NeoX's formulas, including a mistake: the validation formula divides micro-steps
     by an interval in iterations, so it is correct only for `micro_steps` = 1. The numbers for train
-    and valid are taken modulo the number of complete micro-steps in the data set. Each micro-step
-    skips `loader.step_samples` samples.
+    and valid are taken modulo the number of complete micro-steps in the data set. A micro-step has
+    `loader.step_samples` samples.
 
     Args:
         loader: The loader whose data set, batch sizes and `micro_steps` are used.

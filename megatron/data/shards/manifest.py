@@ -89,9 +89,9 @@ def partition_of(manifest: dict | None) -> dict | None:
     """Return the manifest's entry `partition`, or None if the shard is not a partition of a run.
 
     The entry is a dict with four keys. `part` is the number of the partition, counted from 1. `of`
-    is the number of partitions. `begin` and `end` are the first and last chunk of the partition.
-    Each of these two is the pair [number of the input, number of the chunk in that input], or None
-    if the partition has no chunk.
+    is the number of partitions. `begin` is the first chunk of the partition and `end` the last.
+    Both are pairs [number of the input, number of the chunk in that input], or None if the
+    partition has no chunk.
     """
     return ((manifest or {}).get("source") or {}).get("partition")
 

@@ -6,8 +6,8 @@ the order of the merges, so both rules choose the same pair. Other vocabularies 
 
 gigatoken is a young project, so `CheckedBatches` compares its ids with those of `tokenizers`
 throughout the run. Each process compares all `DIFFICULT_TEXTS`, then all texts until it has
-compared `CHECK_FIRST` characters. After that it compares only some texts, with about one in
-`CHECK_EVERY` of all characters.
+compared `CHECK_FIRST` characters. After that it compares only some texts, which together contain
+about one in `CHECK_EVERY` of all characters.
 """
 
 from __future__ import annotations
