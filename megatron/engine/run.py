@@ -61,8 +61,10 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         The exit code: 0, or `preemption_exit_code` after a signal or time limit (see `preemption`).
 
     Raises:
-        ConfigError, ShardError, CheckpointError, DivergedError: see `megatron.engine.errors`. Each
-            error message names the remedy.
+        StartError: this process cannot join the job, or the ranks' configs or texts differ.
+        DataError: the text cannot be read, or is too short.
+        CheckpointError: a checkpoint cannot be read or written, or does not fit this run.
+        DivergedError: the loss or a weight is not finite, or too many steps were bad.
     """
     parallel, save = config.parallel, config.checkpoint.save
     joined = joined_job(

@@ -17,7 +17,10 @@ from megatron.parallel.groups import Groups
 
 RECORD = "kerple.json"
 FORMAT = 1
-"""The version of the format of `kerple.json`. It grows with each change that old code misreads."""
+"""The version of the format of `kerple.json`.
+
+The version is raised whenever the format changes so much that older code would misread the file.
+"""
 MOST_BYTES = 1 << 27
 """The largest size at which `kerple.json` is read."""
 READ_BYTES = 1 << 24
@@ -30,7 +33,10 @@ def sealed(record: dict[str, Any]) -> str:
 
 
 def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
-    """Return [bytes, CRC-32] of each file in `folder`, by file name; every rank must call this."""
+    """Return a dict from each file's name in `folder` to [bytes, CRC-32].
+
+    Every rank must call this function.
+    """
     listed = [path.name for path in folder.iterdir() if path.name != RECORD]
     # A network file system may show one machine a file later than another.
     names = sorted({name for each in groups.gather_from_job(listed) for name in each})

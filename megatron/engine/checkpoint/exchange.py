@@ -129,7 +129,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor.
+    """Return a dict from (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensor.
 
     As in GPT-NeoX, the distance kernel's tensors occur once in every transformer block.
     """
@@ -176,9 +176,10 @@ def _write_layers(
 
 
 def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]) -> None:
-    """Write the counters to the files `mp_rank_YY_model_states.pt`, without optimizer state.
+    """Write the step and other counters to the files `mp_rank_YY_model_states.pt`.
 
-    GPT-NeoX loads such a checkpoint with `no_load_optim: true`.
+    YY is the tensor-parallel rank. The files contain no optimizer state, so GPT-NeoX loads them
+    only with `no_load_optim: true`.
     """
     counters = {"iteration": step, "global_steps": step, "global_samples": 0, "skipped_steps": 0}
     sizes = {"dp_world_size": 1, "mp_world_size": shape.parts}

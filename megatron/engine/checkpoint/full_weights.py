@@ -1,11 +1,11 @@
 """Read unsharded weights from a checkpoint of many ranks, and copy them into sharded models.
 
-Files with the weights, by ZeRO stage or with a pipeline (T tensor-parallel rank, D data-parallel
-rank):
+The files that contain the weights depend on the ZeRO stage, and on whether the run has a pipeline.
+In their names, TT is the tensor-parallel rank, D the data-parallel rank and LL the layer:
 
-    0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank T
-    pipeline  layer_LL-model_TT-model_states.pt: the weights of layer L, by name within the layer
-    3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 partitions
+    ZeRO 0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank TT
+    pipeline       layer_LL-model_TT-model_states.pt: the weights, by name within the layer
+    ZeRO 3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 partitions
 
 `cuts` in `kerple.json` names the sharded weights and the sharded dimension of each.
 """
@@ -75,7 +75,7 @@ def _read_rank(checkpoint: Path, rank: int) -> Weights:
 
 
 def _tensors(path: Path, content: Any) -> Weights:
-    """Return `content`, read from `path`, if it is a dictionary of tensors by name.
+    """Return `content`, which was read from `path`, after checking that it maps names to tensors.
 
     Raises:
         CheckpointError: `content` is anything else.

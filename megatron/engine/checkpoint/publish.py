@@ -45,7 +45,8 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
     """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`.
 
     Args:
-        confirm: the function that confirms this process's lease of `folder`.
+        confirm: a function that raises an error if this job has lost its right to write `folder`
+            (its lease, see `job/lease.py`).
     """
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
     for path in (*unfinished.rglob("*"), unfinished):
@@ -70,8 +71,8 @@ def remove_unfinished(folder: Path) -> list[str]:
     Leftovers are the folders `.unfinished-NAME` and `.replaced-NAME`, and the temporary files that
     `megatron.files` writes. If there is a folder `.replaced-NAME` but none called `NAME`, the run
     was killed between two renames, and the folder is named `NAME` again. The last action of a save
-    is to rename a temporary file to `latest`. If the run was killed before it, this function does
-    the renaming.
+    is to rename a temporary file to `latest`. If the run was killed just before that, this function
+    renames the file.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

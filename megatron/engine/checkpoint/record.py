@@ -22,14 +22,14 @@ from megatron.files import read_small
 from megatron.version import __version__
 
 SIZES = ("model_parallel_size", "zero_stage")
-"""The entries of a layout without which weights cannot be read."""
+"""The entries of `RunDescription.layout` that are needed to read a checkpoint's weights."""
 LAYOUT_DEFAULTS: dict[str, Any] = {
     "model_parallel_size": 1,
     "pipe_parallel_size": 1,
     "context_parallel_size": 1,
     "sub_group_size": None,
 }
-"""Layout entry -> its value in checkpoints of earlier versions, which did not record the entry."""
+"""Values of layout entries that earlier versions of this project did not record in checkpoints."""
 
 
 def _completed(layout: dict[str, Any]) -> dict[str, Any]:

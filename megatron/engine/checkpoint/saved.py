@@ -47,7 +47,7 @@ ADVICE = {
         "start a new run from its weights"
     ),
 }
-"""Field of `RunDescription` -> advice for a user whose run and checkpoint differ in this field."""
+"""Maps a field of `RunDescription` to advice for the case that run and checkpoint differ in it."""
 _ADDED = ("content",)
 """Entries that checkpoints of earlier versions lack. They are compared only if they exist."""
 

@@ -36,13 +36,13 @@ from megatron.engine.checkpoint.write import Destination, complete, removed_if_i
 from megatron.parallel.groups import Groups
 
 ALIGNMENT = 64
-"""Storages start at multiples of this number of bytes in the buffer."""
+"""The storage of each tensor starts in the buffer at a multiple of this number of bytes."""
 SLOW_SAVE = 25
-"""The log warns if a save takes longer than this, in seconds: a launcher could kill the job."""
+"""If a save takes more seconds than this, the log warns that a launcher could kill the job."""
 SHARE = 0.9
 """The part of a machine's free memory that staging buffers may take."""
 LONGEST_WRITE = timedelta(hours=2)
-"""How long a rank that has written its files waits for the other ranks."""
+"""A rank that has written its files of a checkpoint waits this long for the other ranks."""
 
 Files = list[tuple[Any, str]]
 """Pairs (state, path) for `torch.save`."""
@@ -195,7 +195,7 @@ class Collector(TorchCheckpointEngine):
 
 
 class Buffer:
-    """A block of memory that is allocated and touched once, and then holds each checkpoint in turn.
+    """A block of memory that is allocated once, and then holds one checkpoint after another.
 
     Args:
         size: the number of bytes of the block.
@@ -244,7 +244,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return each storage (block of memory) that the tensors in `files` use, by its `_key`."""
+    """Return a dict from `_key` to storage (block of memory), for all tensors in `files`."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 
@@ -266,7 +266,7 @@ def _key(storage: torch.UntypedStorage) -> int:
 
 
 def _same_view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return a tensor like `tensor` that views `storage`."""
+    """Return a tensor of the same shape, strides and offset as `tensor`, with data in `storage`."""
     view = torch.empty(0, dtype=tensor.dtype)
     view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if isinstance(tensor, nn.Parameter):

@@ -40,7 +40,8 @@ class Destination:
         folder: the run folder; a checkpoint becomes its subfolder `global_stepN`.
         run: the description of the run, which each checkpoint records.
         keep_last: the number of newest checkpoints to keep; None keeps all.
-        confirm: the function that confirms this job's lease of `folder`.
+        confirm: a function that raises an error if this job has lost its right to write `folder`
+            (its lease, see `job/lease.py`).
     """
 
     folder: Path
@@ -141,7 +142,8 @@ def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm =
     Args:
         keep_last: the number of checkpoints to keep; None or 0 keeps all.
         lineage: the id of this run, as in `RunDescription`.
-        confirm: the function that confirms this job's lease of the folder.
+        confirm: a function that raises an error if this job has lost its right to write the run
+            folder (its lease, see `job/lease.py`).
     """
     if not keep_last:
         return

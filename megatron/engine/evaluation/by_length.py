@@ -113,7 +113,8 @@ class Measurement:
 
         Args:
             context: the number of tokens that the model reads before each scored token.
-            length: the length of the sequences that contain the scored tokens, at equal distances.
+            length: the length of the sequences into which the text is cut. The scored tokens are
+                taken from these sequences at equal distances.
             targets: the approximate number of tokens to score.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)

@@ -48,7 +48,7 @@ OPEN_TIMEOUT = 1800.0
 STORE_TIMEOUT = 60.0
 """The seconds of refused connections after which the store's process counts as killed."""
 SILENCE = 300.0
-"""The seconds without a sign of life after which a rank counts as lost, if no config says it."""
+"""The default number of seconds without a sign of life after which a rank counts as lost."""
 REPORT_TIMEOUT = 15.0
 """The seconds that a failing process tries to reach the store."""
 ORPHAN_TEXT = (
@@ -66,7 +66,7 @@ LOST_CONTACT = re.compile(
 )
 """Matches the error texts of gloo, NCCL or the store that report the end of another process."""
 _IF_WRITABLE = contextlib.suppress(OSError)
-"""Ignores output errors (no reader, a full disk) in a process that is about to end anyway."""
+"""A context manager that ignores output errors, such as a full disk, in a process about to end."""
 
 
 class Failure(TypedDict):
@@ -82,7 +82,7 @@ class Failure(TypedDict):
 
 
 _ending = threading.Lock()
-"""Taken by the first thread that ends this process, and never released."""
+"""A lock that the first thread to end this process takes and never releases."""
 _received: list[Failure] = []
 """The failure that this process's `Watch` read, kept because the store may be lost later."""
 
@@ -203,7 +203,8 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
 
     Args:
         lost: as in `end_process`.
-        causes: a list to which the other rank's failure that caused this one is added, if known.
+        causes: a list. If this failure was caused by that of another rank, the other rank's failure
+            is added to the list.
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.

@@ -24,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from megatron.engine.job.store import connect, launcher_has_store
 
 PATIENCE = 5
-"""The ticks without an answer after which another connection is tried."""
+"""After this many ticks without an answer of the store, `Hearing` opens another connection."""
 BUSY_INTERVAL = 0.05
 """The seconds between two turns while the ranks agree on where to leave (see `preemption`)."""
 HOST = socket.gethostname()

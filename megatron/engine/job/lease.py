@@ -30,7 +30,7 @@ from typing import Any
 from megatron.engine.errors import CheckpointError
 
 HEARTBEAT = 5.0
-"""The seconds between two heartbeats. In each, the holder touches the file of its lease."""
+"""The seconds between two heartbeats. At a heartbeat, the holder touches its lease's file."""
 LIFETIME = 60.0
 """The seconds without a heartbeat after which a holder whose process cannot be checked is dead."""
 PROC = Path("/proc")
@@ -116,7 +116,9 @@ def _take(folder: Path) -> tuple[Path, str]:
 
 
 def _create(path: Path, text: str) -> None:
-    """Create the lease `path`; on a full disk, remove the empty file, which would delay jobs.
+    """Create the lease file `path` with the content `text`.
+
+    If the disk is full, remove the empty file again, because it would delay later jobs.
 
     Raises:
         FileExistsError: another process has created the lease.
@@ -166,7 +168,7 @@ def _wait_for_end(path: Path, content: str) -> None:
 
 
 def _leases(folder: Path) -> dict[Path, str]:
-    """Return the content of each lease in `folder`, by path."""
+    """Return a dict from the path of each lease in `folder` to its content."""
     paths = [each for each in folder.iterdir() if re.fullmatch(r"\.lease-\d{1,9}", each.name)]
     return {path: found[0] for path in paths if (found := _read(path))}
 

@@ -14,7 +14,7 @@ merged by one of these rules:
 
     rows        concatenated on dimension 0: vocabulary, heads, inner width
     columns     concatenated on dimension 1: the input of a row-parallel layer
-    halves      geglu's first layer: each shard is [value | gate]; all values, then all gates
+    halves      geglu's first layer: a shard is [value | gate], the whole is [values | gates]
     replicated  the same in every shard
     summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 

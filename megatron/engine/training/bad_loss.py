@@ -115,11 +115,11 @@ class LossGuard:
 
 @contextmanager
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
-    """Run a training step in the `with` block; raise if gradients overflow at fp16's least scale.
+    """Raise an error if fp16 gradients overflow in the `with` block at the least loss scale.
 
-    After an overflow, DeepSpeed skips the step and lowers the loss scale. If the scale is already
-    the least one, DeepSpeed raises an unclear error under ZeRO. Without ZeRO it would silently skip
-    every later step.
+    The block takes one training step. After an overflow, DeepSpeed skips the step and lowers the
+    loss scale. If the scale is already the least one, DeepSpeed raises an unclear error under ZeRO.
+    Without ZeRO it would silently skip every later step.
 
     Args:
         step: the number of the step, for the error message.

@@ -33,7 +33,7 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.loss import perplexity
 
 STEEP = 3.0
-"""The log warns if the mean loss rises by more than this between two log lines, in nats."""
+"""The log warns if the mean loss rises by more nats than this from one log line to the next."""
 
 
 def next_batches(

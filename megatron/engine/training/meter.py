@@ -1,4 +1,7 @@
-"""Average the losses of the steps between two log lines, which may be of different processes."""
+"""Average the losses of the steps between two log lines.
+
+A meter continues after a restart, so the steps may have been taken by different processes.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 
 
 def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
-    """Return the elements of `parameter` that this rank holds: under ZeRO-3 its slice, else all.
+    """Return this rank's elements of `parameter`: a slice under ZeRO-3, otherwise all of them.
 
     Slices have the same size on all ranks. DeepSpeed never writes the elements of the last slices
     that lie past the end of the parameter, so they may hold any number.

@@ -24,7 +24,7 @@ from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
 MOST_COLUMNS = 4
-"""With up to this many columns of theta, the log shows the range of each, otherwise one range."""
+"""If theta has more columns than this, the log shows one range for all, otherwise one for each."""
 
 
 class TrainedTheta:
