@@ -84,8 +84,8 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the output [B, H, T, E] of a call. The call must have no keys after the
-            last query, that is, S = query_offset + T.
+        function: Computes the output [batch, heads, queries, head size] of a call. The call must
+            have no keys after the last query: keys = query_offset + queries.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log (it may be empty) if the backend serves a request.
         grouped: Whether k and v may have fewer heads than q.
@@ -126,8 +126,8 @@ class _NoSecondDerivative(torch.autograd.Function):
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """Decorate an autograd function's backward pass, so that second derivatives raise an error.
 
-    torch's `once_differentiable` is not enough. If the gradient of the output requires no gradient,
-    `once_differentiable` silently treats the result of the backward pass as a constant.
+    torch's `once_differentiable` is not enough. If the backward pass's input (the gradient of the
+    output) requires no gradient, `once_differentiable` silently treats the result as a constant.
     """
 
     def marked(ctx: Any, grad: Tensor) -> tuple:

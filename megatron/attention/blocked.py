@@ -70,7 +70,7 @@ def blocked(call: Call) -> Tensor:
 class _BlockedAttention(torch.autograd.Function):
     """Autograd function of blocked attention.
 
-    It saves its inputs and, if they are small, the attention probabilities P.
+    For the backward pass it saves its inputs and, if they are small, the attention probabilities.
     """
 
     @staticmethod
@@ -133,10 +133,11 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Return a buffer for the probabilities P of all tiles, or None if P is not kept.
+        """Return a buffer to keep the attention probabilities of all tiles for the backward pass.
 
-        P is kept only if it is small and the distance kernel has no factor w. With a factor, the
-        backward pass computes the query-key products again in any case, and P with them.
+        Return None if they are not kept. They are kept only if they are small and the distance
+        kernel has no factor. With a factor, the backward pass computes the query-key products
+        again in any case, and the probabilities with them.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if self.weight is not None or size > KEPT_SHARE * 4 * self.q_NTE.numel():
@@ -154,11 +155,10 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return contiguous views [m, R, n] of memory for this tile's scores.
+        """Return contiguous views [sequences * heads, rows, keys] of memory for this tile's scores.
 
-        The first view is for the probabilities P. If `kept` is not None, this view lies in `kept`,
-        and the following views lie in `buffers`, in order. If `kept` is None, all views lie in
-        `buffers`, in order.
+        There is one view for each tensor of `buffers`. If `kept` is not None, a view of `kept`
+        comes before these. The first view is for the attention probabilities.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
@@ -167,10 +167,10 @@ class BlockedCall:
         return found
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
-        """Return the matrix product of `a_mXY` and `b_mYE`. The next call overwrites the result.
+        """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, E].
 
-        The result [m, X, E] is contiguous, because a batched product into contiguous memory is
-        several times faster than a product into a slice.
+        The next call overwrites the result. The result is contiguous, because a batched product
+        into contiguous memory is several times faster than a product into a slice.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -206,7 +206,7 @@ class BlockedCall:
         return out_mRn.bernoulli_(self.keep, generator=generator)
 
     def forward(self, kept: Tensor | None) -> Tensor:
-        """Return the attention output [B, H, T, E] in the inputs' dtype.
+        """Return the attention output [batch, heads, queries, head size] in the inputs' dtype.
 
         If `kept` is not None, the probabilities are stored there for the backward pass.
         """
@@ -227,9 +227,9 @@ class BlockedCall:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the bias and the factor.
 
-        The gradients of q, k and v have the inputs' dtype. The gradient of the bias is [H, S] in
-        compute precision, or None if `need_bias` is false. The same holds for the gradient of the
-        factor and `need_weight`.
+        The gradients of q, k and v have the inputs' dtype. The gradients of the bias and
+        the factor are [heads, distances] in compute precision. The gradient of the bias is None if
+        `need_bias` is false, and that of the factor is None if `need_weight` is false.
         """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:

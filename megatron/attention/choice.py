@@ -67,21 +67,25 @@ class AttentionFn:
         dropout_p: float = 0.0,
         query_offset: int = 0,
     ) -> Tensor:
-        """Return the attention output [B, H, T, E] in q's dtype.
+        """Return the attention output in q's shape [batch, heads, queries, head size] and dtype.
 
         The output is differentiable in q, k, v and theta. Scores, softmax and sums are computed in
         fp32 (fp64 for fp64 inputs), also under autocast. Rotary and input embeddings have no effect
         here, because the model applies them before this call.
 
         Args:
+            q_BHTE: The queries [batch, heads, queries, head size].
+            k_BKSE, v_BKSE: The keys and values [batch, key heads, keys, head size]. The number of
+                key heads must divide the number of heads.
+            pos: The positional embedding.
             theta_HN: The parameters of the distance kernel for these heads. They are needed only if
                 `pos` is a distance kernel.
-            scale: The factor of the query-key products, usually 1/sqrt(E).
+            scale: The factor of the query-key products, usually 1/sqrt(head size).
             dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
                 the default generator of q's device.
-            query_offset: The position of the first query. Keys have the positions 0 ... S-1, and
-                these must include the positions of all queries (query_offset + T <= S). Keys after
-                the last query are never read, so a cache may have unused entries with any content.
+            query_offset: The position of the first query. The first key has the position 0. There
+                must be a key at the position of each query. Keys after the last query are never
+                read, so a cache may have unused entries with any content.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not serve them.

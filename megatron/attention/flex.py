@@ -109,7 +109,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: i
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """Return the embedding's formula as expressions, or None if it cannot be written so."""
+    """Return the embedding's formula as symbolic expressions, or None if that is impossible."""
     try:
         return read(pos)
     except Unreadable:

@@ -86,11 +86,12 @@ def fused(call: Call) -> Tensor:
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """Return the table [H, W] of a distance kernel over the distances d = 0 ... length - 1.
+    """Return the table of a distance kernel over the distances d = 0 ... length - 1.
 
-    Each row holds b(d) / scale if there is a bias b, followed by w(d) if there is a factor w. Where
-    b(d) = -inf, that is, where a key is never attended to, the table holds the finite number
-    `LOWEST`. Otherwise the softmax would be NaN in a tile with only such distances.
+    The table has one row for each head. A row holds b(d) / scale for all d if there is a bias b,
+    followed by w(d) for all d if there is a factor w. Where b(d) = -inf, that is, where a key is
+    never attended to, the table holds the finite number `LOWEST`. Otherwise the softmax would be
+    NaN in a tile with only such distances.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
@@ -102,7 +103,8 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
 class _FusedAttention(torch.autograd.Function):
     """Autograd function that launches the Triton kernels.
 
-    It saves the inputs, the output, and the logarithms of the softmax's denominators.
+    For the backward pass it saves the inputs, the output, and the logarithms of the softmax's
+    denominators.
     """
 
     @staticmethod

@@ -121,9 +121,9 @@ def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Te
 def sample(
     function: Callable[..., Tensor | None], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Evaluate `function` in `dtype`. Return its values and theta's gradient, both in fp64.
+    """Evaluate `function` in `dtype`. Return its values and theta's gradient, both as fp64.
 
-    This is the gradient of a weighted sum of the values at the first four distances.
+    The gradient is that of a weighted sum of the function's values at the first four distances.
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
@@ -140,7 +140,7 @@ def sample(
 
 @lru_cache(maxsize=128)
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
-    """Return the expression as a function of tensors of any broadcastable shapes.
+    """Return a function that evaluates the expression on tensors of any broadcastable shapes.
 
     The function does not use sympy, so that `torch.compile` can trace it. The result is cached,
     because `torch.compile` would compile every new function object again.

@@ -35,7 +35,9 @@ from megatron.parallel.rng import rank_dropout
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention, which maps x [B, T, D] and theta ([H, N] or None) to [B, T, D].
+    """Causal self-attention, from x [batch, positions, hidden size] to an output of the same shape.
+
+    It also takes theta [heads, columns], the distance kernel's parameters, or None.
 
     Args:
         attend: The attention backend, chosen at start-up.
@@ -78,9 +80,9 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layers of a block, which map x [B, T, D] to [B, T, D].
+    """The feed-forward layers of a block, from x [batch, positions, hidden size] to the same shape.
 
-    The inner width is `mlp_size`.
+    The inner width is `BlockShape.mlp_size`.
     """
 
     def __init__(self, plan: Plan):
@@ -133,7 +135,10 @@ _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
 
 
 class Block(nn.Module):
-    """One transformer block, which maps x [B, T, D] and theta ([H, N] or None) to x [B, T, D]."""
+    """One transformer block, from x [batch, positions, hidden size] to x of the same shape.
+
+    It also takes theta [heads, columns], the distance kernel's parameters, or None.
+    """
 
     def __init__(self, plan: Plan):
         super().__init__()

@@ -44,8 +44,8 @@ def initial_theta(plan: Plan) -> torch.Tensor:
 class FixedTheta(nn.Module):
     """A theta that is not trained (such as ALiBi's slopes).
 
-    It moves to devices with the model, but stays fp32. A plain buffer would be rounded to bf16 when
-    the engine casts the module.
+    It moves to the model's device, but stays fp32. A plain buffer would be rounded to bf16 when the
+    engine casts the module.
     """
 
     value: torch.Tensor
@@ -61,15 +61,18 @@ class FixedTheta(nn.Module):
         return self
 
     def forward(self, pos: PositionalEmbedding, dtype: torch.dtype) -> torch.Tensor:
-        """Return theta [H, N] in `dtype`, rounded and bounded as `pos` requires."""
+        """Return theta [heads, columns] in `dtype`, rounded and bounded as `pos` requires."""
         return pos.within_bounds(pos.numerics.constant(self.value).to(dtype))
 
 
 class EmbeddingLayer(nn.Module):
-    """The first layer, which maps tokens [B, T] to (x [B, T, D], theta [H, N] fp32 or None).
+    """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
+
+    x [batch, positions, hidden size] is the hidden states. theta [heads, columns], in fp32, is the
+    distance kernel's parameters, or None if there are none.
 
     Args:
-        words: Whether this layer embeds the tokens. If False, the input is already x [B, T, D]. In
+        words: Whether this layer embeds the tokens. If False, the input is the embedded tokens. In
             a pipeline, a separate layer embeds the tokens.
         tp, cp: The groups that split the sequence (see `SequenceSplit`). `tp` also splits the
             heads.

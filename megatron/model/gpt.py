@@ -56,10 +56,10 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the logits [B, T, V], or the loss of each target [B, T] in nats.
+        """Return the logits [batch, positions, vocabulary], or the losses [batch, positions].
 
-        Losses are returned if `targets_BT` is given. Every rank must pass the full sequence and
-        gets the result for the full sequence.
+        If `targets_BT` is given, the result is the loss of each target, in nats. Every rank must
+        pass the full sequence and gets the result for the full sequence.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -81,11 +81,11 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def _losses_in_pieces(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Return the losses [B, T] without gradients, one piece of the sequence at a time.
+        """Compute the losses [batch, positions] without gradients, piece by piece of the sequence.
 
         Thus the logits of a long sequence never exist all at once. Under sequence parallelism, a
-        piece takes the same number of positions from every rank's slice of the sequence. In the
-        code, R is the number of ranks.
+        piece takes the same number of positions from every rank's slice of the sequence. In
+        variable names, R is the number of ranks.
         """
         ranks = self.split.tp_slices
         width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * ranks * self.shape.vocab_size))
@@ -97,9 +97,9 @@ class GPT(nn.Module):
         return torch.cat(losses_BRT, dim=2).flatten(1)
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, T, V].
+        """Return the logits [batch, positions, vocabulary].
 
-        If the output layer is sharded by vocabulary, V is the size of this rank's slice.
+        If the output layer is sharded by vocabulary, these are the logits of this rank's slice.
         """
         if self.output is not None:
             return self.output(x_BTD)
@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The trained parameters [H, N] of the distance kernel, or None."""
+        """The trained parameters [heads, columns] of the distance kernel, or None."""
         return self.embedding.theta
 
 

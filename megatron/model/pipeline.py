@@ -52,7 +52,10 @@ class Layer:
 
 
 class PipeEmbedding(EmbeddingLayer):
-    """Maps token embeddings x [B, T, D] to (x, theta), or to x alone if no theta is trained."""
+    """The layer after the token embedding: adds any position vectors to x and returns (x, theta).
+
+    If the distance kernel has no trained parameters theta, it returns x alone.
+    """
 
     def __init__(self, plan: Plan):
         super().__init__(plan, words=False)

@@ -22,7 +22,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 def token_losses(
     logits_BTW: torch.Tensor, targets_BT: torch.Tensor, tp: TensorGroup = ALONE
 ) -> torch.Tensor:
-    """Return the loss of each target in nats, [B, T], on every rank.
+    """Return the loss [batch, positions] of each target in nats, on every rank.
 
     Logits are cast to fp32 as in GPT-NeoX, but float64 logits stay float64. `targets_BT` is int64
     and indexes the full vocabulary.

@@ -21,7 +21,8 @@ class ShardReader:
     The class corresponds to Megatron's `MMapIndexedDataset`.
 
     Attributes:
-        doc_idx: int64 [m], see `format.py`; the other attributes are those of `Shards`.
+        doc_idx: The array `doc_idx` of the .idx file (see `format.py`). The other attributes are
+            those of `Shards`.
 
     Raises:
         ShardError: a file is missing, incomplete or damaged, or the .bin and .idx file do not

@@ -56,7 +56,7 @@ def losses_of_sequences(
     batch_tokens: int,
     last_only: bool = False,
 ) -> np.ndarray:
-    """Return the mean loss of each of n sequences, float64 [n], in nats per token.
+    """Return the mean loss of each of n sequences in nats per token, as float64 [n].
 
     The data-parallel ranks divide the sequences among themselves. All ranks run the same number of
     forward passes, because ZeRO-3 gathers the weights in each pass. Every rank must call this

@@ -39,10 +39,10 @@ STEEP = 3.0
 def next_batches(
     batches: Iterator[np.ndarray], count: int, groups: Groups
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (inputs [B, T], targets [B, T]) for each of the next `count` micro-batches.
+    """Yield the pair (inputs [B, T], targets [B, T]) of each of the next `count` micro-batches.
 
     Args:
-        batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
+        batches: this rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
     """
     for _ in range(count):
         tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)

@@ -50,7 +50,7 @@ class Pipeline(PipelineModule):
         logits_tp = logits_group(plan)
 
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            """Return the mean loss or, under `torch.no_grad`, the loss of each target [B, T]."""
+            """Return the mean loss, or under `torch.no_grad` the losses [batch, positions]."""
             losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
             return losses_BT.mean() if torch.is_grad_enabled() else losses_BT
 
@@ -142,10 +142,11 @@ def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tenso
 
 
 class PipelineLosses:
-    """A function (inputs [B, T], targets [B, T]) -> loss of each target [B, T], in nats.
+    """A function of (inputs, targets) that returns the loss of each target, in nats.
 
-    Every stage of the pipeline must call the function, and every stage gets the losses. B and T may
-    change between calls, because each call resets DeepSpeed's buffers.
+    All three have the shape [batch, positions]. Every stage of the pipeline must call the function,
+    and every stage gets the losses. The shape may change between calls, because each call resets
+    DeepSpeed's buffers.
     """
 
     def __init__(self, engine: PipelineEngine, groups: Groups):
