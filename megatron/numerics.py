@@ -41,9 +41,9 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Round a constant, such as slopes or frequencies, to the dtype in which it is stored.
+        """Return a constant tensor, such as slopes or frequencies, after any rounding.
 
-        The returned tensor has the dtype of `value`. By default, constants are not rounded.
+        The result has the dtype of `value`. By default, constants are not rounded.
         """
         return value
 

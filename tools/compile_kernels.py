@@ -149,7 +149,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return the rows of an earlier table that need no new compilation, by variant.
+    """Return the rows of an earlier table that need no new compilation, in a dict by variant.
 
     These rows are of variants in `wanted`, compiled with the current Triton version and tile size.
     Changes to the source code of the kernels are not noticed.

@@ -95,7 +95,7 @@ class AttentionFn:
         return self.run(call)
 
     def run(self, call: Call) -> Tensor:
-        """Compute the attention output. If the layout of `call` is new, first check `call`."""
+        """Return the attention output. First check `call` if its shapes or dtypes are new."""
         self._check_layout(call)
         k_BKSE, v_BKSE = call.k_BKSE, call.v_BKSE
         group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
@@ -168,7 +168,7 @@ def choose(
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """Choose the first backend in the device's list in `AUTO` that serves the request."""
+    """Choose the first backend that serves the request, from `AUTO`'s list for the device."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request)

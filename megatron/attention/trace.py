@@ -172,7 +172,7 @@ class Columns(tuple):
 
 
 class Reader:
-    """Translates the graph of operations that torch's tracer records to sympy.
+    """Translates to sympy the graph of operations that torch's tracer has recorded.
 
     For each node of that graph, the tensor that the node computes is replaced by a value, one of:
 

@@ -34,7 +34,8 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
     Args:
         arguments: The arguments parsed by the parser that `config_parser` returns.
         overrides: More `key=value` overrides, which take precedence over `-o` options.
-        joins: Whether the command joins its launcher's job. Otherwise it opens no connection.
+        joins: Whether the command joins its launcher's job. If not, the command runs alone and
+            opens no connection.
     """
     given = [*arguments.overrides, *overrides]
     try:

@@ -132,7 +132,7 @@ def number(
     """Return a check for finite numbers from `low` to `high`.
 
     Args:
-        low: The lower bound, or None for no lower bound.
+        low: The lower bound, or None. `above` tells whether the bound itself is allowed.
         high: The greatest allowed number, or None for no upper bound.
         above: If true, numbers must be above `low`. If false, they may equal `low`.
         write: An example of a valid value for the error message.

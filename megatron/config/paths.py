@@ -22,9 +22,9 @@ def _path_list(value: Any) -> tuple[str, ...]:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Check one path or a list of paths. Return a str for one path and a tuple for several.
+    """Check one path or a list of paths.
 
-    For a list with a single path, return that path as a str.
+    Return a str for one path, or for a list with one path. Return a tuple for several paths.
     """
     paths = _path_list(value)
     if not paths:

@@ -63,7 +63,7 @@ def safe_load(path: Path, *, mmap: bool = True) -> Any:
 
 @contextmanager
 def only_safe_loads() -> Iterator[None]:
-    """Make every `torch.load` in the block, DeepSpeed's included, behave as `safe_load`.
+    """Make every `torch.load` in the `with` block, DeepSpeed's included, behave as `safe_load`.
 
     Processes that the block starts inherit an environment variable that makes torch refuse code.
     """
@@ -103,7 +103,7 @@ def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored
 
 
 def _require_plain_keys(content: Any) -> None:
-    """Refuse dictionary keys that are paths: DeepSpeed's converter writes to folders named by keys.
+    """Refuse dictionary keys that are paths: DeepSpeed's converter uses the keys as folder names.
 
     Raises:
         ValueError: a key of a dictionary in `content` contains a slash or a null character, or is

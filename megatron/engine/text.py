@@ -97,7 +97,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
 
 
 def samples_of_run(config: Config) -> dict[str, int]:
-    """Return the number of samples that a run of `config` reads from each split, by split name."""
+    """Return a dict from split name to the number of samples that a run of `config` reads."""
     t, batch = config.training, config.batch.train_batch_size
     counts = sample_counts(t.train_iters, t.eval_interval, t.eval_iters, batch)
     return dict(zip(SPLITS, counts, strict=True))

@@ -33,7 +33,7 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class ColumnLinear(nn.Linear):
-    """Linear layer [..., in] -> [..., out / size] that computes this rank's slice of the outputs.
+    """Linear layer from [..., in] to [..., out / size], this rank's slice of the outputs.
 
     Args:
         blocks: The number of tensors that are stacked in the output. Each one is sharded
@@ -56,7 +56,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Linear layer [..., in / size] -> [..., out] whose input is sharded over the ranks.
+    """Linear layer from [..., in / size], this rank's slice of the inputs, to [..., out].
 
     Args:
         scatter: Whether the input is the full [..., in]. If so, the layer slices the input itself.

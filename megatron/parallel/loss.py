@@ -39,7 +39,7 @@ def token_losses(
 class _ShardedCrossEntropy(torch.autograd.Function):
     """Cross-entropy over logits that are sharded by vocabulary.
 
-    The gradient is d loss / d logit_v = softmax_v - [v is the target]. Each rank computes the
+    The gradient d loss / d logit_v is softmax_v, minus 1 if v is the target. Each rank computes the
     gradient of its own slice of the vocabulary.
     """
 

@@ -57,7 +57,7 @@ class Rpe(PositionalEmbedding):
         return std * torch.randn(self.num_buckets, num_heads, generator=generator).T.contiguous()
 
     def bucket(self, d: Tensor) -> Tensor:
-        """Return the bucket of each distance, int64.
+        """Return the bucket of each distance, as int64.
 
         The logarithm is computed in fp32, as in GPT-NeoX.
         """

@@ -22,7 +22,7 @@ class Sinusoidal(PositionalEmbedding):
     kind = "input"
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return vectors [*positions.shape, dim] for activations of `dtype`, at least fp32.
+        """Return position vectors [*positions.shape, dim] in `dtype`, but at least in fp32.
 
         Frequencies are rounded to fp32 even if `dtype` is fp64, as in a GPT-NeoX model that was
         cast to fp64.

@@ -240,7 +240,7 @@ class ModelCase:
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
-    """Return the gradients by the published code's names (such as `0.word_embeddings.weight`).
+    """Return a dict from published parameter name, as `0.word_embeddings.weight`, to gradient.
 
     The gradients have the published shapes. Parameters without a gradient are left out.
     """
@@ -249,7 +249,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
 
 
 def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather sharded tensors, and return the full tensors by published parameter name.
+    """Gather sharded tensors, and return a dict from published parameter name to full tensor.
 
     Args:
         model: The model whose parameters the tensors belong to.
@@ -278,7 +278,7 @@ def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]
             `kerple_power_original` are returned. For other embeddings, {} is then returned.
 
     Returns:
-        The tensors by published parameter name.
+        A dict from published parameter name to tensor.
     """
     if theta_HN is None:
         if model.pos.name != "kerple_power_original":

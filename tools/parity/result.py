@@ -86,7 +86,7 @@ class Result:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an `.npz` file by name."""
+    """Return the arrays of an `.npz` file as a dict from name to array."""
     with np.load(path, allow_pickle=False) as stored:
         return dict(stored)
 

@@ -115,4 +115,4 @@ CHECKS: dict[str, Check] = {
     "override_lr_scheduler": flag,
     "num_workers": whole_number(0),
 }
-"""Key without effect -> check of its value, for keys whose value must be valid all the same."""
+"""Maps a key without effect to the check of its value, if an invalid value is an error."""

@@ -31,7 +31,7 @@ _ZERO_OPTIONS: dict[str, Check] = {
     "stage3_prefetch_bucket_size": _size,
     "stage3_param_persistence_threshold": _size,
 }
-"""Key of `zero_optimization` that is passed to DeepSpeed -> the check of its value."""
+"""Maps each key of `zero_optimization` that is passed to DeepSpeed to the check of its value."""
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
 _ZERO_NO_EFFECT = {
     "load_from_fp32_weights": "resuming always loads the fp32 masters",

@@ -217,7 +217,7 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
 
     Args:
         place: The position of the reader, which the text of the fault names.
-        message: The start of the reason that the fault gives.
+        message: The first words of the fault's message. The error's text follows them.
 
     Raises:
         Fault: the block raised an error.

@@ -101,7 +101,7 @@ class ShardWriter:
         )
 
     def rewind(self, documents: int, tokens: int) -> None:
-        """Truncate the .part files after their first documents, and continue writing there.
+        """Truncate the .part files after the first `documents` documents. Continue writing there.
 
         Args:
             documents: The number of documents to keep.

@@ -45,7 +45,7 @@ def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
 
 
 def read_full(checkpoint: Path, record: Record) -> Weights:
-    """Read every unsharded weight of a checkpoint, by name.
+    """Read all weights of a checkpoint. Return a dict from name to unsharded weight.
 
     Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32 copies
     that the optimizer updates, so the result contains these copies.
@@ -113,7 +113,7 @@ def _read_stage3(checkpoint: Path, rank: int) -> Weights:
 
 
 def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size]:
-    """Return the unsharded shape of each parameter of all pipeline stages, by parameter name.
+    """Return a dict from parameter name to unsharded shape, for all pipeline stages.
 
     Args:
         groups: the job's process groups; None in a job of one process.

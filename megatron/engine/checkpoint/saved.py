@@ -102,7 +102,9 @@ class Saved:
         return self.counters[0]
 
     def weights(self) -> Weights:
-        """Read every unsharded weight by name. The checkpoint must not be in GPT-NeoX's layout.
+        """Read all weights as a dict from name to unsharded weight.
+
+        The checkpoint must not be in GPT-NeoX's layout.
 
         Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32
         copies that the optimizer updates, so the result contains these copies.

@@ -79,7 +79,7 @@ class Saver:
                 self._own = replace(groups, job=job)
 
     def save(self, progress: TrainingProgress) -> None:
-        """Wait for the previous save; then save a checkpoint or start its asynchronous save.
+        """Wait for the previous save to end. Then save a checkpoint, or let the thread save it.
 
         Raises:
             CheckpointError: this checkpoint or the previous one cannot be written.

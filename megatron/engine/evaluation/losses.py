@@ -15,7 +15,7 @@ from megatron.engine.training.pipeline import PipelineLosses
 from megatron.parallel.groups import Groups
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function (inputs [B, T], targets [B, T]) -> the loss of each target [B, T], in nats."""
+"""A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
 
 
 def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:

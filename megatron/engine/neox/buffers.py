@@ -21,7 +21,7 @@ def implied_buffers(
     """Compute the buffers that GPT-NeoX's checkpoint of this model contains, rounded to `dtype`.
 
     Returns:
-        GPT-NeoX's name -> buffer.
+        A dict from GPT-NeoX's name to buffer.
     """
     sinusoidal, rotary, alibi = layout.BUFFERS
     if pos.kind == "input" and not pos.learnable:
@@ -44,7 +44,7 @@ def wrong_buffers(
     A buffer that is missing from `stored` is no error.
 
     Args:
-        stored: GPT-NeoX's name -> buffer.
+        stored: the checkpoint's buffers, as a dict from GPT-NeoX's name to buffer.
     """
     wrong = []
     for name, tensor in stored.items():

@@ -196,7 +196,7 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         names: the published names of theta's columns.
 
     Returns:
-        published name -> tensor, one for each column.
+        A dict from the published name of each column to its tensor.
     """
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}

@@ -179,8 +179,9 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return pipeline position -> a list with one dictionary of tensors per tensor-parallel rank.
+    """Return a dict from pipeline position to a list of dicts of tensors, one per rank.
 
+    The ranks are the tensor-parallel ranks.
     A position with a missing file is left out. Each missing or unknown file adds a line to
     `out.problems`.
     """
@@ -211,9 +212,10 @@ def _collected(problems: list[str], where: str) -> Iterator[None]:
 def _merge_position(
     index: int, group: list[dict[str, Tensor]], out: Published
 ) -> dict[str, Tensor]:
-    """Merge the shards of each tensor of one pipeline position; return the tensors by name.
+    """Merge the shards of each tensor of one pipeline position.
 
-    Each tensor that cannot be merged adds a line to `out.problems`.
+    Return a dict from name to merged tensor. Each tensor that cannot be merged adds a line to
+    `out.problems` instead.
     """
     merged = {}
     for name in sorted(set().union(*group)):

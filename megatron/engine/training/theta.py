@@ -95,7 +95,7 @@ class TrainedTheta:
         self._projected_HN = bounded_HN
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return column name -> (least, largest) value of theta after the last `project`.
+        """Return a dict from column name to (least, largest) value after the last `project`.
 
         Each range is over all heads. If theta has more than MOST_COLUMNS columns, the only range is
         that of all columns, with the name "table".
