@@ -186,10 +186,10 @@ class Reader:
         self.distance, self.theta = distance, theta
 
     def expression(self, function: Callable[..., Tensor | None]) -> Any:
-        """Return the function's value as an expression, or None if the function returns None.
+        """Return the value of the traced function as an expression, or None if that value is None.
 
         Raises:
-            Unreadable: The function's value is not an expression in the distance and theta.
+            Unreadable: The value is not an expression in the distance and theta.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.node import map_arg

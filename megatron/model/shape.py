@@ -48,7 +48,7 @@ class BlockShape:
 
     @property
     def mlp_size(self) -> int:
-        """The inner width of the MLP: 4 D, or int(8/3 D) for `geglu`.
+        """The inner width of the MLP: 4 * hidden_size, or int(8/3 * hidden_size) for `geglu`.
 
         With `geglu` the MLP has two halves of this width, value and gate.
         """

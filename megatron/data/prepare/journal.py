@@ -41,7 +41,7 @@ class Journal:
         self.refused: str | None = None
 
     def read(self) -> dict | None:
-        """Return the last state that a run with an equal job wrote, or None if there is none."""
+        """Return the last state in the journal, or None if no journal of an equal `job` exists."""
         if not self.exists:
             return None
         try:

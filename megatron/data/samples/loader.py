@@ -107,7 +107,7 @@ class TrainLoader:
 def sample_counts(
     train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
 ) -> tuple[int, int, int]:
-    """Return the numbers of samples for which GPT-NeoX builds the train, valid and test index.
+    """Return the numbers of samples for which GPT-NeoX builds the train, valid and test indices.
 
     The order of the samples depends on these numbers. The training index is built for `train_iters`
     batches. The validation index is built for one evaluation every `eval_interval` iterations and

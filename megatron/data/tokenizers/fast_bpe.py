@@ -143,7 +143,7 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A function that encodes texts with a fast library and checks some of them with a reference.
+    """A function that encodes texts with a fast library, and compares some with a reference.
 
     Raises:
         TokenizerError: the two encoders differ on a text that was checked.

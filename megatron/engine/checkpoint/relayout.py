@@ -77,7 +77,7 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
 
 
 def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return why a run of layout `old` cannot be resumed in layout `new`; None if it can be."""
+    """Return why a run of layout `old` cannot go on in layout `new`, or None if it can go on."""
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)

@@ -181,9 +181,8 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
     """Return a dict from pipeline position to a list of dicts of tensors, one per rank.
 
-    The ranks are the tensor-parallel ranks.
-    A position with a missing file is left out. Each missing or unknown file adds a line to
-    `out.problems`.
+    The ranks are the tensor-parallel ranks. A position with a missing file is left out. Each
+    missing or unknown file adds a line to `out.problems`.
     """
     shape = out.shape
     expected = {

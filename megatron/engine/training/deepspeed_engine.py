@@ -144,10 +144,10 @@ def build_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap model, optimizer and learning-rate scheduler in a DeepSpeed engine.
 
-    To allocate the optimizer's state, DeepSpeed takes a step with zero gradients. This function
-    sets the learning rate to zero for the empty step, so that no weight changes. Without ZeRO the
-    empty step would also count in Adam's bias correction. Adam's state is therefore cleared after
-    the empty step, unless `numerics.counts_empty_step` is set.
+    To allocate the optimizer's state, DeepSpeed takes an empty step, that is, one with zero
+    gradients. This function sets the learning rate to zero for it, so that no weight changes.
+    Without ZeRO the empty step would also count in Adam's bias correction. Adam's state is
+    therefore cleared after the empty step, unless `numerics.counts_empty_step` is set.
 
     Args:
         config: DeepSpeed's configuration, from `engine_config`.

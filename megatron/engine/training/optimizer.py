@@ -101,8 +101,8 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
     """Return this rank's elements of `parameter`: a slice under ZeRO-3, otherwise all of them.
 
-    Slices have the same size on all ranks. DeepSpeed never writes the elements of the last slices
-    that lie past the end of the parameter, so they may hold any number.
+    Slices have the same size on all ranks, so the last ones may extend past the end of the
+    parameter. The elements there are left out, because DeepSpeed never writes them.
     """
     piece = getattr(parameter, "ds_tensor", None)
     if piece is None:
