@@ -32,7 +32,7 @@ from megatron.kernels.forward import LOG2E
 
 @triton.jit
 def weights(s, i, j, distance, constants, c, lse, f_evaluate: tl.constexpr, MASKED: tl.constexpr):
-    """Return, for a tile, the results of `f_evaluate` and the softmax weights p.
+    """Return the results of `f_evaluate` and the softmax weights p of a tile.
 
     With MASKED, p is 0 for future keys, that is, where i < j.
     """
@@ -86,9 +86,10 @@ def query_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute q's gradient, delta (the row sums of grad_out * out) and theta's partial sums.
+    """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
-    `sums` is [programs, THETA]. THETA is the number of columns of theta that need a gradient.
+    Each program writes its part of theta's gradient to a row of `sums` [programs, THETA]. THETA is
+    the number of columns of theta that need a gradient.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
@@ -142,7 +143,8 @@ def key_tile(
 ):  # fmt: skip
     """Add the contributions of one tile of query rows to the gradients of k and v.
 
-    Scores are computed transposed, as [N, M], so that p and ds need no transpose.
+    Scores are computed transposed, as [keys, query rows]. The softmax weights p and the gradients
+    ds of the scores then need no transpose.
     """
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)

@@ -58,7 +58,7 @@ class DeviceFunctions:
     Attributes:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
         evaluate: Maps (s, di, dj, d, c) to (y, w, one term per column of theta), for a tile.
-        zeros, add, finish: Create, update and sum up the accumulators [M] of theta's gradients.
+        zeros, add, finish: Create, update and sum up theta's gradients, one number per query row.
         num_theta: The number of columns of theta that have a gradient.
         weighted: Whether there is a factor w.
         tabulated: Whether "theta" is a table over distances (see `tabulated`).
@@ -119,7 +119,7 @@ def device_functions(
 
 
 def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
-    """Rewrite log, exp and general powers in terms of `lg2` and `ex2`."""
+    """Rewrite log, exp and general powers with the functions `lg2` (log2 x) and `ex2` (2^x)."""
     if not expr.args:
         return expr
     args = [lower(arg, d) for arg in expr.args]
@@ -135,15 +135,15 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether d is in an exponent. The values may then be outside the range of `rcp`."""
+    """Return whether d is in an exponent, so that `rcp` may fail for very large or small values."""
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
-    """Check that a power x^y may be computed as 2^(y log2 x) for every theta.
+    """Check that a power x^y may be computed as 2^(y log2 x) for every theta and distance d.
 
-    This is safe if x is never negative, and never 0 where the derivative divides by x or contains
-    log x. It is unsafe for d^p at d = 0: the derivative by p contains log 0.
+    This is safe if x is always positive, or if y is a number and x never negative. It is also safe
+    if y > 0 and x, a function of d alone, is 0 only at d = 0: log2 0 then becomes a finite number.
 
     Raises:
         NotExpressible: The power may not be computed in this way.
@@ -183,7 +183,7 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Return the code of an expression without s and d: a literal, or an entry of tuple c."""
+        """Return the code of an expression without s and d: a literal or an entry of `prepare`."""
         if expr.is_number:
             return repr(float(expr))
         if expr not in self.constants:
@@ -192,7 +192,7 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Return code that computes a scalar, with exact instead of fast approximate functions."""
+        """Return code for a scalar. It calls exact functions, not the fast approximate ones."""
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
@@ -238,13 +238,13 @@ class Writer:
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
     def affine(self, slope: Any, offset: Any) -> str:
-        """Return the code of offset + slope d, as (offset + slope di) - slope dj."""
+        """Return the code of offset + slope d with d = di - dj: (offset + slope di) - slope dj."""
         k = "" if slope == 1 else f"{self.constant(slope)} * "
         start = "" if offset == 0 else f"{self.constant(offset)} + "
         return f"(({start}{k}di) - {k}dj)"
 
     def product(self, factor: sympy.Expr, rest: sympy.Expr) -> str:
-        """Return the code of `factor` (a constant) times `rest` (a product)."""
+        """Return the code of `factor`, a constant, times `rest`, a product of other expressions."""
         if rest == 1:
             return self.constant(factor)
         if factor != 1:
@@ -259,7 +259,7 @@ class Writer:
         return calls[name]
 
     def source(self, y: str, slope: str, terms: list[str], factors: list[str]) -> str:
-        """Return the source text of the five generated functions."""
+        """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`."""
         count = len(terms)
         loads = [f"t{n} = tl.load(theta + {n})" for n in range(count)]
         zeros = "tl.zeros([M], dtype=tl.float32)"
@@ -277,7 +277,7 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code of a power whose exponent is `direct`."""
+    """Return the code of `base` to the power `exponent`, for which `direct(exponent)` is true."""
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
     text = "(" + " * ".join([base] * abs(int(exponent))) + ")"
@@ -291,7 +291,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile `source` to Triton functions. Equal texts get equal paths for Triton's caches."""
+    """Compile `source` to Triton functions. Equal texts get equal paths, for Triton's caches."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

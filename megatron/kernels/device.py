@@ -103,7 +103,7 @@ def load_rows(
     base, first, limit, stride, MASKED: tl.constexpr, ROWS: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return the ROWS rows of a tensor that start with row `first`, padded to [ROWS, P].
+    """Load ROWS rows of a tensor, beginning with row `first`, and pad them to P columns.
 
     The tensor has `limit` rows and E columns. With MASKED, rows from `limit` on are zeros. Without
     MASKED, all loaded rows must exist. Columns from E on are always zeros. The offset of row
@@ -140,11 +140,11 @@ def store_rows(
 
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
-    """Return the distances i - j within a tile, clamped to the indices of a table.
+    """Return the distances i - j of a tile, clamped to the indices of a table over distances.
 
     The distance of a future key becomes 0. Rows past the last query get the distances of the last
-    query. `i` and `j` are counted from the tile's first key, which is key n0 of the sequence. The
-    compiler removes the call if its result is unused.
+    query. The positions `i` and `j` are relative to the tile's first key, the sequence's key `n0`.
+    The compiler removes the call if its result is unused.
     """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 

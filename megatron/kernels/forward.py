@@ -35,7 +35,7 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Update the running maximum, the running sum and the weighted sum of v by a tile of keys."""
+    """Return the running maximum, running sum and weighted sum of v, updated by a tile of keys."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]

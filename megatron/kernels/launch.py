@@ -100,16 +100,16 @@ def constants(
 def rows_contiguous(x: Tensor) -> Tensor:
     """Return `x` if the Triton kernels can address it, otherwise a contiguous copy.
 
-    The last dimension (E) must be contiguous, and offsets within a tile must fit into 32 bits. The
+    The last dimension must be contiguous, and offsets within a tile must fit into 32 bits. The
     strides of sequences and heads are arbitrary.
     """
     return x if x.stride(-1) == 1 and x.stride(2) < 1 << 23 else x.contiguous()
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an empty tensor [B, H, T, E] with the memory order of [B, T, H, E].
+    """Return an empty tensor [batch, heads, queries, head size] like `x_BHTE`.
 
-    The model's next layer needs this memory order.
+    In memory, queries come before heads, because the model's next layer needs this order.
     """
     batch, heads, length, size = x_BHTE.shape
     return x_BHTE.new_empty(batch, length, heads, size).transpose(1, 2)
@@ -124,8 +124,8 @@ def launch(
     Args:
         which: The Triton kernel, a key of `PASSES`.
         need_theta: Whether theta's gradient is needed; see `constants`.
-        tensors: The tensors by name. The tensor `q` provides the Triton kernel's arguments `q_ptr`,
-            `q_b`, `q_h` and `q_t`.
+        tensors: Maps names to tensors. The tensor `q` provides the Triton kernel's arguments
+            `q_ptr`, `q_b`, `q_h` and `q_t`.
     """
     LAUNCHES[which] += 1
     q, rows_HW = tensors["q"], tensors["theta"]
@@ -153,9 +153,10 @@ def cdiv(count: int, size: int) -> int:
 
 
 def pointers_and_strides(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the argument `x_ptr` for each tensor x, and its strides if x is [B, H, T, E].
+    """Return the arguments of a Triton kernel that describe `tensors`.
 
-    The strides of the first three dimensions are `x_b`, `x_h` and `x_t`.
+    A tensor named x gives the argument `x_ptr`. If x has four dimensions, the strides of the first
+    three are the arguments `x_b`, `x_h` and `x_t`.
     """
     arguments: dict[str, Any] = {}
     for name, x in tensors.items():
@@ -169,10 +170,11 @@ def forward(
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor,
     rows_HW: Tensor, seed: Tensor | None, setting: Setting,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention output `out`, and logarithms `lse` for the backward pass.
+    """Return the attention output, and `lse` for the backward pass.
 
-    `out` is [B, H, T, E] in q's dtype. `lse` is [B, H, T] fp32 and holds the logarithms to base 2
-    of the softmax's denominators. `rows_HW` is theta or a table over distances.
+    The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
+    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` is theta or a table
+    over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
@@ -224,7 +226,7 @@ def backward(
 
 
 def table_gradient(setting: Setting, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of a table [H, W] over distances.
+    """Return the gradient of a table over distances, which has one row for each head.
 
     Args:
         tensors: The tensors that all Triton kernels of the backward pass share.

@@ -81,11 +81,11 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """Sum the tile x [R, R] over each query-key distance, and return two vectors [R].
+    """Sum the entries of the square tile x at each query-key distance. Return two vectors [R].
 
-    Row r and column c of the tile are at distance D + r - c, where D is the distance of the tile's
-    upper left corner. Entry e of the first vector is the sum at distance D + e. Entry e of the
-    second vector is the sum at distance D + e - R.
+    x has R rows and R columns. Row r and column c are at distance D + r - c, where D is the
+    distance of the upper left corner. Entry e of the first vector is the sum at distance D + e.
+    Entry e of the second vector is the sum at distance D + e - R.
     """
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
@@ -102,9 +102,9 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 @triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
-    """Return the rows with the indices `row` [R] of a tensor, as [R, P].
+    """Load the rows of a tensor with the indices `row`, and pad them from E to P columns.
 
-    Rows where `inside` is false are 0, and so are the columns from E on.
+    Rows where `inside` is false become 0, and so do the columns from E on.
     """
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
@@ -120,7 +120,7 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums [B, H, tables, G, groups, R] of the gradients of 1 or 2 tables."""
+    """Compute partial sums of the gradients of 1 or 2 tables, one diagonal of tiles per program."""
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D

@@ -25,7 +25,7 @@ from megatron.kernels.device import INTERPRETED
 class Tile:
     """The tile of a Triton kernel, M query rows by N keys, with its warps and pipeline stages.
 
-    The Triton kernel `table` has tiles M by M.
+    The tiles of the Triton kernel `table` are square, so it ignores N.
     """
 
     M: int
@@ -104,7 +104,7 @@ def padded(head_size: int) -> int:
 def family(capability: tuple[int, int]) -> int:
     """Return the key of `TABLE` for a GPU of this compute capability.
 
-    GPUs of one family have the same generation, or the same shared memory per program.
+    The GPUs of one family allow about the same amount of shared memory per program.
     """
     if capability[0] in (9, 10):
         return 90

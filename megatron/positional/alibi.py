@@ -22,7 +22,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class Alibi(PositionalEmbedding):
-    """Distance kernel whose theta holds the fixed slopes. The slopes are not trained."""
+    """Distance kernel whose theta holds ALiBi's slopes, which are fixed and not trained."""
 
     kind = "distance"
     parameters = (ThetaParameter("slope"),)

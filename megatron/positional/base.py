@@ -67,8 +67,8 @@ class PositionalEmbedding:
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
 
     `bias` and `weight` are pure torch formulas. They are the specification against which every
-    attention backend is tested. They never clamp theta, because the optimizer keeps theta within
-    `bounds()`. Therefore the gradient at a bound is that of the formula, not 0.
+    attention backend is tested. They never clamp theta, because the training loop clamps theta to
+    `bounds()` after each step. Therefore the gradient at a bound is that of the formula, not 0.
 
     Attributes:
         numerics: Prescribes where biases, factors, distances, angles and constants (slopes,

@@ -15,7 +15,7 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerplePowerOriginal(PositionalEmbedding):
-    """Distance kernel whose theta holds the clamped slopes. The slopes are not trained."""
+    """Distance kernel whose theta holds ALiBi's slopes, raised to at least 0.01 and not trained."""
 
     kind = "distance"
     parameters = (ThetaParameter("bias_a", low=0.01),)
