@@ -37,7 +37,7 @@ def watched(rank, fault, where):
 
 def test_a_rank_that_hangs_is_ended_too():
     codes, texts, seconds = run(watched, "raises", 1)
-    assert codes == [1, 1] and seconds < failure.GRACE + 10
+    assert codes == [1, 1] and seconds < SOON
     assert texts[0] == "" and texts[1].startswith(f"rank 1 on {HOST}: Traceback")
     assert texts[1].endswith("KeyError: 'a bug'\n")
 

@@ -1,13 +1,15 @@
 """Training under real launchers, with faults; the weights are those of a run without any.
 
-All jobs run at once, because most of their time is imports.
+All jobs run at once, because most of their time is imports. A job that meets a fault prints into a
+pipe of one page that nobody reads before the fault. So it waits in `print`, after some 25 steps,
+and cannot end before its fault, however fast or slow the machine is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,43 +20,45 @@ import pytest
 
 from megatron.engine.checkpoint.saved import newest
 from tests.helpers.jobs import digest, write_config, write_shards
+from tests.helpers.launch import free_port
 from tests.helpers.paths import ROOT
 
 STEPS = 120
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ONE_OR_TWO_NODES = [
     sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
-    "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-conf=last_call_timeout=15",
-    "--rdzv-id=shrinks",
+    "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=shrinks",
 ]  # fmt: skip
+LAST_CALL = 25
+"""The seconds that torchrun waits for a second node. Both nodes start at the same time, so they
+come seconds apart at most, even on a busy machine."""
+PATIENCE = 400
+"""Seconds for all that happens here, on a busy machine. An idle one with two cores needs 80."""
 ALONE = (
     "import sys; from megatron.launch import start_ranks; del sys.argv[0]; sys.exit(start_ranks(2))"
 )
 
 
-def begin(command: list, config: Path, **variables: str) -> subprocess.Popen:
-    """Start training in the folder of `config`; its output is `output` there."""
-    with (config.parent / "output").open("a") as output:
-        return subprocess.Popen(
-            [*command, ROOT / "train.py", config], cwd=config.parent, stdout=output,
-            stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-        )  # fmt: skip
+class Started:
+    """Training in the folder of `config`; its output is `output` there.
 
+    Args:
+        held: whether stdout goes into a pipe that `release` reads. stderr goes into `output`.
+    """
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    def __init__(self, command: list, config: Path, held: bool = False, **variables: str):
+        self._output = config.parent / "output"
+        with self._output.open("a") as output:
+            self.process = subprocess.Popen(
+                [*command, ROOT / "train.py", config], cwd=config.parent,
+                stdout=subprocess.PIPE if held else output, pipesize=4096, stderr=output,
+                env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+            )  # fmt: skip
 
-
-def wait_for_port(port: int) -> None:
-    until = time.monotonic() + 120
-    while True:
-        try:
-            return socket.create_connection(("localhost", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+    def release(self) -> None:
+        """Let the job go on, which prints into `output` from now on."""
+        with self._output.open("a") as output:
+            subprocess.Popen(["cat"], stdin=self.process.stdout, stdout=output)
 
 
 def srun(rank: int) -> dict[str, str]:
@@ -64,10 +68,10 @@ def srun(rank: int) -> dict[str, str]:
     return step | place | {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node1"}
 
 
-def wait_for_checkpoint(run: Path, process: subprocess.Popen) -> None:
-    until = time.monotonic() + 120
+def wait_for_checkpoint(run: Path, process: subprocess.Popen, until: float) -> None:
     while not (run / "latest").exists():
-        assert process.poll() is None and time.monotonic() < until
+        text = (run.parent / "output").read_text()
+        assert process.poll() is None and time.monotonic() < until, text
         time.sleep(0.05)
 
 
@@ -84,30 +88,46 @@ def jobs(tmp_path_factory):
     }
     with configs["shrinks"].open("a") as file:
         file.write("train_batch_size: 4\n")
-    sruns = [begin([sys.executable], configs["srun"], **srun(rank)) for rank in (0, 1)]
+    sruns = [Started([sys.executable], configs["srun"], **srun(rank)) for rank in (0, 1)]
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    killed = begin([*TORCHRUN, "--max-restarts=1"], configs["killed"], **share)
-    left = begin([sys.executable, "-c", ALONE], configs["left"])
-    port = free_port()
-    nodes = [*ONE_OR_TWO_NODES, f"--rdzv-endpoint=localhost:{port}"]
-    shrinks = [begin(nodes, configs["shrinks"], **share)]
-    wait_for_port(port)  # so that this node, which survives, holds the endpoint
-    shrinks.append(begin(nodes, configs["shrinks"], **share))
-    processes = {"srun": sruns, "killed": [killed], "left": [left], "shrinks": shrinks}
-    started = [process for many in processes.values() for process in many]
+    killed = Started([*TORCHRUN, "--max-restarts=1"], configs["killed"], held=True, **share)
+    left = Started([sys.executable, "-c", ALONE], configs["left"], held=True)
+    nodes = [*ONE_OR_TWO_NODES, f"--rdzv-endpoint=localhost:{free_port()}"]
+    shrinks = [
+        Started(
+            [*nodes, f"--rdzv-conf=is_host={host},last_call_timeout={LAST_CALL},read_timeout=200"],
+            configs["shrinks"],
+            held=True,
+            **share,
+        )  # fmt: skip
+        for host in (1, 0)  # the node that survives holds the store
+    ]
+    every = {"srun": sruns, "killed": [killed], "left": [left], "shrinks": shrinks}
+    started = [job for many in every.values() for job in many]
+    until = time.monotonic() + PATIENCE
     try:
-        wait_for_checkpoint(folder / "killed" / "run", killed)
-        psutil.Process(killed.pid).children()[1].kill()
-        wait_for_checkpoint(folder / "left" / "run", left)
-        left.send_signal(signal.SIGTERM)
-        wait_for_checkpoint(folder / "shrinks" / "run", shrinks[0])
-        shrinks[1].kill()
-        for each in started:
-            each.wait(120)
+        wait_for_checkpoint(folder / "killed" / "run", killed.process, until)
+        psutil.Process(killed.process.pid).children()[1].kill()
+        killed.release()
+        wait_for_checkpoint(folder / "left" / "run", left.process, until)
+        left.process.send_signal(signal.SIGTERM)
+        left.release()
+        wait_for_checkpoint(folder / "shrinks" / "run", shrinks[0].process, until)
+        for process in [shrinks[1].process, *psutil.Process(shrinks[1].process.pid).children()]:
+            process.kill()
+        for job in shrinks:
+            job.release()
+        for job in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its test shows its output
+                job.process.wait(until - time.monotonic())
+        codes = {name: [job.process.poll() for job in many] for name, many in every.items()}
     finally:
-        for each in started:
-            each.kill()
-    yield folder, {name: [each.returncode for each in many] for name, many in processes.items()}
+        for job in started:
+            job.process.kill()
+    yield folder, codes
+
+
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 
 def test_tasks_of_srun_train_as_one_job(jobs):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from megatron.engine.job import failure
+from tests.helpers.launch import free_port
 from tests.helpers.loose import SOON
 from tests.helpers.paths import ROOT
 
@@ -45,14 +45,8 @@ sys.exit(launch.start_ranks(2))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe"]
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
-WAIT = 90
+WAIT = 200
 """Seconds until all launchers have started, on a busy machine."""
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def clean() -> dict[str, str]:
@@ -113,7 +107,7 @@ def start():
 
 def test_no_rank_outlives_its_launcher(tmp_path, start):
     (tmp_path / "hostfile").write_text("node1 slots=2\n")
-    master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
+    master = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     nodes = ["--hostfile", "../hostfile", "--no_ssh", "--node_rank", "0"]
     deepspeed = [*DEEPSPEED, *nodes, *master, "task.py"]
     jobs = {

@@ -60,21 +60,19 @@ def finished(tmp_path_factory, prefix):
 
 
 def test_kill_9_then_the_same_command_gives_the_same_weights(tmp_path, prefix):
-    settings = {"train_iters": 60, "save_interval": 10, "hidden_dropout": 0.1}
+    settings = {"train_iters": 60, "save_interval": 5, "hidden_dropout": 0.1}
     alone, uninterrupted = config_at(tmp_path / "alone", prefix, **settings)
     call("train.py", alone)
     config, run = config_at(tmp_path / "killed", prefix, **settings)
-    with subprocess.Popen(
-        command("train.py", config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    with subprocess.Popen(  # after some 25 steps it waits in `print`, because nobody reads the pipe
+        command("train.py", config), cwd=ROOT, stdout=subprocess.PIPE, pipesize=4096
     ) as process:
-        deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or max(rows(run), default=0) < 23:
-            assert process.poll() is None, process.stderr.read().decode()
-            assert time.monotonic() < deadline
+        deadline = time.monotonic() + 200
+        while not (run / "metrics.jsonl").exists() or max(rows(run), default=0) < 13:
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
-    reached = max(rows(run))
-    assert reached < 60, "the run ended before it was killed: the test tests nothing"
+    assert max(rows(run)) < 60
     text = call("train.py", config)
     assert f"resuming from {run / 'global_step'}" in text
     assert digest(run) == digest(uninterrupted)

@@ -9,10 +9,12 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import secrets
 import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from megatron.engine.job import join
+from megatron.launch import PORTS
 from tests.helpers.paths import ROOT
 
 PRELOADED = [
@@ -29,6 +32,19 @@ PRELOADED = [
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
 rank."""
+
+
+def free_port() -> int:
+    """Return a port that no program listens on, for the store of a job that starts later.
+
+    Linux assigns none of `PORTS` itself, so none is taken meanwhile by one of the many connections
+    of tests that run at the same time.
+    """
+    while True:
+        port = secrets.choice(PORTS)  # not of `random`, which has the same seed in each process
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def run_ranks(
@@ -47,9 +63,7 @@ def run_ranks(
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=_rank, args=(rank, world_size, port, results, function, args))
         for rank in range(world_size)

@@ -110,8 +110,8 @@ def test_a_process_of_another_user_and_a_torn_lease_count_as_elsewhere(monkeypat
 
 def test_the_second_job_waits_for_a_silent_holder_elsewhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lease, "LIFETIME", 1.5)
-    write_lease(tmp_path, **FOREIGN)
     begun = time.monotonic()
+    write_lease(tmp_path, **FOREIGN)
     with lease.sole_writer(tmp_path):
         assert time.monotonic() - begun > 1
     assert "is held by process" in capsys.readouterr().out
