@@ -51,7 +51,7 @@ from triton.compiler import compile as compile_kernel
 from megatron.attention.fused import functions_of
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.launch import OPTIONS, PASSES, constants
-from megatron.kernels.tile_sizes import SHARED_MEMORY, TABLE, Tile, look_up, padded
+from megatron.kernels.tile_sizes import SHARED_MEMORY, Tile, look_up, padded
 from megatron.positional import PositionalEmbedding, PositionalError, load
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")
@@ -138,7 +138,7 @@ def tile_of(variant: Variant) -> Tile:
     """Return the tile size from `tile_sizes.TABLE` that training uses for a variant."""
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     _, functions = kernel_of(variant.kernel)
-    return getattr(look_up(TABLE[variant.target], itemsize, size, functions.heavy), variant.which)
+    return getattr(look_up(variant.target, itemsize, size, functions.heavy), variant.which)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -71,7 +71,7 @@ def query_tile(
         acc = f_add(acc, ds, e)
     if WEIGHTED:
         ds = ds * e[1]
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq = opaque(tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee"))
     return dq, acc
 
 
@@ -173,7 +173,7 @@ def key_tile(
     ds = p * (dp - delta[None, :])
     if WEIGHTED:
         ds = ds * e[1]
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    dk = opaque(tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"))
     return dk, dv
 
 

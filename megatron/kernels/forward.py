@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, kept, load_rows, store_rows, table_distance
+from megatron.kernels.device import ex2, kept, load_rows, opaque, store_rows, table_distance
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -55,7 +55,7 @@ def forward_tile(
     if DROPOUT:
         p = tl.where(kept(seed, item, m0, n0, threshold, M, N), p, 0.0)
     v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    acc = opaque(tl.dot(p.to(v.dtype), v, acc, input_precision="ieee"))
     return new_top, total, acc
 
 

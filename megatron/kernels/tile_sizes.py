@@ -8,13 +8,14 @@ these rules:
   high. With more warps per 64 rows, scores would be computed twice.
 - Two programs share a multiprocessor if both fit, so that the special functions of one program
   overlap with the matrix products of the other.
+- Hopper's matrix products must not wait for each other (`tools/compile_kernels.py` reports it).
 
 If measured times suggest other sizes, only `TABLE` needs to change. Nothing is tuned at start-up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,7 +64,7 @@ SMALL = Tile(16, 16, 4, 1)
 # GPU family: {(bytes of an element, largest padded head size P, heavy (see `choose`)): tile sizes}
 TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     90: {
-        (2, 64, False): sizes((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
+        (2, 64, False): sizes((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 3), (64, 64, 8, 2)),
         (2, 128, False): sizes((128, 64, 8, 3), (64, 32, 4, 3), (32, 128, 8, 2), (64, 64, 8, 2)),
         (2, 128, True): sizes((128, 64, 8, 2), (64, 32, 4, 3), (16, 128, 8, 2), (64, 64, 8, 2)),
@@ -92,6 +93,12 @@ TABLE[86] |= {
     (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
 }
 
+DROPOUT = {  # 16-bit kernels with dropout need still more registers than the heavy ones
+    (90, 64): {"key": Tile(32, 128, 8, 3)},
+    (90, 128): {"forward": Tile(128, 64, 8, 3), "query": Tile(64, 16, 4, 3)},
+}
+"""Tiles that dropout replaces in a heavy row of `TABLE`, by GPU family and largest padded size."""
+
 
 def padded(head_size: int) -> int:
     """Return the head size padded to a power of two of at least 16.
@@ -112,32 +119,36 @@ def family(capability: tuple[int, int]) -> int:
 
 
 def choose(
-    capability: tuple[int, int], dtype: torch.dtype, head_size: int, heavy: bool = False
-) -> TileSizes:
+    capability: tuple[int, int], dtype: torch.dtype, head_size: int,
+    heavy: bool = False, dropout: bool = False,
+) -> TileSizes:  # fmt: skip
     """Return the tile sizes for a GPU, a dtype and a head size.
 
     Args:
-        heavy: Whether the Triton kernels need extra registers. This is so with dropout, and for a
-            distance kernel that has a factor w, a table, or more than two parameters.
+        heavy: Whether the distance kernel needs extra registers. This is so if it has a factor w, a
+            table, or more than two parameters.
+        dropout: Whether there is dropout, which needs extra registers, too.
     """
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
-    return look_up(TABLE[family(capability)], dtype.itemsize, padded(head_size), heavy)
+    return look_up(family(capability), dtype.itemsize, padded(head_size), heavy, dropout)
 
 
 def look_up(
-    rows: dict[tuple[int, int, bool], TileSizes], itemsize: int, size: int, heavy: bool
+    family: int, itemsize: int, size: int, heavy: bool = False, dropout: bool = False
 ) -> TileSizes:
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
-    If `heavy` is True and `rows` has no entry for heavy kernels of this head size, return the entry
-    for other kernels.
+    If `TABLE` has no entry for heavy kernels of this head size, return the entry for other kernels.
 
     Args:
-        rows: The tile sizes for one GPU family, as in `TABLE`.
+        family: The GPU family, a key of `TABLE`.
         itemsize: The number of bytes of an element of q, k and v.
         size: The padded head size.
-        heavy: As in `choose`.
+        heavy, dropout: As in `choose`.
     """
+    rows = TABLE[family]
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
-    return rows.get((itemsize, listed, heavy)) or rows[itemsize, listed, False]
+    found = rows.get((itemsize, listed, heavy or dropout)) or rows[itemsize, listed, False]
+    special = DROPOUT.get((family, listed), {}) if dropout and itemsize == 2 else {}
+    return replace(found, **special)
