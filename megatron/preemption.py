@@ -38,7 +38,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT = 3
-"""After this many times Ctrl-C, the process ends at once, without a complete checkpoint."""
+"""If Ctrl-C is pressed this many times, the process ends at once, without saving first."""
 
 
 class Leave(Exception):

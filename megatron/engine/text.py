@@ -164,9 +164,9 @@ class JobData:
     def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
         """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
 
-        The result is None if there are no batches. With gradient accumulation, the batches of the
-        split `valid` come from later samples than those that the method `held_out` returns,
-        because a resumed GPT-NeoX counts micro-batches as steps.
+        The result is None if there are no batches. A resumed GPT-NeoX counts micro-batches as
+        steps. With gradient accumulation, the batches of the split `valid` therefore come from
+        later samples than those that the method `held_out` returns.
 
         Args:
             name: the split, `valid` or `test`.

@@ -7,13 +7,13 @@ the last, and its labels are all tokens except the first.
 of its index. GPT-NeoX may therefore have one sample too few, and then training ends a batch early.
 `published_length` is the length of GPT-NeoX's data set.
 
-GPT-NeoX's order depends on the number of samples for which its index was built, so an index for
-more `train_iters` would reorder samples that were already consumed. To train longer, pass the
-`num_samples` that the checkpoint records, and a larger `extend_to`. The data set then starts with
-the samples of the index for `num_samples`, and blocks 1, 2, ... of further samples follow. Block k
-is GPT-NeoX's order of one epoch, shuffled with the run's seed plus k. (If one epoch is shorter than
-a sample, the block has more epochs.) Increasing `extend_to` never changes earlier samples. No
-sample occurs twice in the index or twice in a block.
+GPT-NeoX's order depends on the number of samples for which its index was built. An index for a
+larger `train_iters` would therefore reorder the samples, even consumed ones. To train longer, pass
+the `num_samples` that the checkpoint records, and a larger `extend_to`. The data set then starts
+with the samples of the index for `num_samples`, and blocks 1, 2, ... of further samples follow.
+Block k is GPT-NeoX's order of one epoch, shuffled with the run's seed plus k. (If one epoch is
+shorter than a sample, the block has more epochs.) Increasing `extend_to` never changes earlier
+samples. No sample occurs twice in the index or twice in a block.
 """
 
 from __future__ import annotations

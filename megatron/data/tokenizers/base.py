@@ -10,9 +10,9 @@
 
 If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as ordinary text,
 as GPT-NeoX does, and `HFTokenizer` encodes them as its tokenizer.json prescribes.
-`CharLevelTokenizer` decodes to the text that was encoded, whereas the GPT-NeoX class of this name
-decodes every id below 32, even a line end, to a space. Arrays of ids have the dtype that
-`best_dtype` returns.
+`CharLevelTokenizer` decodes to the text that was encoded. (The GPT-NeoX class of this name decodes
+every id below 32, even a line end, to a space.) Arrays of ids have the dtype that `best_dtype`
+returns.
 """
 
 from __future__ import annotations

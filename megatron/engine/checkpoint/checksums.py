@@ -22,7 +22,7 @@ FORMAT = 1
 The version is raised whenever the format changes so much that older code would misread the file.
 """
 MOST_BYTES = 1 << 27
-"""The largest size at which `kerple.json` is read."""
+"""The largest size of a `kerple.json` that is read, in bytes."""
 READ_BYTES = 1 << 24
 """The number of bytes to read from a file at a time."""
 

@@ -38,7 +38,7 @@ from megatron.engine.job.store import connect, launcher_has_store
 from megatron.files import write_text
 
 GRACE = 5.0
-"""The seconds after a rank's failure until every process that still runs is ended."""
+"""A process that still runs this many seconds after a rank's failure ends itself."""
 CAUSE_WAIT = 3.0
 """The seconds to wait until another rank's error is in the store. It must be less than GRACE."""
 POLL_INTERVAL = 1.0
@@ -46,11 +46,11 @@ POLL_INTERVAL = 1.0
 OPEN_TIMEOUT = 1800.0
 """The time limit for rank 0 to open the store, in seconds."""
 STORE_TIMEOUT = 60.0
-"""The seconds of refused connections after which the store's process counts as killed."""
+"""If the store refuses connections for this many seconds, its process counts as killed."""
 SILENCE = 300.0
 """The default number of seconds without a sign of life after which a rank counts as lost."""
 REPORT_TIMEOUT = 15.0
-"""The seconds that a failing process tries to reach the store."""
+"""A failing process tries for this many seconds to reach the store."""
 ORPHAN_TEXT = (
     "error: the launcher of this process (torchrun, mpirun or the deepspeed command) was killed, "
     "so this process ends too, without saving; checkpoints saved before are untouched"

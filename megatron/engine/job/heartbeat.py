@@ -26,7 +26,7 @@ from megatron.engine.job.store import connect, launcher_has_store
 PATIENCE = 5
 """After this many ticks without an answer of the store, `Hearing` opens another connection."""
 BUSY_INTERVAL = 0.05
-"""The seconds between two turns while the ranks agree on where to leave (see `preemption`)."""
+"""The seconds between two heartbeats while the ranks agree on where to leave (`preemption`)."""
 HOST = socket.gethostname()
 
 
@@ -67,7 +67,7 @@ class Talk(threading.Thread):
             pass
 
     def _turn(self, store: Store) -> float:
-        """Write this rank's count, read all counts if due; return the seconds to the next turn."""
+        """Write this rank's count, read all counts if due, and return the seconds to wait then."""
         store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
         keys = [f"beat/{rank}" for rank in range(self._ranks)]
         due = self.reads and self.answers % self._reads_every == 0

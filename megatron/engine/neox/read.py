@@ -32,7 +32,7 @@ MOST_FILES = 100_000
 
 @dataclass(frozen=True)
 class Shape:
-    """The properties of a model that decide which published file holds which weights.
+    """The properties of a model that determine in which published file each weight is stored.
 
     Attributes:
         num_layers: the number L of transformer blocks.
