@@ -172,8 +172,9 @@ def listen(exit_code: int, minutes: float | None) -> None:
     """Handle SIGTERM, SIGUSR1 and Ctrl-C for the rest of this process.
 
     Args:
-        exit_code: as in `Preemption`.
-        minutes: as in `Preemption`.
+        exit_code: the exit code of this process if the job ends early.
+        minutes: the number of minutes from now after which the job ends early even without a
+            signal. None sets no limit.
     """
     global _current
     _current = Preemption(exit_code, minutes)

@@ -99,7 +99,8 @@ class BlockedCall:
         q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
         bias_HS: The bias b at distances 0 ... S-1. Its dtype is the compute precision.
         weight_HS: The factor w at distances 0 ... S-1, or None if w is 1 everywhere.
-        scale, dropout_p: See `choice.AttentionFn.__call__`.
+        scale: The factor of the query-key products, usually 1/sqrt(head size).
+        dropout_p: The probability of dropping a softmax weight.
         seed: The seed of the dropout mask.
     """
 

@@ -26,7 +26,7 @@ from megatron.kernels.device import INTERPRETED
 class Tile:
     """The tile of a Triton kernel, M query rows by N keys, with its warps and pipeline stages.
 
-    The tiles of the Triton kernel `table` are square, so it ignores N.
+    The tiles of the Triton kernel `table` are square. This kernel ignores N.
     """
 
     M: int
@@ -145,7 +145,8 @@ def look_up(
         family: The GPU family, a key of `TABLE`.
         itemsize: The number of bytes of an element of q, k and v.
         size: The padded head size.
-        heavy, dropout: As in `choose`.
+        heavy: Whether the distance kernel needs extra registers (see `choose`).
+        dropout: Whether there is dropout, which needs extra registers, too.
     """
     rows = TABLE[family]
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)

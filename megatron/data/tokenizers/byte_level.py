@@ -39,8 +39,8 @@ class ByteLevelTokenizer(Tokenizer):
 class CharLevelTokenizer(ByteLevelTokenizer):
     """GPT-NeoX's tokenizer of this name.
 
-    Its ids are the UTF-8 bytes of the text, as in `ByteLevelTokenizer`. It differs in its
-    vocabulary size, 512, and in the id that ends a document, 0.
+    As in `ByteLevelTokenizer`, the ids are the UTF-8 bytes of the text. But the vocabulary size is
+    512, and the id 0 ends a document.
     """
 
     name = "CharLevelTokenizer"

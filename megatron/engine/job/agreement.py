@@ -96,7 +96,7 @@ def seen_by_all(
     Every rank must call this function.
 
     Args:
-        look: a function that reads something in `folder`, such as file names, and returns it.
+        look: a function that returns what it finds in `folder`, such as file names.
         folder: the folder that error messages name.
         expected: the value to wait for; None waits until all ranks have the value of rank 0.
 

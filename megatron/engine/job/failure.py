@@ -202,7 +202,7 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
     """Report the failure to the other ranks through the job's store; without a store, print it.
 
     Args:
-        lost: as in `end_process`.
+        lost: whether the failure is only a lost connection to another process.
         causes: a list. If this failure was caused by that of another rank, the other rank's failure
             is added to the list.
     """
@@ -221,7 +221,7 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
     """Write `failure` into the job's store, and print it unless another rank prints the same error.
 
     Args:
-        lost: as in `end_process`.
+        lost: whether the failure is only a lost connection to another process.
 
     Returns:
         Another rank's failure that caused this one; None if it is unknown or `lost` is false.

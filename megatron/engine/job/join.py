@@ -42,8 +42,8 @@ def joined_job(
     The caller must then end the process, as `exit_codes.user_errors` does.
 
     Args:
-        backend: as in `join_job`.
-        verbose: as in `join_job`.
+        backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
+        verbose: whether DeepSpeed prints its log messages.
         silence: the seconds without a sign of life after which a rank counts as lost.
     """
     watch = failure.Watch(silence, preemption.exchange)

@@ -130,7 +130,8 @@ class RunLog:
         """Remove the rows of steps after `step`, because the run continues from `step`.
 
         Args:
-            validates_again: as in `RunLog`.
+            validates_again: whether the run evaluates `step` again. If so, the row of the earlier
+                evaluation of `step` is removed, too.
         """
         if self._path is not None:
             again = step if validates_again else None
@@ -151,7 +152,7 @@ class RunLog:
             self._wandb = None
 
     def _append(self, path: Path, row: str = "") -> bool:
-        """Append `row` to the file `path`; return whether it was written.
+        """Append `row` to the file `path`. Return whether `row` was written.
 
         Rows that an earlier call could not write are written before `row`. If the write fails, the
         file stays as it was, memory keeps all these rows for the next call, and training continues.
