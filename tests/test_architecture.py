@@ -30,7 +30,7 @@ FLOORS = {
 SHELVES = {
     "config": {
         "errors": 0, "layouts": 0, "reader": 1, "sizes": 1, "checks": 2, "fields": 2,
-        "choices": 3, "paths": 3, "flat": 3, "schema": 4, "neox": 5, "describe": 5,
+        "choices": 3, "paths": 3, "theta": 3, "flat": 3, "schema": 4, "neox": 5, "describe": 5,
         "load": 6, "command_line": 7,
     },
     "data": {

@@ -53,6 +53,7 @@ from megatron.config.fields import (
     whole_number,
 )
 from megatron.config.paths import PathList, Paths, Weights
+from megatron.config.theta import ThetaFrozen, ThetaInit
 
 DERIVED: Any = None
 """The default of fields that `load_config` computes from other fields if they are not given."""
@@ -74,6 +75,7 @@ class ModelConfig(Section):
     max_position_embeddings: Positive = DERIVED  # rows of `learned`; default: seq_length
     pos_emb: PositionalName = "learned"
     pos_emb_options: Frozen = Field(default_factory=FrozenDict)
+    theta_init: ThetaInit = Field(default_factory=FrozenDict)  # not in GPT-NeoX: start values
     rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
     rotary_emb_base: PositiveNumber = 10000.0
     rpe_num_buckets: Positive = 32
@@ -139,8 +141,11 @@ class OptimizerConfig(Section):
     eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8
     momentum: Annotated[Amount, Key("optimizer.params.momentum")] = 0.0
     weight_decay: Amount = 0.01  # the published code's default; gpt-neox: 0.1
-    # Not in GPT-NeoX: whether weight decay applies to theta, the parameters of KERPLE and T5.
+    # Not in GPT-NeoX: whether weight decay applies to theta, the parameters of KERPLE and T5; its
+    # learning rate; whether it is trained.
     weight_decay_positional: Flag = False
+    theta_lr_multiplier: PositiveNumber = 1.0  # theta's learning rate, as a multiple of `lr`
+    theta_frozen: ThetaFrozen = False  # true, or the parameters that keep their start values
     gradient_clipping: Amount = 1.0  # 0 = off; gpt-neox's default; published code: off
 
 

@@ -6,13 +6,15 @@ config object, so that those modules need not import `megatron.config`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from megatron.attention import AttentionFn, choose
-from megatron.config import Config
+from megatron.config import Config, ConfigError
+from megatron.config.errors import Mark, Problem
 from megatron.data.corpora.python_stdlib import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
@@ -22,6 +24,7 @@ from megatron.numerics import WIDE, Numerics, PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.positional import PositionalEmbedding
 from megatron.positional import load as load_positional
+from megatron.suggest import did_you_mean
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -152,7 +155,50 @@ def plan_of(
     """
     pos = positional_of(config)
     attend = attention_of(config, pos, device_type, training=training)
-    return Plan(shape_of(config, vocab_size), pos, attend, config.training.seed, tp, cp)
+    shape, seed = shape_of(config, vocab_size), config.training.seed
+    return Plan(shape, pos, attend, seed, tp, cp, **theta_of(config, pos))
+
+
+def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
+    """Return the plan's settings of theta, the learned parameters of `pos`.
+
+    Raises:
+        ConfigError: a key names a parameter that `pos` does not have, or a start value lies beyond
+            the parameter's bounds.
+    """
+    found = list(_theta_problems(config, pos))
+    if found:
+        origins = config.origins
+        places = [origins.get(key) or origins.get(key.partition(".")[0]) for key, _ in found]
+        marks = [Mark(place) if place else None for place in places]
+        raise ConfigError([Problem(m, *each) for m, each in zip(marks, found, strict=True)])
+    frozen = config.optimizer.theta_frozen
+    if isinstance(frozen, bool):
+        frozen = tuple(p.name for p in pos.parameters) if frozen else ()
+    return {"theta_init": config.model.theta_init, "theta_frozen": frozen}
+
+
+def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong with it) for the keys that set theta."""
+    init, frozen = config.model.theta_init, config.optimizer.theta_frozen
+    multiplied = config.optimizer.theta_lr_multiplier != 1.0
+    if pos.kind != "distance" or not pos.learnable:
+        given = {"theta_init": init, "theta_frozen": frozen, "theta_lr_multiplier": multiplied}
+        for key in (key for key, value in given.items() if value):
+            yield key, f"pos_emb {pos.name} has no learned parameters; drop this key"
+        return
+    known = {parameter.name: parameter for parameter in pos.parameters}
+    named = {"theta_init": init, "theta_frozen": () if isinstance(frozen, bool) else frozen}
+    for key, name in ((key, name) for key, names in named.items() for name in names):
+        if name not in known:
+            hint = did_you_mean(name, known) or f"it has {', '.join(known)}"
+            yield key, f"pos_emb {pos.name} has no parameter {name!r}; {hint.rstrip()}"
+    for name, parameter in known.items():
+        values = init.get(name, ())
+        for value in values if isinstance(values, tuple) else [values]:
+            if not parameter.low <= value <= parameter.high:
+                text = f"{value} is outside of its bounds, {parameter.low} to {parameter.high}"
+                yield f"theta_init.{name}", f"{text}; write a number between them"
 
 
 def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> dict[str, Any]:

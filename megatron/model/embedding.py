@@ -31,13 +31,22 @@ THETA = "embedding.theta"
 BY_HEADS = Sharding(0)
 
 
+def is_theta(name: str) -> bool:
+    """Return whether the parameter `name` of a model is a trained theta."""
+    return name.rpartition(".")[2] == "theta"
+
+
 def initial_theta(plan: Plan) -> torch.Tensor:
     """Return the initial theta [heads, columns] fp32 of this rank's heads.
 
-    Theta is drawn for all heads of the model and then sliced.
+    Theta is drawn for all heads of the model and then sliced. Columns with own start values
+    (`theta_init`) are overwritten, so they do not change the draws of the others.
     """
     generator = named_generator(plan.seed, THETA)
     theta_HN = plan.pos.initial_theta(plan.shape.block.num_heads, generator)
+    for column_H, parameter in zip(theta_HN.unbind(1), plan.pos.parameters, strict=True):
+        if parameter.name in plan.theta_init:
+            column_H.copy_(torch.tensor(plan.theta_init[parameter.name]))
     return BY_HEADS.slice(theta_HN, plan.tp.rank, plan.tp.size)
 
 
@@ -78,6 +87,8 @@ class EmbeddingLayer(nn.Module):
             heads.
     """
 
+    frozen_N: torch.Tensor | None
+
     def __init__(self, plan: Plan, words: bool = True):
         super().__init__()
         self.pos, self.offset, self.tp = plan.pos, plan.shape.position_offset, plan.tp
@@ -87,6 +98,7 @@ class EmbeddingLayer(nn.Module):
         self.position_embeddings: nn.Embedding | None = None
         self.theta: nn.Parameter | None = None
         self.fixed_theta: FixedTheta | None = None
+        self.register_buffer("frozen_N", None, persistent=False)
         if words:
             self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
         if pos.kind == "input" and pos.learnable:
@@ -95,6 +107,8 @@ class EmbeddingLayer(nn.Module):
         if pos.kind == "distance" and pos.learnable:
             self.theta = nn.Parameter(initial_theta(plan))
             mark_sharding(self.theta, BY_HEADS, tp)
+            frozen = [parameter.name in plan.theta_frozen for parameter in pos.parameters]
+            self.frozen_N = torch.tensor(frozen) if any(frozen) else None
         elif pos.kind == "distance":
             self.fixed_theta = FixedTheta(initial_theta(plan))
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
@@ -138,5 +152,12 @@ class EmbeddingLayer(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         if self.fixed_theta is not None:
             return self.fixed_theta(self.pos, wide)
+        if self.theta is None:
+            return None
         # Never a view, because an engine that shards parameters frees their storage after a layer.
-        return None if self.theta is None else self.theta.to(wide, copy=True)
+        theta_HN = self.theta.to(wide, copy=True)
+        # A frozen column has the gradient 0, so the optimizer does not move it. In a pipeline, the
+        # engine expects a gradient of all that is passed between stages.
+        if self.frozen_N is None:
+            return theta_HN
+        return torch.where(self.frozen_N, theta_HN.detach(), theta_HN)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron.attention import AttentionFn
 from megatron.numerics import WIDE, Numerics
@@ -96,6 +97,9 @@ class Plan:
         seed: The seed of the initial values.
         tp: The group over which the layers are sharded.
         cp: The group whose ranks hold the same weights and different positions.
+        theta_init: The start values of theta's parameters by name, each a number for all heads or
+            one number per head. Those of other parameters are drawn at random.
+        theta_frozen: The names of theta's parameters that training does not change.
     """
 
     shape: GPTShape
@@ -104,6 +108,8 @@ class Plan:
     seed: int
     tp: TensorGroup = ALONE
     cp: TensorGroup = ALONE
+    theta_init: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
+    theta_frozen: tuple[str, ...] = ()
 
     @property
     def split(self) -> SequenceSplit:

@@ -19,7 +19,9 @@ KNOWN_KEYS = frozenset(FIELD_OF) | OTHER_KEYS | frozenset(NO_EFFECT) | frozenset
 # GROUPS are keys that contain other known keys. The values of OPAQUE keys may be mappings, whose
 # inner keys are not looked up.
 GROUPS = frozenset(key.rpartition(".")[0] for key in KNOWN_KEYS if "." in key) | {"optimizer"}
-OPAQUE = OFFLOAD_KEYS | frozenset(NO_EFFECT) | frozenset(REFUSED) | {"pos_emb_options"}
+OPAQUE = (
+    OFFLOAD_KEYS | frozenset(NO_EFFECT) | frozenset(REFUSED) | {"pos_emb_options", "theta_init"}
+)
 
 _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)
 

@@ -28,6 +28,8 @@ LAYOUT_DEFAULTS: dict[str, Any] = {
     "pipe_parallel_size": 1,
     "context_parallel_size": 1,
     "sub_group_size": None,
+    "theta_lr_multiplier": 1.0,
+    "theta_frozen": False,
 }
 """Values of layout entries that earlier versions of this project did not record in checkpoints."""
 

@@ -35,7 +35,11 @@ def job_engine(
     optimizer = build_optimizer(
         c.optimizer.type,
         parameter_groups(
-            model, c.optimizer.weight_decay, decay_theta=c.optimizer.weight_decay_positional
+            model,
+            c.optimizer.weight_decay,
+            decay_theta=c.optimizer.weight_decay_positional
+            and c.optimizer.theta_frozen is not True,
+            theta_lr_multiplier=c.optimizer.theta_lr_multiplier,
         ),
         lr=c.optimizer.lr,
         betas=(beta1, beta2),
@@ -71,7 +75,7 @@ def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
     setting is `sub_group_size`, the number of elements in one group of ZeRO-3's state. It is None
     for other ZeRO stages and for DeepSpeed's default size.
     """
-    parallel = config.parallel
+    parallel, frozen = config.parallel, config.optimizer.theta_frozen
     size = parallel.zero.get("sub_group_size", 10**9)
     return {
         "data_parallel_size": groups.data_size,
@@ -83,6 +87,8 @@ def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
         "precision": config.training.precision,
         "optimizer": config.optimizer.type,
         "weight_decay_positional": config.optimizer.weight_decay_positional,
+        "theta_lr_multiplier": config.optimizer.theta_lr_multiplier,
+        "theta_frozen": list(frozen) if isinstance(frozen, tuple) else frozen,
     }
 
 

@@ -2,7 +2,7 @@
 
 As in GPT-NeoX, biases and norm weights have no weight decay. Theta, the learned parameters of the
 positional embedding, has weight decay only if `weight_decay_positional` is set. (In the released
-KERPLE code, theta always has weight decay.)
+KERPLE code, theta always has weight decay.) A theta that is frozen as a whole has none.
 """
 
 from __future__ import annotations
@@ -15,33 +15,52 @@ import torch
 from torch import nn
 
 from megatron.engine.training.schedule import AnnealingLR
-from megatron.model.embedding import THETA
+from megatron.model.embedding import is_theta
 from megatron.parallel.groups import Groups, TensorGroup
 from megatron.parallel.sharding import sharding_of
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, *, decay_theta: bool = False
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    decay_theta: bool = False,
+    theta_lr_multiplier: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Divide the trained parameters into two groups: with weight decay, and without.
 
+    A third group holds theta (the positional embedding's learned parameters) if its learning rate
+    differs. On a pipeline stage without theta, this group holds another parameter, with the usual
+    learning rate: ZeRO accepts no empty group, and all stages must have the same number of groups.
+
     Args:
-        decay_theta: whether theta (the positional embedding's learned parameters) belongs to the
-            group with weight decay.
+        decay_theta: whether theta has weight decay.
+        theta_lr_multiplier: the factor by which theta's learning rate differs from the others'.
 
     Returns:
-        The two groups in this order, each {"params", "weight_decay", "name"}, even if one is empty.
+        The groups in this order, each {"params", "weight_decay", "name"}. The third group also has
+        its "lr_multiplier".
     """
-    decayed, exempt = [], []
+    decayed, exempt, theta = [], [], []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        decays = decay_theta if name.endswith(THETA) else param.ndim >= 2
-        (decayed if decays else exempt).append(param)
-    return [
+        if is_theta(name) and theta_lr_multiplier != 1.0:
+            theta.append(param)
+        elif decay_theta if is_theta(name) else param.ndim >= 2:
+            decayed.append(param)
+        else:
+            exempt.append(param)
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": weight_decay, "name": "decayed"},
         {"params": exempt, "weight_decay": 0.0, "name": "not decayed"},
     ]
+    if theta_lr_multiplier != 1.0:
+        own = {"lr_multiplier": theta_lr_multiplier, "weight_decay": weight_decay * decay_theta}
+        if not theta:
+            theta, own = [exempt.pop()], {"lr_multiplier": 1.0, "weight_decay": 0.0}
+        groups.append({"params": theta, "name": "theta", **own})
+    return groups
 
 
 def build_optimizer(
@@ -69,7 +88,7 @@ def build_optimizer(
     raise ValueError(f"optimizer {kind!r} is unknown; use adam or sgd")
 
 
-HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
+HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "lr_multiplier")
 
 
 @contextmanager

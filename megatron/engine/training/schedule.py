@@ -115,7 +115,10 @@ class AnnealingLR:
         self.write()
 
     def write(self) -> None:
-        """Write the current learning rate into the optimizer's parameter groups."""
+        """Write the current learning rate into the optimizer's parameter groups.
+
+        The learning rate of a group with an `lr_multiplier` is multiplied by it.
+        """
         lr = self.schedule(self.num_iters)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_multiplier", 1.0)
