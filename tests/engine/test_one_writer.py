@@ -99,11 +99,13 @@ def test_a_job_whose_folder_was_taken_over_writes_nothing_more(folder, prefix):
 
 def test_an_evaluation_needs_no_lease_and_changes_nothing(folder, prefix):
     config, run = config_at(folder / "read", prefix, train_iters=2)
-    call("train.py", config)
+    call("train.py", config, "-o", "eval_iters=1")
     (run / ".unfinished-global_step4").mkdir()
+    before = (run / "metrics.jsonl").read_text()
     with lease.sole_writer(run):
         text = call("train.py", config, "-o", "train_iters=0", "-o", "eval_iters=1")
         assert "evaluating" in text and (run / ".unfinished-global_step4").is_dir()
+    assert "final/" in before and (run / "metrics.jsonl").read_text().startswith(before)
 
 
 def test_without_latest_it_starts_only_when_allowed(folder, prefix):

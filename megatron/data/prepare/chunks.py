@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TypeVar
 
-from megatron.data.errors import DataError
+from megatron.data.errors import CorpusError, DataError
 from megatron.data.prepare.compression import read_block
 
 CHUNK_BYTES = 1 << 20
@@ -210,7 +210,7 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Turn any error of the `with` block, except a DataError, into a `Fault`.
+    """Turn any error of the `with` block, except a DataError, into a `Fault` or a CorpusError.
 
     The block parses bytes of unknown origin, and the libraries that parse archives and tables raise
     many more types of errors than they document.
@@ -222,12 +222,18 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
     Raises:
         Fault: the block raised an error.
         DataError: the block raised this error, which already has a text for the user.
+        CorpusError: the memory is not sufficient. The input may be intact, so it is never skipped.
     """
     try:
         yield
     except (Fault, DataError):
         raise
     except Exception as error:
+        if isinstance(error, MemoryError):
+            raise CorpusError(
+                f"{place.name}: reading it needs more memory than there is ({error}); free some, "
+                "or remove this input if it is damaged"
+            ) from error
         why = str(error) or type(error).__name__
         raise Fault(place.name, f"{message}: {why}") from error
 

@@ -57,6 +57,7 @@ class LossGuard:
         self.skips = on_bad_loss == "skip"
         self.acts = on_bad_loss != "stop" or threshold is not None
         self._average = average
+        self._mean: float | None = None  # of the step in progress, over all ranks
         self._skipped = 0
         if self.skips:  # else DeepSpeed would apply a bf16 gradient that is not finite
             engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
@@ -68,7 +69,8 @@ class LossGuard:
             loss: the loss of the last micro-batch.
             mean: this rank's mean loss of the step.
         """
-        return loss * math.nan if self._problem(self._over_ranks(mean)) else loss
+        self._mean = self._over_ranks(mean)
+        return loss * math.nan if self._problem(self._mean) else loss
 
     def judge(self, loss: torch.Tensor, norm: float | torch.Tensor | None) -> str:
         """Describe the problem of the step just taken; return "" if the step is good.
@@ -76,13 +78,14 @@ class LossGuard:
         Every rank must call this method.
 
         Args:
-            loss: this rank's mean loss of the step.
+            loss: this rank's mean loss of the step, as given to `spoiled_if_bad`.
             norm: the norm of the step's gradient, the same on every rank; None if unknown.
 
         Raises:
             DivergedError: the run skips bad steps, and `MOST_SKIPPED` steps in a row were bad.
         """
-        mean = self._over_ranks(loss)
+        mean = self._over_ranks(loss) if self._mean is None else self._mean
+        self._mean = None
         problem = self._problem(mean)
         if not problem and norm is not None and not math.isfinite(float(norm)):
             fp16 = self.engine.fp16_enabled()

@@ -51,7 +51,7 @@ class RunLog:
         config: the resolved flat configuration, which wandb shows with the run.
         append: whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
-            from `metrics.jsonl`. None drops no row for its step.
+            from `metrics.jsonl`. None only appends, because another job may be writing the file.
         validates_again: whether the run evaluates step `last_step` again; the row of an earlier
             evaluation of this step is dropped.
         confirm: a function to call before each line of metrics is written. It raises an exception
@@ -90,12 +90,14 @@ class RunLog:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / METRICS_FILE
-            if append:
+            if append and last_step is not None:
                 _keep_complete_rows(path, last_step, validates_again)
-            elif path.exists():
+            elif not append and path.exists():
                 os.replace(path, path.with_suffix(".jsonl.previous"))
             path.touch()
             self._path = path
+            if path.read_bytes()[-1:] not in (b"", b"\n"):  # of a job killed while it wrote
+                self._unwritten = ["\n"]
         if self._wandb is not None:
             self.line(_location(self._wandb))
 
@@ -205,12 +207,12 @@ def _json_line(row: Mapping[str, int | float]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _keep_complete_rows(path: Path, last_step: int | None, validates_again: bool) -> None:
+def _keep_complete_rows(path: Path, last_step: int, validates_again: bool) -> None:
     """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
 
-    A resumed run writes these rows again: those of steps after `last_step` (if not None), those of
-    final results and, with `validates_again`, the validation loss of `last_step`. The file is
-    replaced atomically.
+    A resumed run writes these rows again: those of steps after `last_step`, those of final results
+    and, with `validates_again`, the validation loss of `last_step`. The file is replaced
+    atomically.
     """
     if not path.exists():
         return
@@ -222,7 +224,7 @@ def _keep_complete_rows(path: Path, last_step: int | None, validates_again: bool
     write_text(path, "".join(kept))
 
 
-def _is_kept(text: str, last_step: int | None, validated_again: int | None) -> bool:
+def _is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
     if not text.endswith("\n") or "\ufffd" in text:  # the replacement of damaged bytes
         return False
     try:
@@ -236,7 +238,7 @@ def _is_kept(text: str, last_step: int | None, validated_again: int | None) -> b
         return False
     if step == validated_again and "validation/loss" in row:
         return False
-    return last_step is None or step <= last_step
+    return step <= last_step
 
 
 def _checked_options(wandb_options: Mapping[str, Any]) -> dict[str, Any]:

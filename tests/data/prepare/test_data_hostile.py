@@ -202,6 +202,20 @@ def test_a_hostile_file_is_named_or_skipped(tmp_path, capsys, name, content, mes
     assert {path.name for path in tmp_path.iterdir()} == {name, "z.txt", "out"}
 
 
+def test_an_input_for_which_memory_is_short_is_not_skipped_as_damaged(
+    tmp_path, capsys, monkeypatch
+):
+    def read(*_):
+        raise MemoryError("realloc failed")
+
+    monkeypatch.setattr("megatron.data.prepare.chunks.text_chunks", read)
+    (tmp_path / "a.txt").write_text("a")
+    arguments = ["--input", str(tmp_path / "a.txt"), "--name", "x", "-d", str(tmp_path)]
+    assert prepare_data.main([*arguments, "--workers", "1", "--on-error", "skip"]) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/a.txt: reading it needs more memory than there is (realloc failed)" in error
+
+
 def test_the_limits_are_flags(tmp_path, capsys):
     path = archives.gz(tmp_path / "a.jsonl.gz", REPEATED)
     arguments = ["--input", str(path), "--name", "x", "-d", str(tmp_path), "--workers", "1"]

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron.config import ConfigError, load_config
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.run import Job
+from megatron.engine.training.bad_loss import LossGuard
 from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config, write_shards
 from tests.helpers.launch import run_ranks
 
@@ -56,6 +58,18 @@ def not_finite(losses):
 def high(losses):
     """A spike with an ordinary gradient."""
     return losses + 100.0
+
+
+def test_the_loss_is_averaged_over_ranks_once_a_step():
+    sums = []
+    groups = SimpleNamespace(world_size=2, sum_over_job=lambda loss: sums.append(1) or 2 * loss)
+    engine = SimpleNamespace(optimizer=SimpleNamespace(), fp16_enabled=lambda: False)
+    guard = LossGuard(engine, groups, "skip", 1.0)
+    for loss, spoiled, problem in ((2.0, False, ""), (9.0, True, "rose from 2"), (2.0, False, "")):
+        sums.clear()
+        loss = torch.tensor(loss)
+        assert guard.spoiled_if_bad(loss, loss).isnan() == spoiled
+        assert problem in guard.judge(loss, 1.0) and len(sums) == 1
 
 
 def several(groups, cells):
