@@ -11,7 +11,7 @@ bias and the factor of a distance kernel, which depend only on the query-key dis
 This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
 and the scores of keys after a block's last query are never computed. The embedding's formula
 computes b and w before the call, as vectors over distances in at least fp32. Therefore autograd
-propagates db and dw to theta. `toeplitz` explains why queries are reversed here.
+propagates db and dw to the kernel's parameters. `toeplitz` explains why queries are reversed here.
 
 In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
 the size of one tile's scores (see `tiles`). The forward pass needs one such buffer, and the

@@ -9,7 +9,7 @@ distance. If a backend does not serve a request (a combination of embedding, dty
 and dropout), an error names the backends that do. No backend silently falls back to another one.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
-of theta.
+of theta, the distance kernel's parameters.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ w and b are the factor and the bias of the distance kernel, which depend only on
 distance. Scores, w and b are at least fp32. `published_numerics` computes the same formula with the
 rounding of the released KERPLE code.
 
-Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
+Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
+parameters.
 
 Caution: several tensors of the size of the scores [B, H, T, S] are in memory at the same time.
 """

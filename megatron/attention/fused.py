@@ -1,11 +1,11 @@
 """Compute attention in fused Triton kernels that evaluate the distance kernel in registers.
 
 A distance kernel is a bias or a factor that depends only on the query-key distance. This backend
-has no quadratic buffer. The gradients of theta are exact, and all results are repeatable bit for
-bit. The embedding's torch formula is translated into Triton device functions (`trace`,
-`megatron.kernels.codegen`). If the formula has no expression, its values are tabulated over
-distances once per call. Autograd then propagates the gradient of the table through the formula to
-theta (`megatron.kernels.tabulated`).
+has no quadratic buffer. The gradients of theta, the distance kernel's parameters, are exact, and
+all results are repeatable bit for bit. The embedding's torch formula is translated into Triton
+device functions (`trace`, `megatron.kernels.codegen`). If the formula has no expression, its values
+are tabulated over distances once per call. Autograd then propagates the gradient of the table
+through the formula to theta (`megatron.kernels.tabulated`).
 
 In addition to the results, memory is needed for two numbers per query and head. Each Triton program
 also needs one number for each column of theta. If the formula is tabulated, memory is also needed

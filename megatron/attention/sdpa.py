@@ -6,7 +6,8 @@ fp32. q, k and v are then converted to fp32, because a bf16 mask would round the
 the backend serves evaluation only, because the gradient of the mask would be [B, H, T, S]. A
 factor is refused, because a mask cannot multiply.
 
-Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta.
+Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
+parameters.
 
 Caution: memory is quadratic if there is a bias. Without a bias, a boolean mask [T, S] is needed if
 there are several queries and the first query is not at position 0.

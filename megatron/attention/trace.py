@@ -41,7 +41,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Formula:
-    """A distance kernel as sympy expressions of `distance` and `theta`.
+    """A distance kernel as sympy expressions of the distance and the kernel's parameters theta.
 
     If `bias` is None, the bias is 0. If `weight` is None, the factor is 1.
     """
@@ -77,7 +77,7 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 
 def assumed(low: float) -> dict[str, bool]:
-    """Return what sympy may assume about a column of theta whose lower bound is `low`."""
+    """Return what sympy may assume about a parameter of a kernel whose lower bound is `low`."""
     if low < 0:
         return {"real": True}
     return {"positive": True} if low > 0 else {"nonnegative": True}
@@ -86,8 +86,8 @@ def assumed(low: float) -> dict[str, bool]:
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
-    The values and theta's gradient must equal those of the embedding in fp64. The rounding errors
-    in fp32 must not be much larger than those of the embedding.
+    In fp64, the values and the gradient of theta (the kernel's parameters) must equal those of the
+    embedding. In fp32, the rounding errors must not be much larger than those of the embedding.
 
     Raises:
         Unreadable: The formula and the embedding differ.
@@ -114,16 +114,17 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Turn a function of (d, column 0, column 1, ... of theta) into one of (theta_HN, d)."""
+    """Turn a function of (d, each column of the kernel's parameters) into one of (theta_HN, d)."""
     return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
 
 
 def sample(
     function: Callable[..., Tensor | None], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Evaluate `function` in `dtype`. Return its values and theta's gradient, both as fp64.
+    """Evaluate `function` in `dtype`. Return its values and a gradient, both as fp64.
 
-    The gradient is that of a weighted sum of the function's values at the first four distances.
+    The gradient with respect to theta (the kernel's parameters) is that of a weighted sum of the
+    values at the first four distances.
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.
@@ -168,7 +169,7 @@ def torch_text(expression: Any) -> str:
 
 
 class Columns(tuple):
-    """A tuple of n neighbouring columns of theta. It stands for the tensor [H, n] of H heads."""
+    """A tuple of neighbouring columns of theta, which stands for the tensor [heads, columns]."""
 
 
 class Reader:
@@ -177,7 +178,7 @@ class Reader:
     For each node of that graph, the tensor that the node computes is replaced by a value, one of:
 
     - a sympy expression, which holds for all heads and distances;
-    - `Columns` of theta;
+    - `Columns` of theta, the distance kernel's parameters;
     - a list of expressions;
     - a plain Python value.
     """

@@ -6,7 +6,7 @@
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
 
 do, dq, dk, dv and dtheta are the gradients of the loss with respect to the output o, q, k, v and
-theta. ds_ij is the gradient of the loss with respect to the logit x_ij.
+theta (the distance kernel's parameters). ds_ij is the gradient with respect to the logit x_ij.
 
 `query_pass`: each program handles M query rows of one head. It sums dq and theta's gradients in
 registers and writes its sums for theta to one row of the tensor `sums`. `launch` adds up these rows
@@ -55,7 +55,7 @@ def query_tile(
     DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one tile of keys to q's gradient and to the sums for theta."""
+    """Add the contributions of one tile of keys to the gradients of q and of theta."""
     k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
     v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
     s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
@@ -88,8 +88,8 @@ def query_pass(
 ):  # fmt: skip
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
-    Each program writes its part of theta's gradient to a row of `sums` [programs, THETA]. THETA is
-    the number of columns of theta that need a gradient.
+    Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
+    row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

@@ -82,7 +82,8 @@ def constants(
 
     Args:
         which: The Triton kernel: "forward", "query", "key" or "table".
-        theta: Whether theta's gradient is needed. This affects only "query".
+        theta: Whether the gradient of the distance kernel's parameters is needed. This affects only
+            "query".
     """
     values = {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
     values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
@@ -123,7 +124,7 @@ def launch(
 
     Args:
         which: The Triton kernel, a key of `PASSES`.
-        need_theta: Whether theta's gradient is needed; see `constants`.
+        need_theta: Whether the gradient of the distance kernel's parameters is needed.
         tensors: Maps names to tensors. The tensor `q` provides the Triton kernel's arguments
             `q_ptr`, `q_b`, `q_h` and `q_t`.
     """
@@ -173,8 +174,8 @@ def forward(
     """Return the attention output, and `lse` for the backward pass.
 
     The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
-    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` is theta or a table
-    over distances.
+    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` is the distance
+    kernel's parameters or a table over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
@@ -196,8 +197,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k and v in the inputs' dtype, and the gradient of `rows_HW`.
 
-    `rows_HW` is theta or a table over distances. The gradient of `rows_HW` is fp32, or None if
-    `need_rows` is false.
+    `rows_HW` is the distance kernel's parameters or a table over distances. The gradient of
+    `rows_HW` is fp32, or None if `need_rows` is false.
     """
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions

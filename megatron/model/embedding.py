@@ -37,10 +37,11 @@ def is_theta(name: str) -> bool:
 
 
 def initial_theta(plan: Plan) -> torch.Tensor:
-    """Return the initial theta [heads, columns] fp32 of this rank's heads.
+    """Return the initial theta [heads, columns] of this rank's heads, in fp32.
 
-    Theta is drawn for all heads of the model and then sliced. Columns with own start values
-    (`theta_init`) are overwritten, so they do not change the draws of the others.
+    Theta, the distance kernel's parameters, is drawn for all heads of the model and then sliced.
+    Columns with start values in `theta_init` are drawn as well and then overwritten, so the other
+    columns do not depend on `theta_init`.
     """
     generator = named_generator(plan.seed, THETA)
     theta_HN = plan.pos.initial_theta(plan.shape.block.num_heads, generator)
@@ -51,10 +52,10 @@ def initial_theta(plan: Plan) -> torch.Tensor:
 
 
 class FixedTheta(nn.Module):
-    """A theta that is not trained (such as ALiBi's slopes).
+    """Parameters theta of a distance kernel that are not trained, such as ALiBi's slopes.
 
-    It moves to the model's device, but stays fp32. A plain buffer would be rounded to bf16 when the
-    engine casts the module.
+    Theta moves to the model's device, but stays fp32. A plain buffer would be rounded to bf16 when
+    the engine casts the module.
     """
 
     value: torch.Tensor

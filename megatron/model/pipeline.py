@@ -68,8 +68,10 @@ class PipeEmbedding(EmbeddingLayer):
 class PipeBlock(Block):
     """A block that takes and returns what pipeline layers pass on: (x, theta), or x alone.
 
+    x is the hidden states, and theta is the distance kernel's trained parameters.
+
     Args:
-        fixed_HN: A theta that is not trained (fixed slopes), or None.
+        fixed_HN: Parameters of the distance kernel that are not trained (fixed slopes), or None.
         last: Whether this is the last block. The last block does not return theta.
     """
 

@@ -22,7 +22,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class Alibi(PositionalEmbedding):
-    """Distance kernel whose theta holds ALiBi's slopes, which are fixed and not trained."""
+    """Distance kernel whose parameters theta are ALiBi's slopes, which are not trained."""
 
     kind = "distance"
     parameters = (ThetaParameter("slope"),)

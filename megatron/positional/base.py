@@ -38,7 +38,7 @@ class PositionalError(ValueError):
 
 @dataclass(frozen=True)
 class ThetaParameter:
-    """One column of theta, with one number per head.
+    """One column of theta: a parameter of a distance kernel, with one number per head.
 
     Attributes:
         name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
@@ -54,12 +54,12 @@ class ThetaParameter:
 
 
 def factor(name: str) -> ThetaParameter:
-    """Describe theta's column for a coefficient >= 0.01, initially drawn from U(0, 1)."""
+    """Describe a parameter of a kernel: a coefficient >= 0.01, first drawn from U(0, 1)."""
     return ThetaParameter(name, low=0.01)
 
 
 def power(name: str) -> ThetaParameter:
-    """Describe theta's column for an exponent in [0.01, 2], initially drawn from 2 U(0, 1)."""
+    """Describe a parameter of a kernel: an exponent in [0.01, 2], first drawn from 2 U(0, 1)."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
 
 
@@ -91,7 +91,7 @@ class PositionalEmbedding:
         return type(self).__module__.rpartition(".")[2]
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return the initial theta [num_heads, columns] fp32 of all heads.
+        """Return the kernel's initial parameters theta [num_heads, columns] of all heads, in fp32.
 
         Under tensor parallelism the caller slices the rows.
         """
@@ -101,13 +101,13 @@ class PositionalEmbedding:
         return theta_HN.clamp(low_N, high_N)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return the bounds of theta's columns, (low, high), each fp32 [columns]."""
+        """Return the bounds (low, high) of the kernel's parameters theta, each fp32 [columns]."""
         low_N = torch.tensor([p.low for p in self.parameters], dtype=torch.float32)
         high_N = torch.tensor([p.high for p in self.parameters], dtype=torch.float32)
         return low_N, high_N
 
     def within_bounds(self, theta_HN: Tensor) -> Tensor:
-        """Return theta with each column clamped to its bounds in theta's dtype."""
+        """Return the kernel's parameters theta, each clamped to its bounds in theta's dtype."""
         pairs = zip(theta_HN.unbind(1), self.parameters, strict=True)
         return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 

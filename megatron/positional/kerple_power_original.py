@@ -15,7 +15,10 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerplePowerOriginal(PositionalEmbedding):
-    """Distance kernel whose theta holds ALiBi's slopes, raised to at least 0.01 and not trained."""
+    """Distance kernel whose parameters are ALiBi's slopes, not trained and raised to at least 0.01.
+
+    Slopes below 0.01 become 0.01, and other slopes stay unchanged.
+    """
 
     kind = "distance"
     parameters = (ThetaParameter("bias_a", low=0.01),)

@@ -30,7 +30,7 @@ def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device 
 
 
 class Rotary(PositionalEmbedding):
-    """Rotary embedding. The model calls `rotate` before attention. There is no theta or bias."""
+    """Rotary embedding. The model calls `rotate` before attention. There is no distance kernel."""
 
     kind = "rotary"
 

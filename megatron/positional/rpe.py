@@ -22,7 +22,7 @@ from megatron.positional.base import PositionalEmbedding, PositionalError, Theta
 
 
 class Rpe(PositionalEmbedding):
-    """Distance kernel with one learned bias per head and distance bucket.
+    """Distance kernel with one learned bias for each head and each bucket of distances.
 
     Args:
         num_buckets: The number K of buckets, at least 2.

@@ -185,7 +185,7 @@ class TrainingCase:
                 result.compare(label, flat.sum(), total, allowed, scale=size)
 
     def _bounds(self, name: str) -> tuple[float, float]:
-        """Return the bounds (low, high) of the column of theta with the published name `name`.
+        """Return the bounds (low, high) of the kernel's parameter with the published name `name`.
 
         For T5's table, which has no bounds, return (-inf, inf).
         """

@@ -82,8 +82,8 @@ class TrainingProgress:
     Attributes:
         step: the number of optimizer steps taken.
         consumed_samples: the number of training samples read.
-        train_samples: the number of samples for which the training index was first built. The order
-            of the samples depends on this number, so a resumed run keeps it.
+        train_samples: the number of samples for which the index of training samples was first
+            built. The order of the samples depends on this number, so a resumed run keeps it.
         interval: the state of the training loop, as JSON values. It holds the sums of the losses
             since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). If the
             run ended before the validation that was due after `step`, it holds `owes_validation`.

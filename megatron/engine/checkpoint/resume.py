@@ -150,7 +150,8 @@ def choose_start(
     Every rank must call this function.
 
     Args:
-        train_samples: the number of samples for which this run's training index is built.
+        train_samples: the number of samples for which this run's training index is built. The index
+            determines the order of the training samples.
         allow_fallback: whether to skip damaged checkpoints and take the newest intact one.
 
     Raises:

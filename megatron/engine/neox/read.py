@@ -158,7 +158,7 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
 
 
 def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool) -> Shape:
-    """Return the model's `Shape` without theta, inferred from the first rank's tensors."""
+    """Infer the model's `Shape` from the first rank's tensors, except for the field `theta`."""
 
     def matrices(*tensors: Any) -> bool:
         return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
@@ -257,7 +257,7 @@ def _check_width(out: Published) -> None:
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
-    """Add the distance kernel's tensors to `out`, as theta or as fixed slopes (ALiBi).
+    """Add the distance kernel's tensors to `out`, as learned parameters or as ALiBi's fixed slopes.
 
     The tensors must be the same in all blocks. Otherwise a line is added to `out.problems` instead.
 

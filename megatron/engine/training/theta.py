@@ -81,7 +81,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp theta to the bounds of its columns, after an optimizer step."""
+        """Clamp theta, the kernel's parameters, to its bounds, after an optimizer step."""
         theta, master_HN = self.parameter, self.master()
         if theta is None or master_HN is None:
             return
