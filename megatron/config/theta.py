@@ -1,7 +1,7 @@
-"""Define the fields and checks of the keys for theta, the embedding's learned parameters.
+"""Define the config fields of theta, the learned parameters of the positional embedding.
 
-This package does not know the parameters of the embeddings, because it does not import torch. Names
-and bounds are therefore checked by `megatron.engine.build`.
+`megatron.config` does not import torch, so it does not know which parameters an embedding has.
+`megatron.engine.build` therefore checks the parameters' names and bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.config.layouts import Found, relation
 
 
 def _start_values(value: Any) -> dict[str, float | tuple[float, ...]]:
-    """Check `theta_init`: parameter name -> a number, or a list with one number per head."""
+    """Check `theta_init`: a dict from parameter name to a number, or to a list of one per head."""
     write = "write e.g. {bias_p: 1.0, bias_a: [0.1, 0.2]}, with one number per head"
     if not isinstance(value, Mapping):
         raise ValueError(

@@ -160,11 +160,11 @@ def plan_of(
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
-    """Return the plan's settings of theta, the learned parameters of `pos`.
+    """Return the fields of `Plan` that set theta, the learned parameters of `pos`.
 
     Raises:
-        ConfigError: a key names a parameter that `pos` does not have, or a start value lies beyond
-            the parameter's bounds.
+        ConfigError: a config key names a parameter that `pos` does not have, or a start value lies
+            beyond the parameter's bounds.
     """
     found = list(_theta_problems(config, pos))
     if found:
@@ -179,7 +179,7 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
 
 
 def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong with it) for the keys that set theta."""
+    """Yield (config key, problem) for each key that sets the embedding's parameters wrongly."""
     init, frozen = config.model.theta_init, config.optimizer.theta_frozen
     multiplied = config.optimizer.theta_lr_multiplier != 1.0
     if pos.kind != "distance" or not pos.learnable:

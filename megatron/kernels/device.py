@@ -92,10 +92,10 @@ else:
     def opaque(x):
         """Return x, hidden from the compiler's optimiser.
 
-        This has two uses. For s + b(d) / scale, the compiler would start the accumulator of the
-        product s from b(d) / scale, and these values would occupy registers during the product. And
-        the accumulator of a loop's last product would stay in flight until the next iteration. Then
-        ptxas waits after each of Hopper's products (its note C7515).
+        This prevents two optimisations. For s + b(d) / scale, the compiler would start the
+        accumulator of the product s from b(d) / scale, and these values would occupy registers
+        during the product. In a loop, it would keep the accumulator of the last product in flight
+        until the next iteration, and ptxas would then wait after each of Hopper's products (C7515).
         """
         return instruction("mov.b32 $0, $1;", x)
 

@@ -97,7 +97,10 @@ DROPOUT = {  # 16-bit kernels with dropout need still more registers than the he
     (90, 64): {"key": Tile(32, 128, 8, 3)},
     (90, 128): {"forward": Tile(128, 64, 8, 3), "query": Tile(64, 16, 4, 3)},
 }
-"""Tiles that dropout replaces in a heavy row of `TABLE`, by GPU family and largest padded size."""
+"""With dropout, these tiles replace those of the heavy row of `TABLE`.
+
+The keys are (GPU family, largest padded head size).
+"""
 
 
 def padded(head_size: int) -> int:

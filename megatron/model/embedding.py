@@ -32,7 +32,7 @@ BY_HEADS = Sharding(0)
 
 
 def is_theta(name: str) -> bool:
-    """Return whether the parameter `name` of a model is a trained theta."""
+    """Return whether the model parameter `name` is theta, the distance kernel's parameters."""
     return name.rpartition(".")[2] == "theta"
 
 

@@ -97,9 +97,9 @@ class Plan:
         seed: The seed of the initial values.
         tp: The group over which the layers are sharded.
         cp: The group whose ranks hold the same weights and different positions.
-        theta_init: The start values of theta's parameters by name, each a number for all heads or
-            one number per head. Those of other parameters are drawn at random.
-        theta_frozen: The names of theta's parameters that training does not change.
+        theta_init: Maps names of the distance kernel's parameters to start values, each a number
+            for all heads or one number per head. Other parameters are drawn at random.
+        theta_frozen: The names of the distance kernel's parameters that training does not change.
     """
 
     shape: GPTShape

@@ -210,7 +210,9 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Turn any error of the `with` block, except a DataError, into a `Fault` or a CorpusError.
+    """Turn any error of the `with` block, except a DataError, into a `Fault`.
+
+    If memory runs out, raise a CorpusError instead.
 
     The block parses bytes of unknown origin, and the libraries that parse archives and tables raise
     many more types of errors than they document.
@@ -222,7 +224,7 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
     Raises:
         Fault: the block raised an error.
         DataError: the block raised this error, which already has a text for the user.
-        CorpusError: the memory is not sufficient. The input may be intact, so it is never skipped.
+        CorpusError: memory ran out. The input may be intact, so it is never skipped.
     """
     try:
         yield

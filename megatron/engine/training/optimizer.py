@@ -29,9 +29,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Divide the trained parameters into two groups: with weight decay, and without.
 
-    A third group holds theta (the positional embedding's learned parameters) if its learning rate
-    differs. On a pipeline stage without theta, this group holds another parameter, with the usual
-    learning rate: ZeRO accepts no empty group, and all stages must have the same number of groups.
+    If the learning rate of theta (the positional embedding's learned parameters) differs, theta is
+    a third group. On a pipeline stage without theta, the third group holds another parameter, with
+    the usual learning rate, because ZeRO accepts no empty group, and all stages must have the same
+    number of groups.
 
     Args:
         decay_theta: whether theta has weight decay.

@@ -117,7 +117,7 @@ class AnnealingLR:
     def write(self) -> None:
         """Write the current learning rate into the optimizer's parameter groups.
 
-        The learning rate of a group with an `lr_multiplier` is multiplied by it.
+        A group with an entry `lr_multiplier` gets the learning rate times this number.
         """
         lr = self.schedule(self.num_iters)
         for group in self.optimizer.param_groups:
