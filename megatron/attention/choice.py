@@ -221,7 +221,10 @@ def attend(
     query_offset: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose a backend and call it at once, for tests, tools and notebooks; see `AttentionFn`."""
+    """Choose a backend and compute attention at once, for tests, tools and notebooks.
+
+    `AttentionFn.__call__` describes the arguments.
+    """
     inputs = q_BHTE, k_BKSE, v_BKSE, pos, theta_HN
     call = Call(*inputs, scale=scale, dropout_p=dropout_p, query_offset=query_offset)
     chosen = choose(

@@ -77,7 +77,7 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 
 def assumed(low: float) -> dict[str, bool]:
-    """Return what sympy may assume about a parameter of a kernel whose lower bound is `low`."""
+    """Return what sympy may assume about a kernel's parameter with the lower bound `low`."""
     if low < 0:
         return {"real": True}
     return {"positive": True} if low > 0 else {"nonnegative": True}
@@ -114,7 +114,7 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def by_columns(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Turn a function of (d, each column of the kernel's parameters) into one of (theta_HN, d)."""
+    """Return a function of (theta_HN, d) that calls `function` with d and the columns of theta."""
     return lambda theta_HN, d: function(d, *(x[:, None] for x in theta_HN.unbind(1)))
 
 

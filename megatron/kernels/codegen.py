@@ -183,7 +183,7 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Return the code of an expression without s and d: a literal or an entry of `prepare`."""
+        """Return the code of an expression without s and d: a literal or a result of `prepare`."""
         if expr.is_number:
             return repr(float(expr))
         if expr not in self.constants:

@@ -64,7 +64,7 @@ def add(acc, ds, e):
 
 
 def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
-    """Return the device functions for a table of b, of w or of both."""
+    """Return the device functions for a table of the bias b, of the factor w, or of both."""
     evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
     return DeviceFunctions(
         prepare=prepare,

@@ -16,7 +16,10 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The split of a sequence over `cp` and then `tp`, into equal slices in rank order."""
+    """The split of a sequence over the context group and then the tensor-parallel group.
+
+    The slices are equal and in rank order.
+    """
 
     tp: TensorGroup = ALONE
     cp: TensorGroup = ALONE
@@ -28,7 +31,7 @@ class SequenceSplit:
 
     @property
     def slices(self) -> int:
-        """The number of slices into which both groups together split the full sequence."""
+        """The number of slices of the full sequence: context ranks x slices of a context slice."""
         return self.cp.size * self.tp_slices
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:

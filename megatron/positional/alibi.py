@@ -14,7 +14,7 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 def slopes(num_heads: int) -> list[float]:
-    """Return the slopes m_h of the heads h = 0 ... num_heads - 1."""
+    """Return ALiBi's slopes m_h of the heads h = 0 ... num_heads - 1."""
     below = 1 << (num_heads.bit_length() - 1)  # the largest power of two <= num_heads
     geometric = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
     between = [2.0 ** (-4.0 * (h + 1) / below) for h in range(0, 2 * below, 2)]

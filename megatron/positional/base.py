@@ -148,7 +148,7 @@ class PositionalEmbedding:
         )
 
     def turn(self, x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
-        """Return the queries or keys `x_BHTE`, rotated if the kind is `rotary`; see `rotate`."""
+        """Return the queries or keys `x_BHTE`, rotated by position if the kind is `rotary`."""
         return x_BHTE
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -219,7 +219,7 @@ class ModelCase:
             self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
 
     def _check_clamped(self, tolerance: float) -> None:
-        """Compare the kernel's parameters, as this project clamps them, with the published ones."""
+        """Compare the kernel's clamped parameters with those that the published code clamped."""
         full = positional_tensors(self.model, self.model.theta)
         shards = self._first_shards(full)
         for key in (key for key in self.expected if key.startswith("after_forward/")):

@@ -152,7 +152,7 @@ class _Worker:
         self.numbers.append(number)
 
     def receive(self) -> tuple[int, _Answer]:
-        """Receive the result of the oldest item and return (number of the item, result)."""
+        """Receive the result of the oldest unfinished item. Return (number of the item, result)."""
         with self._alive():
             answer = self.answers.recv()
         return self.numbers.popleft(), answer

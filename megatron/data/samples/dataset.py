@@ -124,7 +124,7 @@ class TokenDataset:
         return out_NT
 
     def _fill(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
-        """Write the samples with the numbers `numbers_N` in `index` to the rows of `out_NT`."""
+        """Write the samples of `index` whose numbers are in `numbers_N` to the rows of `out_NT`."""
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]
         # A sample consists of one piece from each of several consecutive documents. Piece p of the

@@ -23,7 +23,7 @@ _MERGES_HASH = "980ca8f2d4b0964c87a762e901db0656ce92d3f1ecd940b25ba97463da5c68fa
 
 
 def are_published_files(vocabulary: bytes, merges: bytes) -> bool:
-    """Return whether the two arguments are the contents of GPT-2's two published files."""
+    """Return whether the arguments are the contents of the vocab.json and merges.txt of GPT-2."""
     found = [hashlib.sha256(content).hexdigest() for content in (vocabulary, merges)]
     return found == list(FILE_HASHES.values())
 

@@ -278,7 +278,7 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:
-    """Return a `Start` at the checkpoint's step that loads only weights, no optimizer state."""
+    """Return a `Start` that begins at the checkpoint's step and loads only the weights."""
     step, schedule = saved.counters
     text = f"evaluating {saved.path}, trained for {step} steps"
     if config.training.train_iters > 0:

@@ -111,7 +111,7 @@ class Saver:
             self.wait()
 
     def writes(self) -> bool:
-        """Return whether the thread is writing a checkpoint."""
+        """Return whether the saver's thread is writing a checkpoint."""
         return self._writing is not None and not self._writing[1].done()
 
     def wait(self) -> None:
@@ -174,7 +174,7 @@ class Saver:
         return self._buffer
 
     def _write(self, staged: Files, saved: Saved, progress: TrainingProgress) -> float:
-        """Write and publish a checkpoint; return the seconds taken. Only the thread calls this."""
+        """Write and publish a checkpoint, in the saver's thread. Return the seconds taken."""
         begun, writer = time.monotonic(), self._writer
         with removed_if_it_fails(saved):
             for state, path in staged:

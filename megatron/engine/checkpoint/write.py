@@ -117,7 +117,7 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename an existing checkpoint at the path of `saved` unless run `lineage` wrote it."""
+    """Rename the folder of `saved` if it exists and the run that wrote it is not `lineage`."""
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
         saved.path.rename(aside)

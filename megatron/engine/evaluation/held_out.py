@@ -37,7 +37,10 @@ def held_out_loss(
 def log_final_losses(
     config: Config, data: JobData, engine: deepspeed.DeepSpeedEngine, groups: Groups, log: RunLog
 ) -> None:
-    """Measure and log both splits' losses after training. Every rank must call this function."""
+    """Measure and log the losses on `valid` and `test` after training.
+
+    Every rank must call this function.
+    """
     t = config.training
     for name, before in (("valid", t.train_iters // t.eval_interval), ("test", 0)):
         loss = held_out_loss(config, data, engine, groups, name, before)

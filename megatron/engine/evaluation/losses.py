@@ -19,7 +19,7 @@ LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
-    """Return the engine's model as a `LossFn` that every rank can call, pipelined or not."""
+    """Return the engine's model, pipelined or not, as a `LossFn` that every rank can call."""
     return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
 
 

@@ -67,7 +67,7 @@ class Talk(threading.Thread):
             pass
 
     def _turn(self, store: Store) -> float:
-        """Write this rank's count, read all counts if due, and return the seconds to wait then."""
+        """Write this rank's count, and read all counts if due. Return how many seconds to wait."""
         store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
         keys = [f"beat/{rank}" for rank in range(self._ranks)]
         due = self.reads and self.answers % self._reads_every == 0

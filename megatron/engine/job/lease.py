@@ -186,7 +186,7 @@ def _read(path: Path) -> tuple[str, float] | None:
 
 
 def describe_process() -> dict[str, Any]:
-    """Return the description of this process that a lease contains."""
+    """Return the description of this process for its lease."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -231,7 +231,7 @@ def is_alive(content: str) -> bool | None:
 
 
 def _machine() -> str | None:
-    """Return an id of this machine, boot and container; None if the system has no `/proc`."""
+    """Return an id of this machine's boot and container; None if the system has no `/proc`."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"
