@@ -227,6 +227,7 @@ class EvaluationConfig(Section):
     eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline
     eval_split: EvalSplit = "valid"
     eval_batch_tokens: Positive = 4096  # tokens in a batch
+    eval_distance_scale: PositiveNumber = 1.0  # the kernel sees every distance times this factor
 
 
 class LoggingConfig(Section):

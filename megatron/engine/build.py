@@ -22,7 +22,7 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.model import BlockShape, GPTShape, Plan
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
-from megatron.positional import PositionalEmbedding
+from megatron.positional import PositionalEmbedding, PositionalError
 from megatron.positional import load as load_positional
 from megatron.suggest import did_you_mean
 
@@ -163,8 +163,8 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
     """Return the fields of `Plan` that set theta, the learned parameters of `pos`.
 
     Raises:
-        ConfigError: a config key names a parameter that `pos` does not have, or a start value lies
-            beyond the parameter's bounds.
+        ConfigError: a config key names a parameter that `pos` does not have, a start value lies
+            beyond the parameter's bounds, or `eval_distance_scale` does not fit `pos`.
     """
     found = list(_theta_problems(config, pos))
     if found:
@@ -179,8 +179,13 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
 
 
 def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[str, str]]:
-    """Yield (config key, problem) for each key that sets the embedding's parameters wrongly."""
+    """Yield (config key, problem) for each key that sets theta or scales distances wrongly."""
     init, frozen = config.model.theta_init, config.optimizer.theta_frozen
+    try:
+        if config.evaluation.eval_distance_scale != 1.0:
+            pos.scaled(config.evaluation.eval_distance_scale)
+    except PositionalError as error:
+        yield "eval_distance_scale", f"{error}; drop this key"
     multiplied = config.optimizer.theta_lr_multiplier != 1.0
     if pos.kind != "distance" or not pos.learnable:
         given = {"theta_init": init, "theta_frozen": frozen, "theta_lr_multiplier": multiplied}

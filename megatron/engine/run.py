@@ -22,7 +22,7 @@ from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.errors import BadLossError, DivergedError
-from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
+from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths, scale_distances
 from megatron.engine.evaluation.held_out import held_out_loss, log_final_losses
 from megatron.engine.evaluation.losses import loss_function
 from megatron.engine.evaluation.published_losses import log_published_losses
@@ -272,6 +272,7 @@ class Job:
 
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()
+        scale_distances(self.model, self.config.evaluation.eval_distance_scale)
         theta_HN = self.theta.master_of_all_heads()
         evaluate_lengths(
             self.config,

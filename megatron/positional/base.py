@@ -21,6 +21,7 @@ Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distan
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -81,6 +82,8 @@ class PositionalEmbedding:
     """Whether training changes theta (kind `distance`) or the position table (kind `input`)."""
     parameters: tuple[ThetaParameter, ...] = ()
     numerics: Numerics = WIDE
+    distance_scale: float = 1.0
+    """The formulas see every distance times this factor (see `scaled`)."""
 
     def __init__(self, numerics: Numerics = WIDE):
         self.numerics = numerics
@@ -89,6 +92,21 @@ class PositionalEmbedding:
     def name(self) -> str:
         """The name of the embedding's file, which is also the value of the config key `pos_emb`."""
         return type(self).__module__.rpartition(".")[2]
+
+    def scaled(self, distance_scale: float) -> PositionalEmbedding:
+        """Return a copy whose kernel at distance d is this one's at `distance_scale` times d.
+
+        A formula gets the scaled distance from `columns`. A subclass that does not use `columns`
+        scales its distances itself or refuses.
+
+        Raises:
+            PositionalError: The embedding has no distances that can be scaled.
+        """
+        if self.kind not in ("distance", "rotary"):
+            raise PositionalError(f"{self.name} depends on no distance that could be scaled")
+        other = copy.copy(self)
+        other.distance_scale = distance_scale
+        return other
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the kernel's initial parameters theta [num_heads, columns] of all heads, in fp32.
@@ -162,8 +180,10 @@ class PositionalEmbedding:
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """Return (d, column 0, column 1, ...) in one dtype, at least fp32.
 
-        The columns of theta are reshaped so that they broadcast with d.
+        The columns of theta are reshaped so that they broadcast with d, which is scaled.
         """
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()
-        return d.to(theta_HN.dtype), *(column.view(shape) for column in theta_HN.unbind(1))
+        d = d.to(theta_HN.dtype)
+        d = d if self.distance_scale == 1.0 else self.distance_scale * d
+        return d, *(column.view(shape) for column in theta_HN.unbind(1))

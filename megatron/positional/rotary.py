@@ -41,6 +41,8 @@ class Rotary(PositionalEmbedding):
             raise PositionalError(f"rotary_ndims is {ndims}, but a head has {size} dimensions")
         dtype, device = self.numerics.working_dtype(x_BHTE.dtype), x_BHTE.device
         position = torch.arange(offset, offset + length, device=device).to(dtype)
+        if self.distance_scale != 1.0:
+            position = self.distance_scale * position
         angle = torch.outer(
             position, self.numerics.constant(frequencies(ndims, base, dtype, device))
         )

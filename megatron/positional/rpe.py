@@ -51,6 +51,9 @@ class Rpe(PositionalEmbedding):
         self.num_buckets, self.max_distance, self.scale = num_buckets, max_distance, scale
         self.parameters = tuple(ThetaParameter(f"bucket_{i}") for i in range(num_buckets))
 
+    def scaled(self, distance_scale: float) -> PositionalEmbedding:
+        raise PositionalError("rpe's buckets hold whole distances, which cannot be scaled")
+
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         # Xavier-normal initialisation of the published [buckets, heads] table.
         std = math.sqrt(2.0 / (self.num_buckets + num_heads))

@@ -111,7 +111,7 @@ def test_the_run_folder_holds_everything(finished):
     names = {path.name for path in run.iterdir()}
     assert {"config.yml", "metrics.jsonl", "latest", "global_step3", "global_step6"} <= names
     header, *rest = (run / "extrapolation.csv").read_text().splitlines()
-    assert header == "length,sequences,loss,perplexity,bits_per_byte,stderr"
+    assert header == "length,sequences,loss,perplexity,bits_per_byte,stderr,distance_scale"
     assert [line.split(",")[:2] for line in rest] == [["16", "16"], ["32", "8"]]
     for picture in ("extrapolation.png", "kernels.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
@@ -135,6 +135,20 @@ def test_evaluate_gives_the_numbers_that_training_printed(finished, tmp_path):
     for a, b in zip(ours[1:], theirs[1:], strict=False):
         a, b = [float(x) for x in a.split(",")], [float(x) for x in b.split(",")]
         assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_distances_can_be_scaled_at_test_time(finished, tmp_path):
+    """The losses are other ones, and the report has the factor."""
+    config, run, _ = finished
+    args = (config, "--load", run, "--lengths", "16,32", "--out", tmp_path)
+    text = call("evaluate.py", *args, "-o", "eval_distance_scale=0.25")
+    assert "distances x 0.25" in text
+    header, *ours = (tmp_path / "extrapolation.csv").read_text().splitlines()
+    plain = (run / "extrapolation.csv").read_text().splitlines()[1:]
+    for a, b in zip(ours, plain, strict=True):
+        a, b = [float(x) for x in a.split(",")], [float(x) for x in b.split(",")]
+        assert a[:2] == b[:2] and (a[-1], b[-1]) == (0.25, 1.0)
+        assert a[2] != b[2] and a[2] == pytest.approx(b[2], abs=0.5)
 
 
 def test_raising_train_iters_keeps_what_was_consumed(finished, tmp_path, prefix):

@@ -52,6 +52,8 @@ WRONG = [
         "theta_init: pos_emb alibi has no learned parameters; drop this key",
     ),
     ({"pos_emb": "rotary", "theta_frozen": True}, "theta_frozen: pos_emb rotary has no learned"),
+    ({"pos_emb": "rpe", "eval_distance_scale": 2}, "eval_distance_scale: rpe's buckets hold whole"),
+    ({"pos_emb": "none", "eval_distance_scale": 2}, "eval_distance_scale: none depends on no"),
 ]
 
 

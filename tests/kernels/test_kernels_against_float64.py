@@ -42,6 +42,13 @@ def test_any_shape(name, key_heads, group, queries, offset, later, size):
     check(case, query_offset=offset)
 
 
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power_mul"])
+def test_scaled_distances(name):
+    case = make(load(name).scaled(0.37), 1)
+    assert functions_of(case.pos)[1] == "evaluated in registers"
+    check(case)
+
+
 @pytest.mark.parametrize("name", DISTANCE)
 def test_one_token(name):
     check(make(name, queries=1))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.attention import attend
-from megatron.positional import PositionalEmbedding, load, names
+from megatron.positional import PositionalEmbedding, PositionalError, load, names
 from tests.positional.formulas64 import ENTRIES
 
 DISTANCE = [name for name, entry in ENTRIES.items() if entry.kind == "distance"]
@@ -253,3 +253,38 @@ def test_initial_theta(name):
         std = (2.0 / (32 + 12)) ** 0.5  # Xavier-normal of a [32, 12] table
         assert abs(torch.stack(few).std().item() / std - 1) < 0.02
         assert abs(torch.stack(few).mean().item()) < 0.02
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_scaled_distances_or_a_refusal(name):
+    """b and w at a distance d are those of the embedding at half of it, exactly."""
+    pos = load(name)
+    if name == "rpe" or pos.kind not in ("distance", "rotary"):
+        with pytest.raises(PositionalError, match=f"^{name}.* (no distance|cannot be scaled)"):
+            pos.scaled(0.5)
+        return
+    half, theta = pos.scaled(0.5), draw_theta(name) if ENTRIES[name].columns else None
+    for part in ("bias", "weight") if pos.kind == "distance" else ():
+        got, exact = getattr(half, part)(theta, 2 * DISTANCES), getattr(pos, part)(theta, DISTANCES)
+        assert got is exact is None or torch.equal(got, exact)
+    if pos.kind == "rotary":
+        x = torch.randn(1, 1, 9, 8, dtype=torch.float64)
+        for turned, whole in zip(
+            half.rotate(x, x), pos.rotate(x[:, :, ::2], x[:, :, ::2]), strict=True
+        ):
+            assert torch.equal(turned[:, :, ::2], whole)
+    assert half.name == pos.name and pos.distance_scale == 1.0
+
+
+@pytest.mark.parametrize("backend", ["blocked", "sdpa", "flex"])
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power", "alibi"])
+def test_every_backend_scales_distances(name, backend):
+    pos = load(name).scaled(0.37)
+    theta = draw_theta(name)
+    q, k, v = (torch.randn(2, HEADS, 21, 8, dtype=torch.float64) for _ in range(3))
+    with torch.no_grad():
+        exact = attend(q, k, v, pos, theta, scale=0.35, backend="eager")
+        got = attend(q, k, v, pos, theta, scale=0.35, backend=backend)
+        plain = attend(q, k, v, load(name), theta, scale=0.35, backend="eager")
+    torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+    assert (plain - exact).abs().max() > 1e-4

@@ -19,11 +19,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from megatron.config import Config
 from megatron.data.errors import DataError
@@ -185,9 +186,17 @@ def evaluate_checkpoint(
         model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
         text = open_text(config, tokenizer)
         say("\n".join([f"evaluating {saved.path}", *notes]))
+        scale_distances(model, config.evaluation.eval_distance_scale)
         theta_HN = None if model.theta is None else model.theta.detach().float().cpu()
         measured = MeasuredModel(model, model.pos, tokenizer, theta_HN)
         return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
+
+
+def scale_distances(model: nn.Module, scale: float) -> None:
+    """Make every layer of `model` see each distance times `scale`, from now on."""
+    for module in model.modules() if scale != 1.0 else ():
+        if isinstance(pos := getattr(module, "pos", None), PositionalEmbedding):
+            vars(module)["pos"] = pos.scaled(scale)
 
 
 def _job(config: Config) -> AbstractContextManager[Groups]:
@@ -234,7 +243,8 @@ def evaluate_lengths(
         chosen.eval_batch_tokens,
         groups,
     )
-    results = measurement.at_lengths(lengths, say)
+    scale = chosen.eval_distance_scale
+    results = [replace(r, distance_scale=scale) for r in measurement.at_lengths(lengths, say)]
     baselines = {}
     if context := chosen.eval_context_baseline:
         baselines = {
@@ -246,6 +256,8 @@ def evaluate_lengths(
     if groups.is_main:
         train_length = config.model.seq_length
         title = f"{config.model.pos_emb}, trained at {train_length}"
+        if scale != 1.0:
+            title += f", distances x {scale:g}"
         say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
         if model.pos.kind == "distance":
             _draw_kernels(model, config, max(lengths), run_dir / report.KERNELS_FILE)

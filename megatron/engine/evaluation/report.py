@@ -48,6 +48,7 @@ class LengthResult:
     perplexity: float
     bits_per_byte: float
     stderr: float  # the standard error of `loss` over sequences; NaN for a single sequence
+    distance_scale: float = 1.0  # the kernel saw every distance times this factor
 
     @property
     def perplexity_stderr(self) -> float:
