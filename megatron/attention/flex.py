@@ -31,7 +31,7 @@ from megatron.attention.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function (score, batch index, head, query i, key j) -> score w(d) + b(d).
+"""A function of (score, batch index, head, query i, key j) that returns score * w(d) + b(d).
 
 w and b are the distance kernel's factor and bias, and d is the query-key distance."""
 

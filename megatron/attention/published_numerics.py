@@ -1,8 +1,8 @@
 """Compute eager attention, with the rounding of the released KERPLE code.
 
 The formula is that of `eager`. Scores, biases and factors have the dtype of the activations and are
-rounded after each operation. Query-key products are scaled before they are rounded, by one
-`baddbmm`.
+rounded after each operation. One `baddbmm` computes the query-key products and scales them before
+it rounds them.
 
 The config key `attention_backend` calls this backend `eager`, too. If the embedding has
 `PublishedNumerics` (config key `published_numerics`), `choice` uses this backend instead of the

@@ -43,7 +43,7 @@ class Text:
     Attributes:
         shards: all documents of the three splits; the evaluation by length reads them.
         splits: train, valid and test, each as a range of documents [start, end) of `shards`.
-        corpora: split name -> the corpora from which the samples of this split are drawn.
+        corpora: maps each split's name to the corpora from which its samples are drawn.
     """
 
     shards: Shards
@@ -111,7 +111,7 @@ class JobData:
         text: the opened token shards and splits.
         identity: the values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
-        wanted: split name -> the number of samples that the run reads from this split.
+        wanted: maps each split's name to the number of samples that the run reads from it.
     """
 
     def __init__(self, config: Config, groups: Groups):

@@ -8,7 +8,7 @@ these rules:
   high. With more warps per 64 rows, scores would be computed twice.
 - Two programs share a multiprocessor if both fit, so that the special functions of one program
   overlap with the matrix products of the other.
-- Hopper's matrix products must not wait for each other (`tools/compile_kernels.py` reports it).
+- Hopper's matrix products must not wait for each other. `tools/compile_kernels.py` reports waits.
 
 If measured times suggest other sizes, only `TABLE` needs to change. Nothing is tuned at start-up.
 """

@@ -40,7 +40,8 @@ class Layer:
     Attributes:
         name: The prefix of the layer's parameter names.
         build: The layer's class. It is called with the keyword arguments `args`.
-        call: A function (module, input) -> output, or None for the module's own `forward`.
+        call: A function of (module, input) that returns the output, or None for the module's own
+            `forward`.
         tied: Whether all layers of this name are the same module.
     """
 

@@ -51,11 +51,12 @@ def eval_sequences(
 def eval_span(
     shards: Shards, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
 ) -> int:
-    """Return the largest number of targets, at most `max_tokens`, that all `lengths` divide.
+    """Return the largest number of targets that is a multiple of every length in `lengths`.
 
-    Sequences of every length in `lengths` then cover the same targets. If the text is too short for
-    a common multiple, return the largest multiple of the longest length, which may be 0. Shorter
-    lengths then leave out some of the last targets.
+    The number is at most `max_tokens`, and the documents have that many targets. Sequences of every
+    length then cover the same targets. If the text is too short for a common multiple, return the
+    largest multiple of the longest length, which may be 0. Shorter lengths then leave out some of
+    the last targets.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

@@ -156,10 +156,10 @@ def _write_layers(
     """Write the files `layer_XX-model_YY-model_states.pt`, which contain the weights, to `folder`.
 
     Args:
-        placed: (position in GPT-NeoX's pipeline, GPT-NeoX's name) -> unsharded tensor.
-        imported_shards: "position.name" -> the original tensor-parallel shards of an imported
-            tensor that cannot be restored from the merged tensor. They are written unchanged if the
-            new checkpoint has as many ranks as the imported one.
+        placed: maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensors.
+        imported_shards: the original tensor-parallel shards of those imported tensors that cannot
+            be split into these shards again, with the keys "position.name". They are written
+            unchanged if the new checkpoint has as many ranks as the imported one.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)

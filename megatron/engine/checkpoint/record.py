@@ -103,8 +103,8 @@ class RunDescription:
         model: the result of `build.identity_of`, which is equal for models that can share weights.
         data: the values that determine the order of the samples.
         layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
-        shapes: parameter name -> unsharded shape.
-        cuts: name of a sharded parameter -> [dimension, blocks]. The class `Sharding` in
+        shapes: maps each parameter's name to its unsharded shape.
+        cuts: maps each sharded parameter's name to [dimension, blocks]. The class `Sharding` in
             `megatron.parallel` defines both numbers.
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
@@ -135,7 +135,7 @@ class Record(RunDescription):
         progress: the counters of the run when the checkpoint was written.
         imported: for a checkpoint that was imported from GPT-NeoX's format, the values from which
             an export restores the original files (`Published.about`); otherwise None.
-        files: file name -> [bytes, CRC-32].
+        files: maps each file's name to [bytes, CRC-32].
     """
 
     format: NonNegativeInt = FORMAT

@@ -71,8 +71,8 @@ class Measurement:
 
     Attributes:
         loss_fn: the function that returns the loss of each target token.
-        read: a function from a length to n sequences of this length, int64 [n, length + 1]. The
-            last token of a sequence is only a target.
+        read: a function that takes a length and returns the text in sequences of this length, int64
+            [number of sequences, length + 1]. The last token of a sequence is only a target.
         token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: the approximate number of tokens in a forward pass.
         groups: the job's process groups; the data-parallel ranks share the sequences.

@@ -71,9 +71,9 @@ def write_extrapolation(
     Args:
         rows: the result of each length, in any order.
         train_length: the sequence length in training, in tokens; the plot marks it.
-        baselines: description -> the result of the same model with a short context. The table and
-            the plot show these results, and the CSV does not. A model that uses its long context
-            has a lower perplexity than these baselines.
+        baselines: maps descriptions to results of the same model with a short context. The table
+            and the plot show these results, and the CSV does not. A model that uses its long
+            context has a lower perplexity than these baselines.
         title: the title of the table and the plot.
 
     Raises:

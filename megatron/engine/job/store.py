@@ -2,8 +2,8 @@
 
 torch's own connection cannot be used during a collective, because another thread may be blocked on
 that connection. If the store does not answer, every operation on it blocks for ever, whatever
-time-out is set. So use a connection only in a thread that no other thread joins without a time
-limit.
+time-out is set. So use a connection only in a separate thread, and never wait for that thread
+without a time limit.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
     This function is the inverse of `theta_columns`.
 
     Args:
-        columns: GPT-NeoX's name -> tensor, for the distance kernel of one transformer block. The
-            tensors hold all heads.
+        columns: the tensors of the distance kernel in one transformer block, by GPT-NeoX's names.
+            The tensors hold all heads.
     """
     if RPE + TABLE in columns:
         return columns[RPE + TABLE].T.contiguous(), [TABLE]

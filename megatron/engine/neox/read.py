@@ -67,12 +67,12 @@ class Published:
     Attributes:
         shape: the properties of the model, inferred from the files.
         step: the number of optimizer steps taken.
-        weights: this project's name -> merged tensor, in the stored dtype.
-        buffers: GPT-NeoX's name -> stored tensor of slopes or frequencies. These values follow from
-            the configuration, so they are only checked and exported again, never trained.
-        shards: "pipeline position.GPT-NeoX's name" -> the original tensor-parallel shards of one
-            tensor. A tensor has an entry only if splitting its merged value does not restore its
-            shards: if replicas differ slightly, or if the summed biases are not equal.
+        weights: maps this project's names to merged tensors, in the stored dtype.
+        buffers: maps GPT-NeoX's names to stored slopes or frequencies. These values follow from the
+            configuration, so they are only checked and exported again, never trained.
+        shards: maps "pipeline position.GPT-NeoX's name" to the original tensor-parallel shards of
+            that tensor. A tensor has an entry only if splitting its merged value does not restore
+            its shards: if replicas differ slightly, or if the summed biases are not equal.
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
         problems: one line for each thing that is missing, unknown or inconsistent. The weights are
@@ -262,7 +262,7 @@ def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
     The tensors must be the same in all blocks. Otherwise a line is added to `out.problems` instead.
 
     Args:
-        kernels: block position -> the merged tensors of the distance kernel, by published name.
+        kernels: maps each block's position to a dict from published name to merged tensor.
     """
     if not any(kernels.values()):
         return

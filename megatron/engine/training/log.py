@@ -12,8 +12,8 @@ step occurs once. A run that starts at step 0 in a used folder renames the old f
 wandb is imported only if the config sets `use_wandb`. The file `wandb_id` beside the metrics
 records the id of an online wandb run, and a resumed run continues the wandb run with this id. In
 offline mode each start is a new wandb run, because two offline folders with one id overwrite each
-other when they are uploaded. `step` is logged as a metric, because a resumed run goes back to an
-earlier step and wandb's internal step counter cannot.
+other when they are uploaded. `step` is logged as a metric, because a resumed run may go back to an
+earlier step, and wandb's internal step counter cannot go back.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RunLog:
         """Record values at a step, in `metrics.jsonl` and wandb.
 
         Args:
-            values: metric name -> plain number or 0-d tensor.
+            values: maps each metric's name to a plain number or a 0-d tensor.
             text: a line to print on the console; None prints nothing.
         """
         if not self.is_main:
