@@ -40,7 +40,27 @@ PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power_ap_ap": "kerple_power_add_mul",
 }
 """Maps embedding names of the published KERPLE code to the names here, where these differ."""
-positional_name = one_of(POSITIONAL_NAMES, aliases=PUBLISHED_POSITIONAL_NAMES)
+_DAPE = "it mixes the scores of all heads in a network, so that no head can be computed alone"
+_DAPE_KERNELS = ("alibi", "fire", "kerple", "rope", "xl_bias")
+_DAPE_FORMS = ("c", "capev2", "dapev1", "dapev2")
+_SELECTIVE = "it lowers each score by the scores of earlier queries"
+_STICKS = "it replaces the softmax by a product over the keys in between"
+_BY_CONTENT = {
+    "cope": "its positions are sums of gates over a row's scores, not distances",
+    "xl_bias": "its bias depends on the content of the query",
+    "path": "it transforms keys by a matrix of every token between key and query",
+    "wall": "it decays each channel of a score by gates of the tokens in between",
+    **dict.fromkeys(("stick_breaking", "stickbreaking"), _STICKS),
+    **dict.fromkeys(("selective", "selective_attention"), _SELECTIVE),
+    **dict.fromkeys(("dape", "dapev2", "capev2", "nope_c", "nope_c_ffn"), _DAPE),
+    **dict.fromkeys((f"{kernel}_{c}" for kernel in _DAPE_KERNELS for c in _DAPE_FORMS), _DAPE),
+}
+"""Maps methods that no backend here can compute, by the names in their own code, to the reason."""
+positional_name = one_of(
+    POSITIONAL_NAMES,
+    aliases=PUBLISHED_POSITIONAL_NAMES | {"kerple": "kerple_log"},  # DAPE's name
+    refused=_BY_CONTENT,
+)
 PositionalName = Annotated[str, BeforeValidator(positional_name)]
 
 _Norm = Literal["layernorm", "rmsnorm", "scalenorm"]

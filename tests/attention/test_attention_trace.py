@@ -22,6 +22,14 @@ DISTANCE = [name for name in names() if load(name).kind == "distance"]
         ("kerple_power_mul", None, "exp(-theta_1*d**theta_0)"),
         ("kerple_power_add_mul", "-theta_1*d**theta_0", "exp(-theta_3*d**theta_2)"),
         ("alibi", "-theta_0*d", None),
+        ("gaussian", "theta_0*(exp(-theta_1*d**2) - 1)", None),
+        ("gaussian3", "theta_0*(exp(-theta_1*d**theta_2) - 1)", None),
+        ("gaussian_mul", None, "exp(-theta_0*d**2)"),
+        (
+            "kerple_sum",
+            "-theta_0*log(1 + theta_1*d) - theta_3*d**theta_2 - theta_5*d**theta_4",
+            None,
+        ),
         ("rotary", None, None),
     ],
 )

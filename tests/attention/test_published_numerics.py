@@ -40,7 +40,8 @@ def test_distances_beyond_256_are_rounded_only_on_request(name):
             continue
         # 1,025 ... 1,027 are 1,024 in bf16
         assert torch.equal(rounded[:, 1025], rounded[:, 1024])
-        assert part == "weight" or (exact[:, 1026] < exact[:, 1024]).all()
+        if part == "bias" and name not in ("gaussian", "gaussian3", "sandwich"):  # flat, or waves
+            assert (exact[:, 1026] < exact[:, 1024]).all()
 
 
 def test_kerple_log_rounds_after_every_operation():

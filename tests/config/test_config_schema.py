@@ -99,6 +99,15 @@ HARMLESS = {
 }
 
 
+def test_the_name_of_another_code_base_is_noted(load: Callable) -> None:
+    config = load("pos_emb: Kerple")
+    assert config.model.pos_emb == "kerple_log"
+    assert [note.split("(")[0] for note in config.notes] == [
+        "pos_emb: kerple is DAPE's name of kerple_log "
+    ]
+    assert load("pos_emb: kerple_log").notes == ()
+
+
 @pytest.mark.parametrize("key", sorted(HARMLESS))
 def test_a_refused_key_may_ask_for_what_happens_anyway(load: Callable, key: str) -> None:
     assert key in REFUSED

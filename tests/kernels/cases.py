@@ -39,7 +39,9 @@ class Case:
 
     def run(self, backend: str, dtype: torch.dtype | None = None, **options) -> list[torch.Tensor]:
         """Return [output, gradient of each input], computed in `dtype`."""
-        inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.inputs]
+        inputs = [
+            x.detach().to(dtype or x.dtype).requires_grad_(x.requires_grad) for x in self.inputs
+        ]
         options = {"scale": 0.35} | options
         out = attend(*inputs[:3], self.pos, *inputs[3:], backend=backend, **options)
         wanted = [x for x, mine in zip(inputs, self.inputs, strict=True) if mine.requires_grad]

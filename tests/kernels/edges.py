@@ -10,9 +10,10 @@ import torch
 
 from megatron.attention import AttentionError, attend, choose
 from megatron.positional import load, names
+from tests.helpers.embeddings import ALIKE
 from tests.kernels.cases import DEVICE, LENGTH, SIZE, TOLERANCE, assert_close, check, make
 
-DISTANCE = [name for name in names() if load(name).kind == "distance"]
+DISTANCE = [name for name in names() if load(name).kind == "distance" and name not in ALIKE]
 LEARNABLE = [name for name in DISTANCE if load(name).learnable]
 KINDS = ["kerple_log", "kerple_power_add_mul", "rpe", "none"]  # formulas, with a weight, a table
 

@@ -36,6 +36,7 @@ class Entry:
     weight: Kernel | None = None
     cpd: bool = False  # is b conditionally positive definite?
     initial: Callable[[int], np.ndarray] | None = None  # fixed first values [heads, columns]
+    limit: Callable[[Sequence[float]], float] | None = None  # b + this number is positive definite
 
 
 def power(a: float, p: float, d: np.ndarray) -> np.ndarray:
@@ -83,6 +84,26 @@ def alibi_slopes(heads: int) -> list[float]:
     return alibi_slopes(below) + alibi_slopes(2 * below)[0::2][: heads - below]
 
 
+def gauss_bias(theta: Sequence[float], d: np.ndarray) -> np.ndarray:
+    """Compute a exp(-r d^p) - a by series where the two nearly cancel. p = 2 if theta has no p."""
+    a, r, p = (*theta, 2.0)[:3]
+    x = power(r, p, d)
+    series = -x + x**2 / 2 - x**3 / 6 + x**4 / 24 - x**5 / 120 + x**6 / 720
+    return a * np.where(x < 0.005, series, np.exp(-x) - 1.0)
+
+
+def sandwich_bias(theta: Sequence[float], d: np.ndarray) -> np.ndarray:
+    """Multiply sinusoidal position vectors of 128 dimensions, less the product at d = 0, 64."""
+    angle = np.multiply.outer(d, [10000.0 ** -(i / 64) for i in range(64)])
+    here = np.concatenate([np.sin(0.0 * angle), np.cos(0.0 * angle)], axis=-1)
+    there = np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
+    return theta[0] * ((here * there).sum(-1) - 64)
+
+
+def sum_bias(theta: Sequence[float], d: np.ndarray) -> np.ndarray:
+    return log_bias(theta[:2], d) + power_bias(theta[2:4], d) + power_bias(theta[4:], d)
+
+
 def slopes_column(heads: int) -> np.ndarray:
     return np.array(alibi_slopes(heads))[:, None]
 
@@ -90,6 +111,7 @@ def slopes_column(heads: int) -> np.ndarray:
 BIAS_P, BIAS_A = Column("bias_p", 0.01, 2.0, 2.0), Column("bias_a", 0.01, INF, 1.0)
 WEI_P, WEI_A = Column("wei_p", 0.01, 2.0, 2.0), Column("wei_a", 0.01, INF, 1.0)
 LOG_P = Column("bias_p", 0.01, INF, 2.0)
+GAUSS_A, GAUSS_R = Column("gauss_a", 0.01, INF, 1.0), Column("gauss_r", 0.01, INF, 1.0)
 
 ENTRIES: dict[str, Entry] = {
     "kerple_log": Entry("distance", True, (LOG_P, BIAS_A), log_bias, cpd=True),
@@ -121,6 +143,48 @@ ENTRIES: dict[str, Entry] = {
         linear_bias,
         cpd=True,
         initial=slopes_column,
+    ),
+    "alibi_learned": Entry(
+        "distance",
+        True,
+        (Column("slope", 0.0, INF, None),),
+        linear_bias,
+        cpd=True,
+        initial=slopes_column,
+    ),
+    "gaussian": Entry(
+        "distance", True, (GAUSS_A, GAUSS_R), gauss_bias, cpd=True, limit=lambda theta: theta[0]
+    ),
+    "gaussian3": Entry(
+        "distance",
+        True,
+        (GAUSS_A, GAUSS_R, Column("gauss_p", 0.01, 2.0, 2.0)),
+        gauss_bias,
+        cpd=True,
+        limit=lambda theta: theta[0],
+    ),
+    "gaussian_mul": Entry(
+        "distance", True, (GAUSS_R,), weight=lambda theta, d: power_weight((2.0, theta[0]), d)
+    ),
+    "sandwich": Entry(
+        "distance",
+        False,
+        (Column("scale", -INF, INF, None),),
+        sandwich_bias,
+        cpd=True,
+        initial=lambda heads: 1.0 / (np.arange(1, heads + 1) * 8.0 / heads)[:, None],
+        limit=lambda theta: 64 * theta[0],
+    ),
+    "kerple_sum": Entry(
+        "distance",
+        True,
+        (
+            *(Column("log_p0", 0.01, INF, 2.0), Column("log_a0", 0.01, INF, 1.0)),
+            *(Column("power_q0", 0.01, 2.0, 2.0), Column("power_c0", 0.01, INF, 1.0)),
+            *(Column("power_q1", 0.01, 2.0, 2.0), Column("power_c1", 0.01, INF, 1.0)),
+        ),
+        sum_bias,
+        cpd=True,
     ),
     "rpe": Entry(
         "distance",

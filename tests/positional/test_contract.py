@@ -91,7 +91,7 @@ def test_gradient_by_theta(name, part):
     d = torch.tensor([0, 1, 2, 3, 7, 20, 100, 513])
     coefficients = torch.from_numpy(np.random.default_rng(2).normal(size=(HEADS, len(d))))
     (gradient,) = torch.autograd.grad(getattr(load(name), part)(theta, d), theta, coefficients)
-    step, values = 1e-5, theta.detach()
+    step, values = 1e-6, theta.detach()
     for head in range(HEADS):
         for column in range(values.shape[1]):
             shift = torch.zeros_like(values)
@@ -118,14 +118,18 @@ def test_distance_zero_is_neutral_and_without_gradient(name, part):
     assert torch.equal(theta.grad, torch.zeros_like(theta))
 
 
+def one_head(name: str, seed: int, highest: float = 2.0) -> torch.Tensor:
+    """Draw one head's theta [1, columns], with values of at most `highest` if they are drawn."""
+    if ENTRIES[name].initial is not None:
+        return torch.from_numpy(ENTRIES[name].initial(8))[seed][None]
+    return draw_theta(name, seed, heads=4)[seed % 4][None].clamp(max=highest)
+
+
 def gram(name: str, part: str, seed: int, highest: float = 2.0) -> np.ndarray:
     """Return one head's kernel matrix on random real positions, with theta at most `highest`."""
     positions = torch.from_numpy(np.random.default_rng(seed).uniform(0, 60, 40))
     distances = (positions[:, None] - positions).abs()
-    theta = draw_theta(name, seed, heads=4)[seed % 4][None].clamp(max=highest)
-    if ENTRIES[name].initial is not None:
-        theta = torch.from_numpy(ENTRIES[name].initial(8))[seed][None]
-    return getattr(load(name), part)(theta, distances)[0].numpy()
+    return getattr(load(name), part)(one_head(name, seed, highest), distances)[0].numpy()
 
 
 def smallest_eigenvalue(matrix: np.ndarray) -> float:
@@ -144,9 +148,14 @@ def test_bias_is_conditionally_positive_definite(name, seed):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", [name for name in DISTANCE if ENTRIES[name].cpd])
 def test_bias_plus_a_constant_is_positive_definite(name, seed):
-    """Exponents are at most 1.5 here, because -d^2 would need an infinitely large constant."""
+    """Exponents are at most 1.5 here, because -d^2 would need an infinitely large constant. For a
+    bounded kernel the paper gives the constant, where the matrix is too singular to find it."""
     kernel = gram(name, "bias", seed, highest=1.5)
     assert smallest_eigenvalue(kernel) < -0.1  # without a constant it is not
+    if ENTRIES[name].limit is not None:
+        constant = ENTRIES[name].limit(one_head(name, seed, highest=1.5)[0].tolist())
+        assert smallest_eigenvalue(kernel + constant) > -1e-10
+        return
     constant = -2.0 / np.linalg.inv(kernel).sum()  # twice the smallest that does it
     assert constant > 0 and smallest_eigenvalue(kernel + constant) > -1e-10
     assert smallest_eigenvalue(kernel + 0.4 * constant) < 0

@@ -39,6 +39,21 @@ def test_options():
     for wrong in ({"num_buckets": 1}, {"max_distance": 16}):
         with pytest.raises(PositionalError, match="max_distance > num_buckets // 2"):
             load("rpe", **wrong)
+    for dimensions in (0, 7):
+        with pytest.raises(PositionalError, match="even dimensions >= 2, not"):
+            load("sandwich", dimensions=dimensions)
+    for wrong in ({"logs": 0, "powers": 0}, {"logs": -1}):
+        with pytest.raises(PositionalError, match="kerple_sum needs a term, not logs"):
+            load("kerple_sum", **wrong)
+
+
+def test_a_sum_of_one_kernel_is_this_kernel():
+    theta, d = torch.tensor([[0.5, 1.5], [1.25, 0.25]]), torch.arange(300)
+    for name, counts in (("kerple_log", (1, 0)), ("kerple_power", (0, 1))):
+        pos = load("kerple_sum", logs=counts[0], powers=counts[1])
+        assert torch.equal(pos.bias(theta, d), load(name).bias(theta, d))
+    columns = [column.name for column in load("kerple_sum", logs=2, powers=1).parameters]
+    assert columns == ["log_p0", "log_a0", "log_p1", "log_a1", "power_q0", "power_c0"]
 
 
 def test_a_new_file_is_found_and_must_define_one_embedding(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from megatron.config.neox.no_effect import CHECKS, NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.config.neox.spellings import (
     Translation,
+    note_dape,
     read_attention,
     read_intervals,
     read_precision,
@@ -39,6 +40,7 @@ def translate(settings: Settings) -> Translation:
     read_precision(others, out)
     read_intervals(others, out)
     read_attention(others, out)
+    note_dape(out)
     return out
 
 

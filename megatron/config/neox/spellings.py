@@ -211,6 +211,16 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
     )
 
 
+def note_dape(out: Translation) -> None:
+    """Add a note if `pos_emb` is DAPE's name of an embedding."""
+    given = out.given.get("pos_emb")
+    if given and str(given.value).lower() == "kerple":
+        out.notes.append(
+            "pos_emb: kerple is DAPE's name of kerple_log (there each layer has its own "
+            "parameters, here all layers share them)"
+        )
+
+
 def _attention_types(value: Any, num_layers: int) -> tuple[list[Any], int]:
     """Parse the value of attention_config, for example `[[[global], 12]]`.
 

@@ -199,20 +199,15 @@ def _config_of(record: Record) -> Config:
 
 def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
     m = config.model
-    theta: tuple[str, ...] = ()
-    if pos.kind == "distance" and pos.learnable:
-        names = tuple(p.name for p in pos.parameters)
-        theta = (layout.TABLE,) if pos.name == "rpe" else names
-    unknown = set(theta) - {*layout.THETA, layout.TABLE}
-    if unknown:
+    if pos.name not in layout.EMBEDDINGS:
         raise CheckpointError(
-            f"the published code has no pos_emb {pos.name} (it knows no {', '.join(unknown)}), so "
-            "this checkpoint cannot be exported to it"
+            f"the published code has no pos_emb {pos.name}, so this checkpoint cannot be exported "
+            "to it"
         )
     return Shape(
         num_layers=m.num_layers,
         tied=not m.no_weight_tying,
-        theta=theta,
+        theta=layout.theta_names(pos),
         geglu=m.activation == "geglu",
         parts=config.parallel.model_parallel_size,
         summed_biases=m.gpt_j_residual,

@@ -12,6 +12,7 @@ from megatron.engine.checkpoint.saved import Kind, Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
+from megatron.engine.neox.layout import theta_names
 from megatron.model.embedding import THETA
 from megatron.parallel.groups import Groups
 
@@ -47,10 +48,16 @@ def load_weights(
     block = model.shape.block
     if run is not None and saved.kind is Kind.OURS:
         saved.require_same(run, "model")
-    weights, buffers, unreadable, notes = _read(saved, block.gpt_j_residual)
+    weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
     problems = unreadable + _merged_for_another_residual(saved, block.gpt_j_residual)
     problems += wrong_buffers(block, model.pos, buffers)
+    names = theta_names(model.pos)
+    if kernel and names and kernel != names:
+        problems.append(
+            f"{THETA}: {', '.join(kernel)} in the checkpoint, but pos_emb {model.pos.name} has "
+            f"{', '.join(names)}"
+        )
     problems += _differences(weights, shapes)
     if not unreadable:  # if files were unreadable, their weights are missing anyway
         missing = shapes.keys() - weights.keys()
@@ -64,11 +71,15 @@ def load_weights(
 
 def _read(
     saved: Saved, gpt_j_residual: bool
-) -> tuple[Weights, dict[str, Tensor], list[str], list[str]]:
-    """Return weights, buffers, problems and notes of `saved`, as described in `Published`."""
+) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
+    """Return weights, buffers, theta's published names, problems and notes; see `Published`.
+
+    If the checkpoint is not from the published code, the names are empty.
+    """
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
-        return saved.weights(), buffers, [], []
+        shape = (saved.record.imported or {}).get("shape", {})
+        return saved.weights(), buffers, tuple(shape.get("theta", ())), [], []
     published = neox.read(saved.path, summed_biases=gpt_j_residual)
     notes = list(published.notes)
     if published.shape.parts > 1 and gpt_j_residual:
@@ -76,7 +87,8 @@ def _read(
             f"gpt_j_residual over {published.shape.parts} tensor-parallel shards: that code added "
             "each shard's row-parallel biases to the sum, so their sum is taken"
         )
-    return published.weights, published.buffers, published.problems, notes
+    names = published.shape.theta
+    return published.weights, published.buffers, names, published.problems, notes
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:

@@ -29,7 +29,7 @@ def implied_buffers(
     if pos.kind == "rotary":
         rotated = int(block.head_size * block.rotary_pct)
         return {rotary: frequencies(rotated, block.rotary_base, dtype, None)}
-    if pos.kind != "distance" or pos.learnable:
+    if pos.kind != "distance" or pos.learnable or pos.name not in layout.EMBEDDINGS:
         return {}
     slopes_H1 = pos.initial_theta(block.num_heads).to(dtype)
     name = layout.RPE + pos.parameters[0].name

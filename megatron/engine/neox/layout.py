@@ -30,11 +30,17 @@ import torch
 from torch import Tensor
 
 from megatron.engine.errors import CheckpointError
+from megatron.positional import PositionalEmbedding
 
 NOT_CONCATENATED = ("replicated", "summed")
 FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 THETA = ("bias_p", "bias_a", "wei_p", "wei_a")  # [H / N, 1, 1] each, in our columns' order
 TABLE = "weight"  # T5's, [buckets, H / N]
+EMBEDDINGS = frozenset(
+    ("kerple_log", "kerple_power", "kerple_power_mul", "kerple_power_add_mul")
+    + ("kerple_power_original", "alibi", "rpe", "rotary", "sinusoidal", "learned", "none")
+)
+"""The embeddings that the published code has, by their names in this project."""
 RPE = "attention.rpe."
 FIXED = "attention.rpe.bias_a"  # alone in a block: `kerple_power_original`'s untrained slopes
 BUFFERS = (
@@ -184,6 +190,13 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
         return num_layers + 4, f"final_linear.{rest}"
     layer, _, rest = rest.partition(".")
     return int(layer) + 2, rest
+
+
+def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
+    """Return the published names of the kernel's learned tensors, in the order of our columns."""
+    if pos.kind != "distance" or not pos.learnable:
+        return ()
+    return (TABLE,) if pos.name == "rpe" else tuple(p.name for p in pos.parameters)
 
 
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
-MOST_COLUMNS = 4
+MOST_COLUMNS = 8
 """If theta has more columns than this, the log shows one range for all, otherwise one for each."""
 
 

@@ -20,6 +20,7 @@ from megatron.engine.checkpoint.write import prune
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
+from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.safe_load import safe_load
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load
@@ -230,6 +231,22 @@ def test_what_the_embedding_implies_must_agree(tmp_path):
     import_checkpoint(saved.path, tmp_path, summed_biases=False)
     with pytest.raises(CheckpointError, match="bias_a: other values than pos_emb none has here"):
         load_weights(small_model("none"), Saved(tmp_path, saved.tag))
+    sandwich = load("sandwich")  # the published code has none, so it stores nothing of it
+    assert wrong_buffers(
+        BlockShape(32, 4), sandwich, {layout.BUFFERS[2]: sandwich.initial_theta(4)}
+    )
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_the_kernels_columns_must_be_those_of_the_embedding(tmp_path, imported):
+    """A Gaussian has as many columns as the stored logarithmic kernel, with another meaning."""
+    saved = newest(MODELS / "kerple_log" / "checkpoint")
+    if imported:
+        import_checkpoint(saved.path, tmp_path, summed_biases=False)
+        saved = newest(tmp_path)
+    match = "bias_p, bias_a in the checkpoint, but pos_emb gaussian has gauss_a, gauss_r"
+    with pytest.raises(CheckpointError, match=match):
+        load_weights(model("gaussian"), saved)
 
 
 def test_an_imported_checkpoint_gives_the_weights_of_the_published_one(tmp_path):

@@ -1,0 +1,28 @@
+"""Define a Gaussian bias, b_h(d) = a (exp(-r d^2) - 1) with a, r > 0.
+
+The KERPLE paper (arXiv 2205.09921) compares it in Appendix A.3 and Table 6, as "2-para-bias",
+a exp(-r d^2). The constant -a, which softmax ignores, makes b_h(0) = 0. The kernel plus that
+constant is positive definite and bounded. The paper finds that bounded biases extrapolate badly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, factor
+
+
+class Gaussian(PositionalEmbedding):
+    """Distance kernel a (exp(-r d^2) - 1) with initial a, r ~ U(0, 1). The bounds are a, r >= 0.01.
+
+    The paper gives neither: these are the initial values and bounds of its other coefficients.
+    """
+
+    kind = "distance"
+    learnable = True
+    parameters = (factor("gauss_a"), factor("gauss_r"))
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, a, r = self.columns(theta_HN, d)
+        return a * torch.expm1(-r * d**2)

@@ -1,0 +1,28 @@
+"""Define a Gaussian-like bias with a learned power, b_h(d) = a (exp(-r d^p) - 1), 0 < p <= 2.
+
+The KERPLE paper (arXiv 2205.09921) compares it in Appendix A.3 and Table 6, as "3-para-bias",
+a exp(-r d^p). The constant -a, which softmax ignores, makes b_h(0) = 0. exp(-r d^p) is positive
+definite for 0 < p <= 2 only. With p = 2 the formula is that of `gaussian`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, factor, power
+
+
+class Gaussian3(PositionalEmbedding):
+    """Distance kernel a (exp(-r d^p) - 1) with three parameters per head: a, r and p.
+
+    Initially a, r ~ U(0, 1) and p ~ 2 U(0, 1). The bounds are a, r >= 0.01 and 0.01 <= p <= 2.
+    """
+
+    kind = "distance"
+    learnable = True
+    parameters = (factor("gauss_a"), factor("gauss_r"), power("gauss_p"))
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, a, r, p = self.columns(theta_HN, d)
+        return a * torch.expm1(-r * d**p)

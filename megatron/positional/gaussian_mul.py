@@ -1,0 +1,28 @@
+"""Define a Gaussian factor, w_h(d) = exp(-r d^2) with r > 0.
+
+The KERPLE paper (arXiv 2205.09921) compares it in Appendix A.3 and Table 6, as "1-para-wht". (Its
+"2-para-wht", with a learned power, is `kerple_power_mul`.) The factor w multiplies the scaled
+product of query and key. w is positive definite, and w_h(0) = 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, factor
+
+
+class GaussianMul(PositionalEmbedding):
+    """Multiplicative distance kernel exp(-r d^2) with initial r ~ U(0, 1). The bound is r >= 0.01.
+
+    With r = 0.01, w is 0.1 at distance 15.
+    """
+
+    kind = "distance"
+    learnable = True
+    parameters = (factor("gauss_r"),)
+
+    def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, r = self.columns(theta_HN, d)
+        return torch.exp(-r * d**2)

@@ -1,0 +1,48 @@
+"""Define Sandwich, the fixed bias b_h(d) = (S(d) - S(0)) H / (8 (h + 1)) of H heads.
+
+Chi, Fan, Rudnicky, Ramadge, ACL 2023 (arXiv 2212.10356). S is the product of two sinusoidal
+position vectors of D dimensions, which depends on their distance alone:
+
+    S(d) = sum of cos(d 10000^(-2i/D)) over i = 0 ... D/2 - 1
+
+The constant -S(0) = -D/2, which softmax ignores, makes b_h(0) = 0. D does not depend on the model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.numerics import WIDE, Numerics
+from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+
+
+class Sandwich(PositionalEmbedding):
+    """Distance kernel whose theta holds H / (8 (h + 1)), which is not trained.
+
+    The fused kernels tabulate it, because D/2 cosines for every score would be slower. `eager`
+    needs D/2 numbers for every score.
+
+    Args:
+        dimensions: D, even. The paper's is 128.
+    """
+
+    kind = "distance"
+    parameters = (ThetaParameter("scale"),)
+
+    def __init__(self, dimensions: int = 128, *, numerics: Numerics = WIDE):
+        super().__init__(numerics)
+        if dimensions < 2 or dimensions % 2:
+            raise PositionalError(f"sandwich needs even dimensions >= 2, not {dimensions}")
+        self.dimensions = dimensions
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.tensor([[num_heads / (8.0 * (h + 1))] for h in range(num_heads)])
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
+        d, scale = self.columns(theta_HN, d)
+        size = self.dimensions
+        halves = [0.5 * 10000.0 ** (-2.0 * i / size) for i in range(size // 2)]
+        # float64: fp32 would lose the angle at long distances. cos x - 1 = -2 sin(x / 2)^2.
+        angle = d.double()[..., None] * torch.tensor(halves, dtype=torch.float64, device=d.device)
+        return scale * (-2.0 * angle.sin().square()).sum(-1).to(scale.dtype)
