@@ -169,7 +169,7 @@ def torch_text(expression: Any) -> str:
 
 
 class Columns(tuple):
-    """A tuple of neighbouring columns of theta, which stands for the tensor [heads, columns]."""
+    """Neighbouring columns of theta, as a tuple that stands for the tensor [heads, columns]."""
 
 
 class Reader:

@@ -155,7 +155,7 @@ def table_distance(i, j, m0, n0, offset, queries):
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
     """Return the dropout mask [M, N] of M queries starting at `query` and N keys starting at `key`.
 
-    An entry is true (kept) with probability threshold / 2^24. `key` must be a multiple of 4.
+    An entry is true (kept) with the probability `threshold` / 2^24. `key` must be a multiple of 4.
 
     The random generator is Philox in counter mode. A score's random bits depend only on the seed,
     on its sequence and head (`item`), on its query and on its key. The bits do not depend on the

@@ -47,11 +47,12 @@ class RunLog:
         is_main: whether this process is the main rank.
         use_wandb: whether metrics also go to wandb.
         wandb_options: any of project, team, group, host, mode (online | offline | disabled), with
-            or without the prefix `wandb_`; None or absent takes wandb's default.
+            or without the prefix `wandb_`; an option that is None or absent has wandb's default.
         config: the resolved flat configuration, which wandb shows with the run.
         append: whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
-            from `metrics.jsonl`. None only appends, because another job may be writing the file.
+            from `metrics.jsonl`. With None, rows are only added, because another job may be writing
+            the file.
         validates_again: whether the run evaluates step `last_step` again; the row of an earlier
             evaluation of this step is dropped.
         confirm: a function to call before each line of metrics is written. It raises an exception

@@ -2,7 +2,7 @@
 
 As in GPT-NeoX, biases and norm weights have no weight decay. Theta, the learned parameters of the
 positional embedding, has weight decay only if `weight_decay_positional` is set. (In the released
-KERPLE code, theta always has weight decay.) A theta that is frozen as a whole has none.
+KERPLE code, theta always has weight decay.) If all of theta is frozen, it has no weight decay.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ Model = GPT | Pipeline
 
 
 def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
-    """Build this rank's tensor-parallel shard of the model or, in a pipeline, of its stage."""
+    """Build this rank's tensor-parallel shard of the model, or of its stage in a pipeline."""
     device, tp, cp = groups.device.type, groups.model, groups.context
     plan = plan_of(config, vocab_size, device_type=device, tp=tp, cp=cp)
     return GPT(plan) if groups.pipe_size == 1 else Pipeline(plan, groups)
