@@ -132,6 +132,8 @@ class Preemption:
         if store.check(["until"]):
             self._until = int(store.get("until"))
             self._decided.set()
+            if os.environ["RANK"] == "0":
+                _say(f"{self.why}: leaving after this step")
         return True
 
     def _read(self, reader: int) -> None:
@@ -141,28 +143,31 @@ class Preemption:
                 self._receive(signal.Signals(number))
 
     def _receive(self, sent: signal.Signals) -> None:
+        from megatron.ending import end_now
         from megatron.entry import INTERRUPTED
 
         self._interrupts += sent is signal.SIGINT
         name = "Ctrl-C" if sent is signal.SIGINT else sent.name
         if self._interrupts >= IMPATIENT:
             _say(f"{name} for the {IMPATIENT}rd time: ending at once, nothing more is saved")
-            os._exit(INTERRUPTED)
+            end_now(INTERRUPTED)
         if not self._trains:
             self._end_at_once(f"{name} before the first step: there is nothing to save")
         _outlive_launcher()
-        if os.environ.get("RANK", "0") == "0":
-            again = "leaving already, a checkpoint is written first"
-            _say(f"{name}: {again if self.why else 'leaving after this step'}")
+        if self.why and os.environ.get("RANK", "0") == "0":
+            _say(f"{name}: leaving already, a checkpoint is written first")
+        elif _ranks() == 1:  # several ranks say so when all have agreed; a dead one never does
+            _say(f"{name}: leaving after this step")
         self.ask(name)
 
     def _end_at_once(self, text: str) -> None:
+        from megatron.ending import end_now
         from megatron.engine.job import failure
 
         if failure.is_member():
             failure.end_process(text, code=self.exit_code, ends_all=True)
         _say(text)
-        os._exit(self.exit_code)
+        end_now(self.exit_code)
 
 
 _current: Preemption | None = None

@@ -5,7 +5,7 @@
 Two ranks under torchrun train 300 steps, in a new layout after 100 and 200 steps. The faults and
 their moments are drawn from the seed. After each fault the same command is given again. A line of
 `soak.log` is written after each fault. A second start with the same folder goes on after the last
-line. The log of the last complete soak is `tests/soak.log`.
+line. With `--async-save`, the hurt run saves beside training. The last logs are `tests/soak.log`.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ def be_rank(folder: Path, config: str) -> None:
 class Run:
     """One run: its folder, and the jobs that train it."""
 
-    def __init__(self, folder: Path, prefix: str):
+    def __init__(self, folder: Path, prefix: str, async_save: bool = False):
         from tests.helpers.jobs import write_config
 
         self.folder, self.save = folder, folder / "disk" / "run"
         (folder / "pids").mkdir(parents=True, exist_ok=True)
         self.save.parent.mkdir(exist_ok=True)
-        keys = {"save": str(self.save), "load": str(self.save)} | KEYS
+        keys = {"save": str(self.save), "load": str(self.save), "async_save": async_save} | KEYS
         self.config = write_config(folder / "c.yml", prefix, **keys)
 
     @property
@@ -239,7 +239,7 @@ def hurt(run: Run, fault: Fault) -> str:
     return found[0] if found else f"ended within {seconds:.1f} s"
 
 
-def soak(folder: Path, seed: int, until: float) -> bool:
+def soak(folder: Path, seed: int, until: float, async_save: bool) -> bool:
     """Hurt the run until the time `until`; return whether all is done and well."""
     from tests.helpers.jobs import all_but_speed, digest, write_shards
 
@@ -247,7 +247,7 @@ def soak(folder: Path, seed: int, until: float) -> bool:
     done = log.read_text().count("\n") - 1 if log.exists() else -1
     (folder / "text").mkdir(parents=True, exist_ok=True)
     prefix = write_shards(folder / "text") if done < 0 else str(folder / "text" / "text_document")
-    alone, run = Run(folder / "alone", prefix), Run(folder / "hurt", prefix)
+    alone, run = Run(folder / "alone", prefix), Run(folder / "hurt", prefix, async_save)
     if not os.path.ismount(run.save.parent):
         subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "none", run.save.parent], check=True)
 
@@ -257,7 +257,9 @@ def soak(folder: Path, seed: int, until: float) -> bool:
             file.write(text + "\n")
 
     if done < 0:
-        note(f"seed {seed}: {FAULTS} faults over {PHASE * PHASES} steps, two ranks under torchrun")
+        how = ", saving beside training" if async_save else ""
+        steps = f"{PHASE * PHASES} steps, two ranks under torchrun{how}"
+        note(f"seed {seed}: {FAULTS} faults over {steps}")
         done = 0
     number = 0
     for phase, faults in enumerate(drawn_faults(seed)):
@@ -282,6 +284,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--async-save", action="store_true", help="save beside training")
     parser.add_argument("--minutes", type=float, default=60, help="stop after the fault at hand")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
@@ -290,7 +293,7 @@ def main() -> int:
         be_rank(args.folder, args.config)
         return 0
     until = time.monotonic() + 60 * args.minutes
-    return 0 if soak(args.folder.resolve(), args.seed, until) else 1
+    return 0 if soak(args.folder.resolve(), args.seed, until, args.async_save) else 1
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def test_told_to_leave_at_every_moment_it_ends_as_if_nothing_had_been(tmp_path, 
         assert codes == [CODE] * ranks, everything
         assert says.replace("HOST", os.uname().nodename) in everything
         assert "Traceback" not in everything and everything.count("left after") <= 1
+        assert not list(folder.glob(".lease-*"))
         saved = newest(folder)
         reached = saved.record.progress.step if saved else 0
         assert reached == step if ranks == 1 else step <= reached < 14, everything

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from megatron import launch
+from megatron.ending import end_now
 from megatron.engine.job.heartbeat import Hearing
 from megatron.engine.job.store import connect, launcher_has_store
 from megatron.files import write_text
@@ -153,7 +154,7 @@ class Watch:
         first = _received[0]
         if not (self._over.wait(GRACE) or _ending.locked()):
             _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)
-            os._exit(first["code"])
+            end_now(first["code"])
 
 
 def end_process(
@@ -184,7 +185,7 @@ def end_process(
     if sys.stdout:
         with _IF_WRITABLE:
             sys.stdout.flush()
-    os._exit(code)
+    end_now(code)
 
 
 def lost_contact(error: BaseException | None) -> bool:

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatron.ending import GIVE_BACK
 from megatron.engine.errors import CheckpointError
 
 HEARTBEAT = 5.0
@@ -72,6 +73,10 @@ def sole_writer(folder: Path) -> Iterator[Confirm]:
                 "or did not reach the file server. It has written nothing there since, and ends"
             )
 
+    def release() -> None:
+        if is_ours():
+            path.unlink(missing_ok=True)
+
     def beat() -> None:
         while not over.wait(HEARTBEAT):
             with suppress(OSError):  # the file server may come back
@@ -80,13 +85,14 @@ def sole_writer(folder: Path) -> Iterator[Confirm]:
 
     thread = threading.Thread(target=beat, name="lease", daemon=True)
     thread.start()
+    GIVE_BACK.append(release)
     try:
         yield confirm
     finally:
         over.set()
         thread.join()
-        if is_ours():
-            path.unlink()
+        GIVE_BACK.remove(release)
+        release()
 
 
 def _take(folder: Path) -> tuple[Path, str]:

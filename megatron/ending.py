@@ -1,0 +1,26 @@
+"""End a process at once, without waiting for its threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+GIVE_BACK: list[Callable[[], None]] = []
+"""Functions that give back what other processes would wait for, such as a lease."""
+LONGEST = 5.0
+"""The seconds that `GIVE_BACK` may take, because a file server may not answer."""
+
+
+def end_now(code: int) -> NoReturn:
+    """Call the functions in `GIVE_BACK`, then end this process with exit code `code`."""
+
+    def give_back() -> None:
+        for function in GIVE_BACK:
+            function()
+
+    thread = threading.Thread(target=give_back, daemon=True)
+    thread.start()
+    thread.join(LONGEST)
+    os._exit(code)
