@@ -29,7 +29,8 @@ FLOORS = {
 }  # fmt: skip
 SHELVES = {
     "config": {
-        "errors": 0, "layouts": 0, "reader": 1, "sizes": 1, "checks": 2, "fields": 2,
+        "errors": 0, "layouts": 0, "per_layer": 0, "reader": 1, "sizes": 1,
+        "positional_checks": 1, "checks": 2, "fields": 2,
         "choices": 3, "paths": 3, "theta": 3, "flat": 3, "schema": 4, "neox": 5, "describe": 5,
         "load": 6, "command_line": 7,
     },

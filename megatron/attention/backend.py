@@ -6,55 +6,14 @@ Legend: see `choice`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.attention.call import Call
 from megatron.positional import PositionalEmbedding
-
-
-@dataclass(frozen=True)
-class Call:
-    """The inputs of one attention call. `choice.AttentionFn.__call__` describes each of them."""
-
-    q_BHTE: Tensor
-    k_BKSE: Tensor
-    v_BKSE: Tensor
-    pos: PositionalEmbedding
-    theta_HN: Tensor | None = None
-    _: KW_ONLY
-    scale: float
-    dropout_p: float = 0.0
-    query_offset: int = 0
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether the positional embedding is a distance kernel."""
-        return self.pos.kind == "distance"
-
-    @property
-    def theta(self) -> Tensor:
-        """The parameters theta [heads, columns] of the distance kernel.
-
-        This property may be used only if `has_kernel` is true.
-        """
-        assert self.theta_HN is not None
-        return self.theta_HN
-
-    @property
-    def wants_gradients(self) -> bool:
-        inputs = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-    @property
-    def layout(self) -> tuple:
-        """The properties of the call on which `choice.check` depends, such as shapes and dtypes."""
-        tensors = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
-        shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
-        numbers = (self.scale, self.dropout_p, self.query_offset)
-        return *shapes, *numbers, self.pos, self.wants_gradients
 
 
 @dataclass(frozen=True)
@@ -68,6 +27,9 @@ class Request:
         training: Whether gradients are needed.
         dropout: Whether dropout is applied to the softmax weights.
         head_size: The head size E, or None if E is not known.
+        masked: Whether there are documents or a window, so that a query does not see all keys
+            before it.
+        decays: Whether a number per key and head is subtracted from the logits.
     """
 
     pos: PositionalEmbedding
@@ -76,6 +38,8 @@ class Request:
     training: bool = True
     dropout: bool = False
     head_size: int | None = None
+    masked: bool = False
+    decays: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +48,9 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the output [batch, heads, queries, head size] of a call. The call must
-            have no keys after the last query: keys = query_offset + queries.
+        function: Computes the output [batch, heads, queries, head size] of a call that
+            `call.lowered` has made: there are no keys after the last query, that is, keys =
+            query_offset + queries, and `pos` is a distance kernel or nothing.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log (it may be empty) if the backend serves a request.
         grouped: Whether k and v may have fewer heads than q.
@@ -100,7 +65,7 @@ class Backend:
 
 def weighted(pos: PositionalEmbedding) -> bool:
     """Return whether the embedding multiplies the query-key products by a factor."""
-    if pos.kind != "distance":
+    if not pos.has("distance"):
         return False
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
 

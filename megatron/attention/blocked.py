@@ -34,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Call, first_order
+from megatron.attention.backend import Backend, first_order
+from megatron.attention.call import Call
 from megatron.attention.tiles import QueryTile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 

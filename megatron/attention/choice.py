@@ -2,11 +2,14 @@
 
 Every backend computes, for query position i = query_offset + row and key position j <= i,
 
-    out_i = sum_j softmax_j(scale (q_i . k_j) w_h(i - j) + b_h(i - j)) v_j
+    out_i = sum_j softmax_j(t_h(i) scale (q_i . k_j) w_h(i - j) + b_h(i - j) + c_i - c_j) v_j
 
 w and b are the factor and the bias of the distance kernel, which depend only on the query-key
-distance. If a backend does not serve a request (a combination of embedding, dtype, device, training
-and dropout), an error names the backends that do. No backend silently falls back to another one.
+distance. t is the temperature, c the decay. Documents and a window limit the keys that a query
+sees. A sink adds a null key to the softmax. Each of these terms may be absent.
+
+If a backend does not serve a request (a combination of embedding, dtype, device, training and
+dropout), an error names the backends that do. No backend silently falls back to another one.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
 of theta, the distance kernel's parameters.
@@ -15,24 +18,23 @@ of theta, the distance kernel's parameters.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.attention import blocked, eager, flex, fused, published_numerics, sdpa
-from megatron.attention.backend import Backend, Call, Request
+from megatron.attention.backend import Backend, Request
+from megatron.attention.call import AttentionError, Call, check, lowered
 from megatron.positional import PositionalEmbedding
 from megatron.suggest import did_you_mean
 
 BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND for module in (eager, blocked, fused, sdpa, flex)
 }
+SERVES_ALL_TERMS = ("eager",)
 AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 """The backends that `auto` tries on each device, in order, until one serves the request."""
-
-
-class AttentionError(ValueError):
-    """A backend is unavailable, or inputs are invalid. The error message names a remedy."""
 
 
 class AttentionFn:
@@ -66,48 +68,54 @@ class AttentionFn:
         scale: float,
         dropout_p: float = 0.0,
         query_offset: int = 0,
+        decay_BHS: Tensor | None = None,
+        starts_BS: Tensor | None = None,
+        window: int | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output in q's shape [batch, heads, queries, head size] and dtype.
 
-        The output is differentiable in q, k, v and theta. Scores, softmax and sums are computed in
-        fp32 (fp64 for fp64 inputs), also under autocast. Rotary and input embeddings have no effect
-        here, because the model applies them before this call.
+        The output is differentiable in q, k, v, theta and the decay. Scores, softmax and sums are
+        computed in fp32 (fp64 for fp64 inputs), also under autocast. Rotary and input embeddings
+        have no effect here, because the model applies them before this call.
 
         Args:
             q_BHTE: The queries [batch, heads, queries, head size].
             k_BKSE, v_BKSE: The keys and values [batch, key heads, keys, head size]. The number of
                 key heads must divide the number of heads.
             pos: The positional embedding.
-            theta_HN: The parameters of the distance kernel for these heads. They are needed only if
-                `pos` is a distance kernel.
+            theta_HN: The parameters of the positional embedding for these heads. They are needed
+                only if `pos` has any.
             scale: The factor of the query-key products, usually 1/sqrt(head size).
             dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
                 the default generator of q's device.
             query_offset: The position of the first query. The first key has the position 0. There
                 must be a key at the position of each query. Keys after the last query are never
                 read, so a cache may have unused entries with any content.
+            decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. Query i
+                gets c_i - c_j added to its logit of key j. Sums over a long sequence need fp64.
+            starts_BS: The position of the first token of each token's document [batch, keys]. These
+                are whole numbers that never fall from one token to the next. A query sees only keys
+                of its own document.
+            window: The largest distance at which a query sees a key.
+            positions_BT: The position of each query [batch, queries], from which the temperature is
+                computed. None counts from the first key.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not serve them.
         """
-        inputs = q_BHTE, k_BKSE, v_BKSE, pos, theta_HN
-        call = Call(*inputs, scale=scale, dropout_p=dropout_p, query_offset=query_offset)
+        call = Call(
+            q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, dropout_p=dropout_p,
+            query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
+            positions_BT=positions_BT,
+        )  # fmt: skip
         return self.run(call)
 
     def run(self, call: Call) -> Tensor:
         """Return the attention output. First check `call` if its shapes or dtypes are new."""
         self._check_layout(call)
-        k_BKSE, v_BKSE = call.k_BKSE, call.v_BKSE
-        group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
-        seen = call.query_offset + call.q_BHTE.shape[2]
-        if seen < k_BKSE.shape[2]:  # later keys may hold anything, even NaN, and NaN times 0 is NaN
-            k_BKSE, v_BKSE = k_BKSE[:, :, :seen], v_BKSE[:, :, :seen]
-        if group > 1 and not self.backend.grouped:
-            k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
-        if k_BKSE is not call.k_BKSE:
-            call = replace(call, k_BKSE=k_BKSE, v_BKSE=v_BKSE)
         with torch.autocast(call.q_BHTE.device.type, enabled=False):
-            return self.backend.function(call)
+            return self.backend.function(lowered(call, grouped=self.backend.grouped))
 
     def _check_layout(self, call: Call) -> None:
         """Check a call, unless it has the same layout as the previous call.
@@ -130,6 +138,8 @@ class AttentionFn:
             training=self.request.training or call.wants_gradients,
             dropout=self.request.dropout or call.dropout_p > 0.0,
             head_size=call.q_BHTE.shape[-1],
+            masked=self.request.masked or call.masked,
+            decays=self.request.decays or call.decay_BHS is not None,
         )
         if request != self.request and (why := refusal(self.backend, request)):
             raise refused(self.name, why, request)
@@ -144,6 +154,8 @@ def choose(
     training: bool = True,
     dropout: bool = False,
     head_size: int | None = None,
+    masked: bool = False,
+    decays: bool = False,
 ) -> AttentionFn:
     """Choose a backend by name for a request; see `megatron.attention.backend.Request`.
 
@@ -151,7 +163,7 @@ def choose(
         AttentionError: The backend is unknown or does not serve this request. The error message
             names the backends that do.
     """
-    request = Request(pos, device_type, dtype, training, dropout, head_size)
+    request = Request(pos, device_type, dtype, training, dropout, head_size, masked, decays)
     if backend == "auto":
         return first_that_serves(request)
     if backend not in BACKENDS:
@@ -197,7 +209,19 @@ def refusal(backend: Backend, request: Request) -> str | None:
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
     if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
+    if (why := _missing(request)) and backend.name not in SERVES_ALL_TERMS:
+        return f"does not serve {why}"
     return backend.refusal(request)
+
+
+def _missing(request: Request) -> str:
+    """Return which terms of a request not every backend serves."""
+    asked = {
+        "documents and windows": request.masked,
+        "a forget gate": request.decays,
+        "a sink": request.pos.has("sink"),
+    }
+    return ", ".join(name for name, there in asked.items() if there)
 
 
 def refused(backend: str, why: str, request: Request) -> AttentionError:
@@ -217,16 +241,16 @@ def attend(
     theta_HN: Tensor | None = None,
     *,
     scale: float,
-    dropout_p: float = 0.0,
-    query_offset: int = 0,
     backend: str = "auto",
+    **options: Any,
 ) -> Tensor:
-    """Choose a backend and compute attention at once, for tests, tools and notebooks.
+    """Choose a backend and call it at once, for tests, tools and notebooks.
 
-    `AttentionFn.__call__` describes the arguments.
+    Args:
+        backend: The name of the backend, as in the config key `attention_backend`.
+        options: The other keyword arguments of `AttentionFn.__call__`.
     """
-    inputs = q_BHTE, k_BKSE, v_BKSE, pos, theta_HN
-    call = Call(*inputs, scale=scale, dropout_p=dropout_p, query_offset=query_offset)
+    call = Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, **options)
     chosen = choose(
         backend,
         pos,
@@ -235,49 +259,7 @@ def attend(
         training=call.wants_gradients,
         dropout=call.dropout_p > 0.0,
         head_size=call.q_BHTE.shape[-1],
+        masked=call.masked,
+        decays=call.decay_BHS is not None,
     )
     return chosen.run(call)
-
-
-def check(call: Call) -> None:
-    """Raise an error for inputs that would later give wrong numbers or an obscure error.
-
-    Raises:
-        AttentionError: Shapes, dtypes, devices or numbers do not fit together.
-    """
-    q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
-    batch, heads, queries, size = q_BHTE.shape
-    key_heads, keys = k_BKSE.shape[1:3]
-    if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
-        raise AttentionError(
-            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must agree "
-            "in batch and head size, and k and v in heads and length"
-        )
-    if key_heads == 0 or heads % key_heads:
-        raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
-    if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
-        raise AttentionError(
-            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
-        )
-    if theta_HN is not None and theta_HN.device != q_BHTE.device:
-        raise AttentionError(f"theta is on {theta_HN.device}, but q on {q_BHTE.device}")
-    if not q_BHTE.device == k_BKSE.device == v_BKSE.device:
-        raise AttentionError(
-            f"q, k and v must be on one device, not {q_BHTE.device}, {k_BKSE.device}, "
-            f"{v_BKSE.device}"
-        )
-    if not call.scale > 0.0:
-        raise AttentionError(f"scale must be above 0, not {call.scale}")
-    first = call.query_offset
-    if first < 0 or first + queries > keys:
-        raise AttentionError(
-            f"queries at positions {first} ... {first + queries - 1} need their own keys, but "
-            f"there are {keys}: query_offset + T <= S must hold"
-        )
-    if not 0.0 <= call.dropout_p < 1.0:
-        raise AttentionError(f"dropout_p must lie in [0, 1), not {call.dropout_p}")
-    if call.has_kernel:
-        expected = (heads, len(call.pos.parameters))
-        if theta_HN is None or tuple(theta_HN.shape) != expected:
-            got = "none" if theta_HN is None else str(list(theta_HN.shape))
-            raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")

@@ -1,11 +1,13 @@
 """Compute attention directly from its formula. This backend is the specification and not optimised.
 
-    s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j), -inf where j > i
+    s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j) + c_i - c_j, -inf where i does not see j
     out = dropout(softmax(s)) v
 
 w and b are the factor and the bias of the distance kernel, which depend only on the query-key
-distance. Scores, w and b are at least fp32. `published_numerics` computes the same formula with the
-rounding of the released KERPLE code.
+distance. c is the decay. Query i sees the keys first_i <= j <= i. With a sink, the softmax has one
+more key, the null key, whose logit is the sink and whose value is 0. Scores, w and b are at least
+fp32. `published_numerics` computes the same formula with the rounding of the
+released KERPLE code.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
 parameters.
@@ -19,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Call
+from megatron.attention.backend import Backend
+from megatron.attention.call import Call
 
 
 def eager(call: Call) -> Tensor:
@@ -35,7 +38,7 @@ def eager(call: Call) -> Tensor:
 def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Tensor:
     """Return the attention output, given the scaled query-key products.
 
-    This applies the distance kernel, the causal mask, the softmax, dropout and the values.
+    This applies the distance kernel, the decay, the mask, the softmax, dropout and the values.
 
     Args:
         scores_BHTS: The scaled query-key products. All later steps are computed in their dtype.
@@ -53,8 +56,19 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
             scores_BHTS = scores_BHTS * weight_HTS.to(dtype)
         if bias_HTS is not None:
             scores_BHTS = scores_BHTS + bias_HTS.to(dtype)
-    scores_BHTS = scores_BHTS.masked_fill(distance_TS < 0, -torch.inf)
-    probs_BHTS = F.dropout(torch.softmax(scores_BHTS, dim=-1), call.dropout_p)
+    if call.decay_BHS is not None:
+        c_BHS = call.decay_BHS  # large sums, so they are subtracted before they are rounded
+        lost_BHTS = c_BHS[:, :, None] - c_BHS[:, :, call.query_offset :, None]
+        scores_BHTS = scores_BHTS - lost_BHTS.to(dtype)
+    hidden_BHTS = distance_TS < 0
+    if (first_BT := call.first_keys()) is not None:
+        hidden_BHTS = hidden_BHTS | (key_S < first_BT[:, None, :, None])
+    scores_BHTS = scores_BHTS.masked_fill(hidden_BHTS, -torch.inf)
+    if call.sink_H is not None:
+        null_BHT1 = call.sink_H.to(dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
+        scores_BHTS = torch.cat((scores_BHTS, null_BHT1), dim=-1)
+    probs_BHTS = torch.softmax(scores_BHTS, dim=-1)[..., : len(key_S)]
+    probs_BHTS = F.dropout(probs_BHTS, call.dropout_p)
     return (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
 
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Call, Request, weighted
+from megatron.attention.backend import Backend, Request, weighted
+from megatron.attention.call import Call
 from megatron.attention.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
 
@@ -65,7 +66,7 @@ def score_mod_of(
     The score_mod evaluates the embedding's formula. If the formula has no symbolic expression, the
     score_mod looks up the values of the formula in tables.
     """
-    if pos.kind != "distance" or theta_HN is None:
+    if not pos.has("distance") or theta_HN is None:
         return None
     formula = formula_of(pos)
     if formula is None:
@@ -121,7 +122,7 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
 
     Return None if torch's default options are suitable.
     """
-    if pos.kind != "distance" or formula_of(pos) is not None:
+    if not pos.has("distance") or formula_of(pos) is not None:
         return None
     return table_options(pos, size)
 

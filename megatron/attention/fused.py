@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Call, Request, first_order
+from megatron.attention.backend import Backend, Request, first_order
+from megatron.attention.call import Call
 from megatron.attention.trace import Unreadable, read
 from megatron.positional import PositionalEmbedding
 
@@ -154,7 +155,7 @@ def refusal(request: Request) -> str | None:
 def remark(request: Request) -> str:
     from megatron.kernels.device import INTERPRETED
 
-    how = [f"kernel {functions_of(request.pos)[1]}"] if request.pos.kind == "distance" else []
+    how = [f"kernel {functions_of(request.pos)[1]}"] if request.pos.has("distance") else []
     return ", ".join([*how, *(["in Triton's slow interpreter"] if INTERPRETED else [])])
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Call
+from megatron.attention.backend import Backend
+from megatron.attention.call import Call
 from megatron.attention.eager import attend_by_scores
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Call, Request, weighted
+from megatron.attention.backend import Backend, Request, weighted
+from megatron.attention.call import Call
 
 _sdpa: Any = torch.nn.functional.scaled_dot_product_attention
 
@@ -47,7 +48,7 @@ def sdpa(call: Call) -> Tensor:
 def refusal(request: Request) -> str | None:
     if weighted(request.pos):
         return f"has no place for {request.pos.name}, which multiplies scores"
-    if request.pos.kind == "distance" and request.training:
+    if request.pos.has("distance") and request.training:
         return (
             f"would need memory quadratic in the length to train with {request.pos.name} (it "
             "serves embeddings without a distance kernel, and evaluation)"
@@ -56,7 +57,7 @@ def refusal(request: Request) -> str | None:
 
 
 def remark(request: Request) -> str:
-    return "with the kernel as a quadratic mask" if request.pos.kind == "distance" else ""
+    return "with the kernel as a quadratic mask" if request.pos.has("distance") else ""
 
 
 BACKEND = Backend("sdpa", sdpa, refusal, remark)

@@ -64,7 +64,7 @@ def read(pos: PositionalEmbedding) -> Formula:
     import sympy
 
     distance = sympy.Symbol("d", nonnegative=True)
-    if pos.kind != "distance":
+    if not pos.has("distance"):
         return Formula(None, None, distance, ())
     theta = tuple(
         sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config import layouts
+from megatron.config import positional_checks as _positional_checks  # noqa: F401  registers them
 from megatron.config import sizes as _sizes  # noqa: F401  registers its checks
 from megatron.config.layouts import RELATIONS, Found, Values, relation
 
@@ -127,66 +128,6 @@ def _kv_heads(kv: int, heads: int) -> Found | None:
             "num_kv_heads",
             f"{kv} is not num_attention_heads {heads}: grouped queries are not built yet; leave "
             "num_kv_heads out",
-        )
-
-
-@relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
-def _rotary(pos_emb: str, hidden: int, heads: int, pct: float) -> Found | None:
-    if pos_emb != "rotary" or hidden % heads:
-        return None
-    turned = int(hidden // heads * pct)
-    if turned == 0 or turned % 2:
-        return (
-            "rotary_pct" if pct < 1 else "pos_emb",
-            f"rotary rotates pairs of dimensions, but int(head size {hidden // heads} x rotary_pct "
-            f"{pct}) = {turned}; choose hidden_size / num_attention_heads and rotary_pct so that "
-            "this number is even and above 0",
-        )
-
-
-@relation("pos_emb", "hidden_size")
-def _sinusoidal(pos_emb: str, hidden: int) -> Found | None:
-    if pos_emb == "sinusoidal" and hidden % 2:
-        text = f"{hidden} is odd, but sinusoidal needs pairs of dimensions"
-        return "hidden_size", f"{text}; write {hidden + 1}"
-    return None
-
-
-@relation(
-    "pos_emb",
-    "max_position_embeddings",
-    "opt_pos_emb_offset",
-    "seq_length",
-    "seq_length_val",
-    "eval_lengths",
-)
-def _learned(
-    pos_emb: str, rows: int, offset: int, seq: int, seq_val: int, lengths: tuple[int, ...]
-) -> Found | None:
-    asked = {"seq_length": seq, "seq_length_val": seq_val, "eval_lengths": max(lengths, default=0)}
-    name = next((name for name, length in asked.items() if length + offset > rows), None)
-    if pos_emb == "learned" and name is not None:
-        shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
-        return (
-            name,
-            f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned "
-            f"positions end; write max_position_embeddings: {max(asked.values()) + offset}, or "
-            "another pos_emb",
-        )
-
-
-@relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
-def _rpe(pos_emb: str, buckets: int, distance: int) -> Found | None:
-    if pos_emb != "rpe":
-        return None
-    if buckets < 2:
-        return "rpe_num_buckets", f"{buckets} is too few: rpe needs at least 2; write e.g. 32"
-    if distance <= buckets // 2:
-        return (
-            "rpe_max_distance",
-            f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance "
-            f"each, so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 "
-            "buckets",
         )
 
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator
 
-from megatron.config.fields import one_of
+from megatron.config.fields import one_of, whole_number
+from megatron.config.per_layer import per_layer
 
 
 def _choice(names: Any, **others: Any) -> BeforeValidator:
@@ -25,12 +26,12 @@ def _not_built(*names: str) -> dict[str, str]:
 def _positional_names() -> list[str]:
     """List the positional embeddings, which are named after their files in `megatron/positional/`.
 
-    The folder is the registry: every file in it defines one embedding, except `base.py` and files
-    whose names start with an underscore.
+    The folder is the registry: every file in it defines one embedding, except `base.py`,
+    `combination.py` and files whose names start with an underscore.
     """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
-    return sorted(names - {"base"})
+    return sorted(names - {"base", "combination"})
 
 
 POSITIONAL_NAMES = tuple(_positional_names())
@@ -56,12 +57,36 @@ _BY_CONTENT = {
     **dict.fromkeys((f"{kernel}_{c}" for kernel in _DAPE_KERNELS for c in _DAPE_FORMS), _DAPE),
 }
 """Maps methods that no backend here can compute, by the names in their own code, to the reason."""
-positional_name = one_of(
+_positional_term = one_of(
     POSITIONAL_NAMES,
     aliases=PUBLISHED_POSITIONAL_NAMES | {"kerple": "kerple_log"},  # DAPE's name
     refused=_BY_CONTENT,
 )
-PositionalName = Annotated[str, BeforeValidator(positional_name)]
+
+
+def positional_name(value: Any) -> str:
+    """Return the name of an embedding, or of a combination such as `rotary + kerple_log`.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    if not isinstance(value, str):
+        return _positional_term(value)
+    return " + ".join(_positional_term(term.strip()) for term in value.split("+"))
+
+
+PositionalName = Annotated[Any, BeforeValidator(per_layer(positional_name))]
+"""A name (str), or names per layer as a tuple; see `config.per_layer`."""
+
+_distance = whole_number(0, write="e.g. 512, or none for any distance")
+
+
+def _width(value: Any) -> int | None:
+    return None if value is None or value == "none" else _distance(value)
+
+
+Width = Annotated[Any, BeforeValidator(per_layer(_width))]
+"""A distance in tokens or None, or distances per layer as a tuple; see `config.per_layer`."""
 
 _Norm = Literal["layernorm", "rmsnorm", "scalenorm"]
 _TE = dict.fromkeys(("te_layernorm", "te_rmsnorm"), "Transformer Engine is not used")

@@ -30,6 +30,7 @@ from megatron.config.choices import (
     Side,
     Tokenizer,
     WandbMode,
+    Width,
 )
 from megatron.config.fields import (
     Amount,
@@ -76,6 +77,8 @@ class ModelConfig(Section):
     pos_emb: PositionalName = "learned"
     pos_emb_options: Frozen = Field(default_factory=FrozenDict)
     theta_init: ThetaInit = Field(default_factory=FrozenDict)  # not in GPT-NeoX: start values
+    theta_per_layer: Flag = False  # else layers with the same embedding share theta
+    sliding_window_width: Width = None  # the largest distance of a key, or distances per layer
     rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
     rotary_emb_base: PositiveNumber = 10000.0
     rpe_num_buckets: Positive = 32

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.config.layouts import Found, relation
+from megatron.config.per_layer import values_of
 
 MOST_LAYERS = 100_000
 MOST_NUMBERS = 10**13
@@ -20,14 +23,15 @@ MOST_SAMPLES = 10**11
     "rpe_num_buckets",
 )
 def _parameters(
-    layers: int, hidden: int, vocabulary: int, pos_emb: str, rows: int, buckets: int
+    layers: int, hidden: int, vocabulary: int, pos_emb: Any, rows: int, buckets: int
 ) -> Found | None:
     if layers > MOST_LAYERS:
         return "num_layers", f"{layers} is above {MOST_LAYERS:,}; write a smaller number"
+    terms = {term for name in values_of(pos_emb) for term in name.split(" + ")}
     tables = {
         "make_vocab_size_divisible_by": vocabulary * hidden,
-        "max_position_embeddings": rows * hidden if pos_emb == "learned" else 0,
-        "rpe_num_buckets": buckets if pos_emb == "rpe" else 0,
+        "max_position_embeddings": rows * hidden if "learned" in terms else 0,
+        "rpe_num_buckets": buckets if "rpe" in terms else 0,
     }
     for name, count in {"hidden_size": 12 * layers * hidden**2, **tables}.items():
         if count > MOST_NUMBERS:

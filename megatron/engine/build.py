@@ -15,14 +15,16 @@ import torch
 from megatron.attention import AttentionFn, choose
 from megatron.config import Config, ConfigError
 from megatron.config.errors import Mark, Problem
+from megatron.config.per_layer import layers_of, values_of
+from megatron.config.schema import ModelConfig
 from megatron.data.corpora.python_stdlib import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.model import BlockShape, GPTShape, Plan
+from megatron.model import BlockShape, GPTShape, LayerAttention, Plan
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
-from megatron.positional import PositionalEmbedding, PositionalError
+from megatron.positional import PerLayer, PositionalEmbedding, PositionalError
 from megatron.positional import load as load_positional
 from megatron.suggest import did_you_mean
 
@@ -101,21 +103,57 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
         numerics: the rounding rules of the embedding; None takes those of the config.
     """
     m = config.model
-    options = {}
-    if m.pos_emb == "rpe":
-        options = {
+    loaded = {
+        name: load_positional(
+            name, numerics=numerics or numerics_of(config), **_positional_options(m, name)
+        )
+        for name in values_of(m.pos_emb)
+    }
+    if not (m.theta_per_layer or isinstance(m.pos_emb, tuple)):
+        return loaded[m.pos_emb]
+    layers = [loaded[name] for name in layers_of(m.pos_emb, m.num_layers)]
+    return PerLayer(layers, own_theta=m.theta_per_layer)
+
+
+def _positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
+    """Return the options of the embedding called `name`, one of those in `pos_emb`.
+
+    Raises:
+        PositionalError: `pos_emb_options` names a term that `pos_emb` does not have.
+    """
+    terms = name.split(" + ")
+    options = {term: m.pos_emb_options[term] for term in terms if term in m.pos_emb_options}
+    if m.pos_emb == name and len(terms) == 1:  # the options themselves, without the name
+        options = {name: m.pos_emb_options}
+    used = {term for each in values_of(m.pos_emb) for term in each.split(" + ")}
+    if len(used) > 1 and (unknown := sorted(set(m.pos_emb_options) - used)):
+        raise PositionalError(
+            f"pos_emb_options has {unknown[0]}, which is no term of pos_emb: write the options of "
+            f"each term under its name, such as {{{terms[0]}: {{...}}}}"
+        )
+    if "rpe" in terms:
+        table = {
             "num_buckets": m.rpe_num_buckets,
             "max_distance": m.rpe_max_distance,
             "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
         }
-    options |= m.pos_emb_options
-    return load_positional(m.pos_emb, numerics=numerics or numerics_of(config), **options)
+        options["rpe"] = table | options.get("rpe", {})
+    return options.get(name, {}) if len(terms) == 1 else options
 
 
 def attention_of(
-    config: Config, pos: PositionalEmbedding, device_type: str, *, training: bool = True
+    config: Config,
+    pos: PositionalEmbedding,
+    device_type: str,
+    *,
+    training: bool = True,
+    masked: bool = False,
 ) -> AttentionFn:
     """Return the attention backend that the config's `attention_backend` selects.
+
+    Args:
+        pos: the positional embedding of a layer.
+        masked: whether documents or a window limit the keys that a query sees.
 
     Raises:
         AttentionError: the selected backend does not support this model on this device.
@@ -129,6 +167,8 @@ def attention_of(
         training=training,
         dropout=training and m.attention_dropout > 0.0,
         head_size=m.hidden_size // m.num_attention_heads,
+        masked=masked,
+        decays=pos.has("gate"),
     )
 
 
@@ -153,10 +193,29 @@ def plan_of(
     Raises:
         AttentionError: the attention backend does not support this model on this device.
     """
-    pos = positional_of(config)
-    attend = attention_of(config, pos, device_type, training=training)
-    shape, seed = shape_of(config, vocab_size), config.training.seed
-    return Plan(shape, pos, attend, seed, tp, cp, **theta_of(config, pos))
+    pos, m = positional_of(config), config.model
+    parts = [pos.of_layer(index) for index in range(m.num_layers)]
+    windows = layers_of(m.sliding_window_width, m.num_layers)
+    attends: dict[Any, AttentionFn] = {}
+    layers = []
+    for (layer_pos, columns), window in zip(parts, windows, strict=True):
+        masked = window is not None
+        if (layer_pos, masked) not in attends:
+            attends[layer_pos, masked] = attention_of(
+                config, layer_pos, device_type, training=training, masked=masked
+            )
+        attend = attends[layer_pos, masked]
+        layers.append(LayerAttention(layer_pos, attend, columns, window))
+    return Plan(
+        shape=shape_of(config, vocab_size),
+        pos=pos,
+        attend=layers[0].attend,
+        seed=config.training.seed,
+        tp=tp,
+        cp=cp,
+        layers=tuple(layers),
+        **theta_of(config, pos),
+    )
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
@@ -174,7 +233,7 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
         raise ConfigError([Problem(m, *each) for m, each in zip(marks, found, strict=True)])
     frozen = config.optimizer.theta_frozen
     if isinstance(frozen, bool):
-        frozen = tuple(p.name for p in pos.parameters) if frozen else ()
+        frozen = tuple(p.name for p in pos.trained_parameters) if frozen else ()
     return {"theta_init": config.model.theta_init, "theta_frozen": frozen}
 
 
@@ -187,12 +246,12 @@ def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[
     except PositionalError as error:
         yield "eval_distance_scale", f"{error}; drop this key"
     multiplied = config.optimizer.theta_lr_multiplier != 1.0
-    if pos.kind != "distance" or not pos.learnable:
+    if not pos.trained_parameters:
         given = {"theta_init": init, "theta_frozen": frozen, "theta_lr_multiplier": multiplied}
         for key in (key for key, value in given.items() if value):
             yield key, f"pos_emb {pos.name} has no learned parameters; drop this key"
         return
-    known = {parameter.name: parameter for parameter in pos.parameters}
+    known = {parameter.name: parameter for parameter in pos.trained_parameters}
     named = {"theta_init": init, "theta_frozen": () if isinstance(frozen, bool) else frozen}
     for key, name in ((key, name) for key, names in named.items() for name in names):
         if name not in known:

@@ -8,7 +8,7 @@ Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N t
 One fused projection computes queries, keys and values. Its output is interleaved per head, [H,
 (q k v), E], as in GPT-NeoX's checkpoints. Theta holds the parameters of the distance kernel, a
 bias or factor that depends only on the query-key distance. The model has one theta, which every
-block gets as an input.
+block gets as an input. If layers differ in their embeddings, a block reads its own columns.
 
 Under tensor parallelism, H counts only this rank's heads, and theta has one row for each of these.
 Under context parallelism (`cp`), T is the number of this rank's positions. Inside attention, each
@@ -40,12 +40,14 @@ class SelfAttention(nn.Module):
     It also takes theta [heads, columns], the distance kernel's parameters, or None.
 
     Args:
-        attend: The attention backend, chosen at start-up.
+        index: The number of the layer, from 0.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, index: int):
         super().__init__()
-        self.pos, self.attend, self.tp, self.cp = plan.pos, plan.attend, plan.tp, plan.cp
+        layer = plan.layer(index)
+        self.pos, self.attend, self.window = layer.pos, layer.attend, layer.window
+        self.columns, self.tp, self.cp = layer.columns, plan.tp, plan.cp
         self.shape = shape = plan.shape.block
         hidden, tp = shape.hidden_size, plan.tp
         self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
@@ -59,7 +61,7 @@ class SelfAttention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, 3 * s.head_size)).transpose(1, 2)  # [B, H, T, 3E]
         qkv = all_to_all(qkv, self.cp, split=1, join=2)  # fewer heads, all positions
         if theta_HN is not None:
-            theta_HN = theta_HN.chunk(self.cp.size)[self.cp.rank]
+            theta_HN = theta_HN[:, self.columns].chunk(self.cp.size)[self.cp.rank]
         q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
         q_BHTE, k_BHTE = self.pos.rotate(
             q_BHTE, k_BHTE, rotary_ndims=s.rotary_ndims, base=s.rotary_base
@@ -74,6 +76,7 @@ class SelfAttention(nn.Module):
                 theta_HN,
                 scale=1.0 / math.sqrt(s.head_size),
                 dropout_p=dropout_p,
+                window=self.window,
             )
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
         return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
@@ -140,12 +143,12 @@ class Block(nn.Module):
     It also takes theta [heads, columns], the distance kernel's parameters, or None.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, index: int):
         super().__init__()
         shape, tp = plan.shape.block, plan.tp
         self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
         self.input_layernorm = build_norm(shape, tp)
-        self.attention = SelfAttention(plan)
+        self.attention = SelfAttention(plan, index)
         self.post_attention_layernorm = build_norm(shape, tp)
         self.mlp = MLP(plan)
         # Parallel branches drop before the sum over ranks. Then all ranks hold all positions of a

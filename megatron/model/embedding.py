@@ -24,7 +24,7 @@ from megatron.parallel.collectives import copy_to
 from megatron.parallel.layers import HiddenDropout, VocabEmbedding
 from megatron.parallel.rng import named_generator
 from megatron.parallel.sharding import Sharding, mark_sharding
-from megatron.positional import PositionalEmbedding
+from megatron.positional import PositionalEmbedding, within_bounds
 
 THETA = "embedding.theta"
 """The name of the parameter theta in the model and in checkpoints."""
@@ -51,18 +51,29 @@ def initial_theta(plan: Plan) -> torch.Tensor:
     return BY_HEADS.slice(theta_HN, plan.tp.rank, plan.tp.size)
 
 
-class FixedTheta(nn.Module):
-    """Parameters theta of a distance kernel that are not trained, such as ALiBi's slopes.
+def columns_of(pos: PositionalEmbedding, *, trained: bool) -> list[int]:
+    """Return the columns of theta that are trained, or those that are not."""
+    return [n for n, parameter in enumerate(pos.parameters) if parameter.trained == trained]
 
-    Theta moves to the model's device, but stays fp32. A plain buffer would be rounded to bf16 when
+
+class FixedTheta(nn.Module):
+    """Parameters theta of the embedding that are not trained, such as ALiBi's slopes.
+
+    They move to the model's device, but stay fp32. A plain buffer would be rounded to bf16 when
     the engine casts the module.
+
+    Args:
+        theta_HN: The initial theta with all columns.
     """
 
     value: torch.Tensor
 
-    def __init__(self, theta_HN: torch.Tensor):
+    def __init__(self, pos: PositionalEmbedding, theta_HN: torch.Tensor):
         super().__init__()
-        self.register_buffer("value", theta_HN.float(), persistent=False)
+        columns = columns_of(pos, trained=False)
+        self.numerics = pos.numerics
+        self._bounded = [pos.parameters[n] for n in columns]
+        self.register_buffer("value", theta_HN[:, columns].float(), persistent=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FixedTheta:
         exact = self.value
@@ -70,9 +81,10 @@ class FixedTheta(nn.Module):
         self.value = exact.to(self.value.device)
         return self
 
-    def forward(self, pos: PositionalEmbedding, dtype: torch.dtype) -> torch.Tensor:
-        """Return theta [heads, columns] in `dtype`, rounded and bounded as `pos` requires."""
-        return pos.within_bounds(pos.numerics.constant(self.value).to(dtype))
+    def forward(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return [heads, columns] in `dtype`, rounded and bounded as the embedding requires."""
+        value_HN = self.numerics.constant(self.value).to(dtype)
+        return value_HN if not self._bounded else within_bounds(value_HN, self._bounded)
 
 
 class EmbeddingLayer(nn.Module):
@@ -102,21 +114,23 @@ class EmbeddingLayer(nn.Module):
         self.register_buffer("frozen_N", None, persistent=False)
         if words:
             self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
-        if pos.kind == "input" and pos.learnable:
+        if any(term.kind == "input" and term.learnable for term in pos.terms):
             table = skip_init(nn.Embedding, shape.max_positions, hidden)
             self.position_embeddings = cast(nn.Embedding, table)
-        if pos.kind == "distance" and pos.learnable:
-            self.theta = nn.Parameter(initial_theta(plan))
+        trained, fixed = (columns_of(pos, trained=which) for which in (True, False))
+        if trained:
+            self.theta = nn.Parameter(initial_theta(plan)[:, trained])
             mark_sharding(self.theta, BY_HEADS, tp)
-            frozen = [parameter.name in plan.theta_frozen for parameter in pos.parameters]
+            frozen = [p.name in plan.theta_frozen for p in pos.trained_parameters]
             self.frozen_N = torch.tensor(frozen) if any(frozen) else None
-        elif pos.kind == "distance":
-            self.fixed_theta = FixedTheta(initial_theta(plan))
+        if fixed or (pos.has("distance") and not trained):
+            self.fixed_theta = FixedTheta(pos, initial_theta(plan))
+        self._order = sorted(range(len(pos.parameters)), key=[*trained, *fixed].__getitem__)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x_BTD = x if self.word_embeddings is None else self.word_embeddings(x)
-        if self.pos.kind == "input":
+        if self.pos.has("input"):
             positions_T = self.split.positions(x_BTD.shape[1], x_BTD.device)
             x_BTD = x_BTD + self._position_vectors(positions_T, x_BTD)
         return self.dropout(x_BTD), self._theta(x_BTD.dtype)
@@ -151,14 +165,14 @@ class EmbeddingLayer(nn.Module):
 
     def _theta(self, dtype: torch.dtype) -> torch.Tensor | None:
         wide = torch.promote_types(dtype, torch.float32)
-        if self.fixed_theta is not None:
-            return self.fixed_theta(self.pos, wide)
         if self.theta is None:
-            return None
+            return None if self.fixed_theta is None else self.fixed_theta(wide)
         # Never a view, because an engine that shards parameters frees their storage after a layer.
         theta_HN = self.theta.to(wide, copy=True)
         # A frozen column has the gradient 0, so the optimizer does not move it. In a pipeline, the
         # engine expects a gradient of all that is passed between stages.
-        if self.frozen_N is None:
+        if self.frozen_N is not None:
+            theta_HN = torch.where(self.frozen_N, theta_HN.detach(), theta_HN)
+        if self.fixed_theta is None:
             return theta_HN
-        return torch.where(self.frozen_N, theta_HN.detach(), theta_HN)
+        return torch.cat((theta_HN, self.fixed_theta(wide)), dim=1)[:, self._order]

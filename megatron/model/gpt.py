@@ -44,7 +44,7 @@ class GPT(nn.Module):
         self.shape, self.pos, self.attend, self.cp = plan.shape, plan.pos, plan.attend, plan.cp
         self.split = plan.split
         self.embedding = EmbeddingLayer(plan)
-        self.layers = nn.ModuleList(Block(plan) for _ in range(plan.shape.num_layers))
+        self.layers = nn.ModuleList(Block(plan, i) for i in range(plan.shape.num_layers))
         self.final_norm = build_norm(plan.shape.block, plan.tp)
         self.output: nn.Linear | None = None
         if not plan.shape.tie_weights:

@@ -72,21 +72,20 @@ class PipeBlock(Block):
     x is the hidden states, and theta is the distance kernel's trained parameters.
 
     Args:
-        fixed_HN: Parameters of the distance kernel that are not trained (fixed slopes), or None.
-        last: Whether this is the last block. The last block does not return theta.
+        fixed_HN: All parameters theta if none of them is trained (fixed slopes), otherwise None.
     """
 
-    def __init__(self, plan: Plan, *, fixed_HN: torch.Tensor | None, last: bool):
-        super().__init__(plan)
-        self.pos = plan.pos
-        self.fixed_theta = None if fixed_HN is None else FixedTheta(fixed_HN)
-        self.last, self.recompute = last, plan.shape.checkpoint_activations
+    def __init__(self, plan: Plan, index: int, *, fixed_HN: torch.Tensor | None):
+        super().__init__(plan, index)
+        self.fixed_theta = None if fixed_HN is None else FixedTheta(plan.pos, fixed_HN)
+        self.last = index == plan.shape.num_layers - 1
+        self.recompute = plan.shape.checkpoint_activations
 
     def forward(self, flow: Flow) -> Flow:
         x_BTD, theta_HN = flow if isinstance(flow, tuple) else (flow, None)
         used_HN = theta_HN
         if self.fixed_theta is not None:
-            used_HN = self.fixed_theta(self.pos, torch.promote_types(x_BTD.dtype, torch.float32))
+            used_HN = self.fixed_theta(torch.promote_types(x_BTD.dtype, torch.float32))
         if self.recompute and self.training:
             x_BTD = checkpoint(super().forward, x_BTD, used_HN, use_reentrant=False)
         else:
@@ -104,16 +103,15 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
     shape, tp = plan.shape, plan.tp
     words = {"vocab_size": shape.vocab_size, "hidden_size": shape.block.hidden_size, "tp": tp}
     fixed_HN = None
-    if plan.pos.kind == "distance" and not plan.pos.learnable:
+    if plan.pos.has("distance") and not plan.pos.trained_parameters:
         fixed_HN = initial_theta(plan)
     block = {"plan": plan, "fixed_HN": fixed_HN}
-    count = shape.num_layers
     layers = [
         Layer(WORDS, VocabEmbedding, words, tied=shape.tie_weights),
         Layer("embedding", PipeEmbedding, {"plan": plan}),
     ]
     layers += [
-        Layer(f"layers.{i}", PipeBlock, block | {"last": i == count - 1}) for i in range(count)
+        Layer(f"layers.{i}", PipeBlock, block | {"index": i}) for i in range(shape.num_layers)
     ]
     norm_class, norm = norm_layer(shape.block, tp)
     layers.append(Layer("final_norm", norm_class, norm))

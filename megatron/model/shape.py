@@ -89,17 +89,35 @@ class GPTShape:
 
 
 @dataclass(frozen=True)
+class LayerAttention:
+    """What may differ between the attention of two layers.
+
+    Attributes:
+        attend: The attention backend, chosen at start-up.
+        columns: The layer's columns of theta.
+        window: The largest distance at which a query sees a key. None means any distance.
+    """
+
+    pos: PositionalEmbedding
+    attend: AttentionFn
+    columns: slice
+    window: int | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything from which the layers of one model are built.
 
     Attributes:
-        attend: The attention backend, chosen at start-up.
+        pos: The positional embedding. `pos.of_layer` gives that of one layer.
+        attend: The attention backend of layer 0, chosen at start-up.
         seed: The seed of the initial values.
         tp: The group over which the layers are sharded.
         cp: The group whose ranks hold the same weights and different positions.
-        theta_init: Maps names of the distance kernel's parameters to start values, each a number
+        theta_init: Maps names of the embedding's parameters to start values, each a number
             for all heads or one number per head. Other parameters are drawn at random.
-        theta_frozen: The names of the distance kernel's parameters that training does not change.
+        theta_frozen: The names of the embedding's parameters that training does not change.
+        layers: The attention of each layer, if layers differ.
     """
 
     shape: GPTShape
@@ -110,6 +128,13 @@ class Plan:
     cp: TensorGroup = ALONE
     theta_init: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
     theta_frozen: tuple[str, ...] = ()
+    layers: tuple[LayerAttention, ...] = ()
+
+    def layer(self, index: int) -> LayerAttention:
+        """Return the attention of layer `index`. Without `layers`, all layers have the same."""
+        if self.layers:
+            return self.layers[index]
+        return LayerAttention(self.pos, self.attend, slice(None))
 
     @property
     def split(self) -> SequenceSplit:

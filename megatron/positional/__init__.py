@@ -13,32 +13,55 @@ from pathlib import Path
 from typing import Any
 
 from megatron.numerics import WIDE, Numerics
-from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+from megatron.positional.base import (
+    PositionalEmbedding,
+    PositionalError,
+    ThetaParameter,
+    bounds,
+    within_bounds,
+)
+from megatron.positional.combination import Combination, PerLayer
 from megatron.suggest import did_you_mean
 
-__all__ = ["PositionalEmbedding", "PositionalError", "ThetaParameter", "load", "names"]
+__all__ = [
+    "Combination",
+    "PerLayer",
+    "PositionalEmbedding",
+    "PositionalError",
+    "ThetaParameter",
+    "bounds",
+    "load",
+    "names",
+    "within_bounds",
+]
 
 
 def names() -> tuple[str, ...]:
     """Return the sorted names of all embeddings.
 
-    The names are those of this package's files, except `base` and files whose names start with `_`.
+    The names are those of this package's files, except `base`, `combination` and files whose names
+    start with `_`.
     """
-    stems = (path.stem for folder in __path__ for path in Path(folder).glob("*.py"))
-    return tuple(sorted(stem for stem in stems if stem != "base" and not stem.startswith("_")))
+    stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
+    return tuple(sorted(stems - {"base", "combination"}))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
     """Build the embedding called `name` with these `options`.
 
-    `numerics` prescribes where the embedding rounds numbers.
+    A `name` such as `rotary + kerple_log` builds a combination. Its `options` are dictionaries, one
+    for each term that has options, under the term's name. `numerics` prescribes where the embedding
+    rounds numbers.
 
     Raises:
+        PositionalError: The terms of a combination exclude each other.
         PositionalError: No file of this package has the name `name`. The error message suggests
             the nearest name.
         PositionalError: The file does not define exactly one embedding.
         PositionalError: An option is unknown or has the wrong type.
     """
+    if "+" in name:
+        return _combination([term.strip() for term in name.split("+")], numerics, options)
     if name not in names():
         hint = did_you_mean(name, names())
         raise PositionalError(
@@ -69,3 +92,14 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
             expected = "a whole number" if kind is int else "a number"
             raise PositionalError(f"{name}: option {option} is {expected}, not {value!r}")
     return found[0](**options, numerics=numerics)
+
+
+def _combination(
+    terms: list[str], numerics: Numerics, options: dict[str, Any]
+) -> PositionalEmbedding:
+    if unknown := sorted(set(options) - set(terms)):
+        raise PositionalError(
+            f"{unknown[0]} is no term of {' + '.join(terms)}: write the options of each term under "
+            f"its name, such as {{{terms[0]}: {{...}}}}"
+        )
+    return Combination([load(term, numerics=numerics, **options.get(term, {})) for term in terms])

@@ -25,7 +25,7 @@ class Alibi(PositionalEmbedding):
     """Distance kernel whose parameters theta are ALiBi's slopes, which are not trained."""
 
     kind = "distance"
-    parameters = (ThetaParameter("slope"),)
+    parameters = (ThetaParameter("slope", trained=False),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None]

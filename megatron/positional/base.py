@@ -1,17 +1,21 @@
 """Define the base class of all positional embeddings.
 
-An embedding is one class in one file. It has one of four kinds, which differ in what they change:
+An embedding is one class in one file. It has one of these kinds, which differ in what they change:
 
 - `distance`: the attention scores, by a distance kernel. A distance kernel is a bias b (`bias`), a
   factor w (`weight`), or both. b and w depend only on the query-key distance and the parameters
   theta;
+- `temperature`: the attention scores, by a factor t that depends only on the query's position;
+- `gate`: the attention scores, by a decay c. The model computes c from the hidden states;
+- `sink`: the softmax, by a null key with a logit of its own;
 - `rotary`: queries and keys, which are rotated;
 - `input`: the token embedding, to which a vector is added;
 - `none`: nothing.
 
-The attention logit of query position i and key position j <= i in head h, at distance d = i - j, is
+Embeddings of different kinds can be combined, see `combination`. The attention logit of query
+position i and key position j <= i in head h, at distance d = i - j, is
 
-    s_ij = scale (q_i . k_j) w_h(d) + b_h(d)
+    s_ij = t_h(i) scale (q_i . k_j) w_h(d) + b_h(d) + c_i - c_j
 
 The bias is added AFTER the 1/sqrt(head size) scaling, as in the released KERPLE code and
 checkpoints. (Eq. 1 of the paper, arXiv 2205.09921, adds the bias before the scaling.)
@@ -22,6 +26,7 @@ Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distan
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -30,7 +35,7 @@ from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics
 
-Kind = Literal["distance", "rotary", "input", "none"]
+Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
 
 
 class PositionalError(ValueError):
@@ -45,6 +50,7 @@ class ThetaParameter:
         name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
         low, high: The closed bounds. A bound of +-inf means that there is none. Theta is projected
             into the bounds after each optimizer step.
+        trained: Whether training changes the column.
         scale: Initial values are drawn as `scale * U(0, 1)` and projected into the bounds.
     """
 
@@ -52,6 +58,20 @@ class ThetaParameter:
     low: float = -torch.inf
     high: float = torch.inf
     scale: float = 1.0
+    trained: bool = True
+
+
+def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:
+    """Return the bounds of columns of theta, (low, high), each fp32 [columns]."""
+    low_N = torch.tensor([p.low for p in parameters], dtype=torch.float32)
+    high_N = torch.tensor([p.high for p in parameters], dtype=torch.float32)
+    return low_N, high_N
+
+
+def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Tensor:
+    """Return theta with each column clamped to its bounds in theta's dtype."""
+    pairs = zip(theta_HN.unbind(1), parameters, strict=True)
+    return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 
 
 def factor(name: str) -> ThetaParameter:
@@ -78,7 +98,7 @@ class PositionalEmbedding:
     """
 
     kind: ClassVar[Kind] = "none"
-    learnable: ClassVar[bool] = False
+    learnable: bool = False
     """Whether training changes theta (kind `distance`) or the position table (kind `input`)."""
     parameters: tuple[ThetaParameter, ...] = ()
     numerics: Numerics = WIDE
@@ -87,6 +107,30 @@ class PositionalEmbedding:
 
     def __init__(self, numerics: Numerics = WIDE):
         self.numerics = numerics
+
+    @property
+    def terms(self) -> tuple[PositionalEmbedding, ...]:
+        """The embeddings of which this one is a combination; itself alone if it is none."""
+        return (self,)
+
+    def has(self, kind: Kind) -> bool:
+        """Return whether the embedding, or a term of the combination, is of this kind."""
+        return any(term.kind == kind for term in self.terms)
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether the embedding depends on query-key distances, so that they can be scaled."""
+        return self.has("distance") or self.has("rotary")
+
+    def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
+        """Return the embedding of layer `index` of the model, and its columns of theta."""
+        return self, slice(None)
+
+    def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
+        """Return the distance kernel alone, and its columns of theta."""
+        if self.kind == "distance" or not self.parameters:
+            return self, theta_HN
+        return NOTHING, None
 
     @property
     def name(self) -> str:
@@ -102,7 +146,7 @@ class PositionalEmbedding:
         Raises:
             PositionalError: The embedding has no distances that can be scaled.
         """
-        if self.kind not in ("distance", "rotary"):
+        if not self.has_distances:
             raise PositionalError(f"{self.name} depends on no distance that could be scaled")
         other = copy.copy(self)
         other.distance_scale = distance_scale
@@ -115,19 +159,13 @@ class PositionalEmbedding:
         """
         columns = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
         theta_HN = torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
-        low_N, high_N = self.bounds()
+        low_N, high_N = bounds(self.parameters)
         return theta_HN.clamp(low_N, high_N)
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return the bounds (low, high) of the kernel's parameters theta, each fp32 [columns]."""
-        low_N = torch.tensor([p.low for p in self.parameters], dtype=torch.float32)
-        high_N = torch.tensor([p.high for p in self.parameters], dtype=torch.float32)
-        return low_N, high_N
-
-    def within_bounds(self, theta_HN: Tensor) -> Tensor:
-        """Return the kernel's parameters theta, each clamped to its bounds in theta's dtype."""
-        pairs = zip(theta_HN.unbind(1), self.parameters, strict=True)
-        return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
+    @property
+    def trained_parameters(self) -> tuple[ThetaParameter, ...]:
+        """The columns of theta that training changes."""
+        return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """Return the bias b_h(d) as [heads, *d.shape], or None if b is 0 everywhere.
@@ -143,12 +181,27 @@ class PositionalEmbedding:
         """
         return None
 
+    def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
+        """Return the factor t_h(i) as [heads, *position.shape], for the kind `temperature`.
+
+        The dtype is that of theta, but at least fp32.
+
+        Args:
+            position: The positions i, whole numbers >= 0.
+        """
+        raise NotImplementedError(f"{self.name} has no temperature")
+
+    def sink(self, theta_HN: Tensor) -> Tensor:
+        """Return the logit of each head's null key, [heads], for the kind `sink`."""
+        raise NotImplementedError(f"{self.name} has no sink")
+
     def rotate(
         self,
         q_BHTE: Tensor,
         k_BHTE: Tensor,
         *,
         offset: int = 0,
+        positions_BT: Tensor | None = None,
         rotary_ndims: int | None = None,
         base: float = 10000.0,
     ) -> tuple[Tensor, Tensor]:
@@ -156,17 +209,29 @@ class PositionalEmbedding:
 
         Args:
             offset: The position of the first query and of the first key.
+            positions_BT: The position of each query and key. None counts from `offset`.
             rotary_ndims: The number of leading dimensions of each head that rotate. It must be
                 even. None rotates all dimensions.
             base: The base of the frequencies. The longest wavelength is about 2 pi base.
         """
+        if not self.has("rotary"):
+            return q_BHTE, k_BHTE
+        if positions_BT is None:
+            end = offset + q_BHTE.shape[2]
+            positions_BT = torch.arange(offset, end, device=q_BHTE.device)[None]
         return (
-            self.turn(q_BHTE, offset, rotary_ndims, base),
-            self.turn(k_BHTE, offset, rotary_ndims, base),
+            self.turn(q_BHTE, positions_BT, rotary_ndims, base),
+            self.turn(k_BHTE, positions_BT, rotary_ndims, base),
         )
 
-    def turn(self, x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
-        """Return the queries or keys `x_BHTE`, rotated by position if the kind is `rotary`."""
+    def turn(
+        self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
+    ) -> Tensor:
+        """Return the queries or keys `x_BHTE`, rotated if the kind is `rotary`; see `rotate`.
+
+        Args:
+            positions_BT: The position of each query or key, whole numbers [B or 1, T].
+        """
         return x_BHTE
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -187,3 +252,7 @@ class PositionalEmbedding:
         d = d.to(theta_HN.dtype)
         d = d if self.distance_scale == 1.0 else self.distance_scale * d
         return d, *(column.view(shape) for column in theta_HN.unbind(1))
+
+
+NOTHING = PositionalEmbedding()
+"""An embedding without any effect, which replaces one whose effects are computed elsewhere."""

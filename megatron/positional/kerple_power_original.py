@@ -21,10 +21,10 @@ class KerplePowerOriginal(PositionalEmbedding):
     """
 
     kind = "distance"
-    parameters = (ThetaParameter("bias_a", low=0.01),)
+    parameters = (ThetaParameter("bias_a", low=0.01, trained=False),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None].clamp(*self.bounds())
+        return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None].clamp(min=0.01)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, a = self.columns(theta_HN, d)

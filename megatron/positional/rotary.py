@@ -34,19 +34,20 @@ class Rotary(PositionalEmbedding):
 
     kind = "rotary"
 
-    def turn(self, x_BHTE: Tensor, offset: int, rotary_ndims: int | None, base: float) -> Tensor:
-        length, size = x_BHTE.shape[-2:]
+    def turn(
+        self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
+    ) -> Tensor:
+        size = x_BHTE.shape[-1]
         ndims = size if rotary_ndims is None else rotary_ndims
         if ndims > size:
             raise PositionalError(f"rotary_ndims is {ndims}, but a head has {size} dimensions")
         dtype, device = self.numerics.working_dtype(x_BHTE.dtype), x_BHTE.device
-        position = torch.arange(offset, offset + length, device=device).to(dtype)
+        turns = self.numerics.constant(frequencies(ndims, base, dtype, device))
+        position_B1T1 = positions_BT[:, None, :, None].to(dtype)
         if self.distance_scale != 1.0:
-            position = self.distance_scale * position
-        angle = torch.outer(
-            position, self.numerics.constant(frequencies(ndims, base, dtype, device))
-        )
-        cos, sin = angle.cos(), angle.sin()
+            position_B1T1 = self.distance_scale * position_B1T1
+        angle_B1TR = position_B1T1 * turns
+        cos, sin = angle_B1TR.cos(), angle_B1TR.sin()
         rotated, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
         x1, x2 = rotated.to(dtype).chunk(2, dim=-1)
         rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BHTE.dtype)

@@ -15,7 +15,7 @@ from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
 from torch.nn.attention import flex_attention
 
 from megatron.attention import attend, flex
-from megatron.attention.backend import Call
+from megatron.attention.call import Call
 from megatron.positional import load
 
 

@@ -11,7 +11,7 @@ from megatron.engine.training.schedule import AnnealingLR, Schedule
 from megatron.engine.training.theta import TrainedTheta
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.numerics import WIDE, PublishedNumerics
-from megatron.positional import load
+from megatron.positional import bounds, load
 from tests.helpers.jobs import PRECISIONS, STAGES
 from tests.helpers.launch import run_ranks
 
@@ -40,7 +40,7 @@ def push(groups, stage, precision, bound, numerics=WIDE):
     gpt = GPT(
         Plan(GPTShape(num_layers=2, vocab_size=64, block=block, max_positions=16), pos, attend, 1)
     )
-    low, high = pos.bounds()
+    low, high = bounds(pos.parameters)
     with torch.no_grad():
         start = low if bound == "low" else high.clamp(max=2.0)
         gpt.theta.copy_(start.expand_as(gpt.theta))
@@ -100,7 +100,7 @@ def outcome(request):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_copy_and_master_lie_within_the_bounds(outcome, stage, precision, bound):
-    low, high = load("kerple_power").bounds()
+    low, high = bounds(load("kerple_power").parameters)
     for step, (copy, before, after) in enumerate(outcome[stage, precision, bound]):
         outside = (before < low) | (before > high)
         assert outside.any(), "the push did not leave the bounds: the test tests nothing"
@@ -115,7 +115,7 @@ def test_copy_and_master_lie_within_the_bounds(outcome, stage, precision, bound)
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_published_numerics_the_copy_alone_is_clamped(outcome, stage):
     """The fp32 master is not clamped, as in the released code, and only the copy is."""
-    low, high = load("kerple_power").bounds()
+    low, high = bounds(load("kerple_power").parameters)
     steps = outcome[stage, "bf16", "alone"]
     for copy, before, after in steps:
         assert torch.equal(after, before), "the master was touched"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.attention import AttentionError, attend, choose
-from megatron.positional import load, names
+from megatron.positional import bounds, load, names
 from tests.helpers.embeddings import ALIKE
 from tests.kernels.cases import DEVICE, LENGTH, SIZE, TOLERANCE, assert_close, check, make
 
@@ -25,7 +25,7 @@ class EdgeCases:
     def test_theta_at_its_bounds(self, name, edge, dtype):
         """If a column has no upper bound, 3 is used instead."""
         case = make(name, 1, 2, LENGTH, SIZE, dtype=dtype)
-        bound = case.pos.bounds()[edge == "high"].clamp(max=3.0)
+        bound = bounds(case.pos.parameters)[edge == "high"].clamp(max=3.0)
         case.inputs[3] = bound.expand(2, -1).clone().to(DEVICE).requires_grad_()
         check(case, scale=SIZE**-0.5)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.attention import attend
-from megatron.positional import PositionalEmbedding, PositionalError, load, names
+from megatron.positional import PositionalEmbedding, PositionalError, bounds, load, names
 from tests.positional.formulas64 import ENTRIES
 
 DISTANCE = [name for name, entry in ENTRIES.items() if entry.kind == "distance"]
@@ -50,7 +50,7 @@ def test_declaration(name):
     pos, entry = load(name), ENTRIES[name]
     assert (pos.name, pos.kind, pos.learnable) == (name, entry.kind, entry.learnable)
     assert [p.name for p in pos.parameters] == [c.name for c in entry.columns]
-    low, high = pos.bounds()
+    low, high = bounds(pos.parameters)
     assert low.dtype == high.dtype == torch.float32
     torch.testing.assert_close(low, torch.tensor([c.low for c in entry.columns]).float())
     torch.testing.assert_close(high, torch.tensor([c.high for c in entry.columns]).float())
@@ -239,7 +239,7 @@ def test_initial_theta(name):
     heads = 3000
     theta = pos.initial_theta(heads, torch.Generator().manual_seed(7))
     assert theta.shape == (heads, len(entry.columns)) and theta.dtype == torch.float32
-    low, high = pos.bounds()
+    low, high = bounds(pos.parameters)
     assert ((theta >= low) & (theta <= high)).all()
     if entry.initial is not None:
         for n in (*range(1, 26), 32, 40, 64):

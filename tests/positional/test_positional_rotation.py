@@ -47,7 +47,9 @@ def test_products_depend_on_distance_alone():
     q, k = torch.randn(1, 1, 1, 16).double(), torch.randn(1, 1, 1, 16).double()
     products = []
     for i, j in ((9, 2), (107, 100), (4007, 4000)):
-        q_i, k_j = ROTARY.turn(q, i, None, 10000.0), ROTARY.turn(k, j, None, 10000.0)
+        q_i, k_j = (
+            ROTARY.turn(x, torch.tensor([[at]]), None, 10000.0) for x, at in ((q, i), (k, j))
+        )
         products.append((q_i * k_j).sum())
     torch.testing.assert_close(products[1:], [products[0]] * 2, rtol=0, atol=1e-9)
 

@@ -128,7 +128,7 @@ class Run:
 
 def run(case: Case) -> Run:
     """Run the forward and the backward pass of a case in the emulator."""
-    from megatron.attention.backend import Call
+    from megatron.attention.call import Call
     from megatron.attention.fused import fused
     from megatron.positional import load
 

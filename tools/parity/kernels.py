@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron.config.choices import positional_name
 from megatron.engine.neox import layout
 from megatron.numerics import WIDE, PublishedNumerics
-from megatron.positional import PositionalEmbedding, load
+from megatron.positional import PositionalEmbedding, load, within_bounds
 from megatron.positional.rotary import Rotary
 from megatron.positional.sinusoidal import Sinusoidal
 from tools.parity.result import Result, read_arrays
@@ -67,7 +67,7 @@ def check_kind(
         if key == "slopes":
             slopes = pos.numerics.constant(pos.initial_theta(len(published)))[:, 0]
             result.compare("slopes", slopes.numpy(), published, tolerance, scale=published)
-        elif pos.kind == "distance":
+        elif pos.has("distance"):
             row = last_row(pos, probes, length, dtype)
             scale = np.abs(published).max(axis=1, keepdims=True)
             result.compare(f"L{length}", row.float().numpy(), published, tolerance, scale=scale)
@@ -110,7 +110,7 @@ def last_row(
         theta_HN = torch.stack(columns, dim=1)
     else:
         theta_HN = pos.numerics.constant(pos.initial_theta(len(probes[f"L{length}"])))
-    theta_HN = pos.within_bounds(theta_HN).to(dtype)
+    theta_HN = within_bounds(theta_HN, pos.parameters).to(dtype)
     bias, weight = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
     if bias is None:
         assert weight is not None, "a distance kernel has a bias, a weight or both"

@@ -15,6 +15,7 @@ from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
 from megatron.model.embedding import THETA
 from megatron.parallel.groups import Groups
+from megatron.positional import within_bounds
 
 if TYPE_CHECKING:
     from megatron.engine.training.pipeline import Model
@@ -145,7 +146,7 @@ def _project_theta(model: Model, weights: Weights) -> list[str]:
     if THETA not in weights:
         return []
     theta_HN = weights[THETA].to(next(model.parameters()).dtype)
-    bounded_HN = weights[THETA] = model.pos.within_bounds(theta_HN)
+    bounded_HN = weights[THETA] = within_bounds(theta_HN, model.pos.trained_parameters)
     moved = int((bounded_HN != theta_HN).sum())
     if moved == 0:
         return []

@@ -42,6 +42,7 @@ from megatron.engine.evaluation.report import LengthResult
 from megatron.engine.job.join import joined_job
 from megatron.engine.text import Text, open_text
 from megatron.model import GPT
+from megatron.model.embedding import columns_of
 from megatron.parallel.groups import Groups, build_groups
 from megatron.parallel.loss import perplexity
 from megatron.positional import PositionalEmbedding
@@ -195,7 +196,8 @@ def evaluate_checkpoint(
 def scale_distances(model: nn.Module, scale: float) -> None:
     """Make every layer of `model` see each distance times `scale`, from now on."""
     for module in model.modules() if scale != 1.0 else ():
-        if isinstance(pos := getattr(module, "pos", None), PositionalEmbedding):
+        pos = getattr(module, "pos", None)
+        if isinstance(pos, PositionalEmbedding) and pos.has_distances:
             vars(module)["pos"] = pos.scaled(scale)
 
 
@@ -259,23 +261,34 @@ def evaluate_lengths(
         if scale != 1.0:
             title += f", distances x {scale:g}"
         say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
-        if model.pos.kind == "distance":
+        if model.pos.has("distance"):
             _draw_kernels(model, config, max(lengths), run_dir / report.KERNELS_FILE)
         say(f"written to {run_dir}: {report.CSV_FILE} and pictures")
     return results
 
 
 def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path) -> None:
-    """Plot the bias b_h(d) and the weight w_h(d) of each head up to distance `longest`."""
-    pos, theta_HN = model.pos, model.theta_HN
-    if theta_HN is None:  # fixed slopes
-        theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
+    """Plot the bias b_h(d) and the weight w_h(d) of each head up to distance `longest`.
+
+    If layers have different kernels, each has a picture, named after the first layer that has it.
+    """
+    theta_HN = model.pos.initial_theta(config.model.num_attention_heads, torch.Generator())
+    if model.theta_HN is not None:
+        theta_HN[:, columns_of(model.pos, trained=True)] = model.theta_HN
     distances = torch.logspace(0, math.log10(longest), 400).long().unique()
-    bias, weight = pos.bias(theta_HN, distances), pos.weight(theta_HN, distances)
-    report.write_kernels(
-        None if bias is None else bias.numpy(),
-        distances.numpy(),
-        None if weight is None else weight.numpy(),
-        config.model.seq_length,
-        path,
-    )
+    kernels = {}
+    for index in range(config.model.num_layers):
+        pos, columns = model.pos.of_layer(index)
+        kernels.setdefault((pos, columns.start), (index, pos, theta_HN[:, columns]))
+    for index, pos, own_HN in kernels.values():
+        kernel, kernel_HN = pos.kernel_part(own_HN)
+        if kernel_HN is None or not kernel.has("distance"):
+            continue
+        bias, weight = kernel.bias(kernel_HN, distances), kernel.weight(kernel_HN, distances)
+        report.write_kernels(
+            None if bias is None else bias.numpy(),
+            distances.numpy(),
+            None if weight is None else weight.numpy(),
+            config.model.seq_length,
+            path if len(kernels) == 1 else path.with_stem(f"{path.stem}_layer{index}"),
+        )

@@ -24,12 +24,12 @@ def implied_buffers(
         A dict from GPT-NeoX's name to buffer.
     """
     sinusoidal, rotary, alibi = layout.BUFFERS
-    if pos.kind == "input" and not pos.learnable:
+    if pos.has("input") and not pos.learnable:
         return {sinusoidal: frequencies(block.hidden_size, 10000.0, dtype, None)}
-    if pos.kind == "rotary":
+    if pos.has("rotary"):
         rotated = int(block.head_size * block.rotary_pct)
         return {rotary: frequencies(rotated, block.rotary_base, dtype, None)}
-    if pos.kind != "distance" or pos.learnable or pos.name not in layout.EMBEDDINGS:
+    if not pos.has("distance") or pos.learnable or pos.name not in layout.EMBEDDINGS:
         return {}
     slopes_H1 = pos.initial_theta(block.num_heads).to(dtype)
     name = layout.RPE + pos.parameters[0].name

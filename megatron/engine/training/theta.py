@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.parallel.groups import Groups
-from megatron.positional import PositionalEmbedding
+from megatron.positional import PositionalEmbedding, bounds
 
 MOST_COLUMNS = 8
 """If theta has more columns than this, the log shows one range for all, otherwise one for each."""
@@ -85,7 +85,7 @@ class TrainedTheta:
         theta, master_HN = self.parameter, self.master()
         if theta is None or master_HN is None:
             return
-        low_N, high_N = self.pos.bounds()
+        low_N, high_N = bounds(self.pos.trained_parameters)
         bounded_HN = master_HN.clamp(low_N.to(master_HN.device), high_N.to(master_HN.device))
         if self.pos.numerics.projects_master:
             self._set_master(theta, bounded_HN)
@@ -103,7 +103,7 @@ class TrainedTheta:
         if self._projected_HN is None:
             return {}
         theta_HN = self._all_heads(self._projected_HN)
-        names = [parameter.name for parameter in self.pos.parameters]
+        names = [parameter.name for parameter in self.pos.trained_parameters]
         if len(names) > MOST_COLUMNS:  # such as T5's table of buckets
             columns = {"table": theta_HN}
         else:

@@ -1,0 +1,179 @@
+"""Hold the inputs of one attention call, check them, and reduce them to what a backend computes.
+
+Legend: see `choice`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron.positional import PositionalEmbedding
+
+
+class AttentionError(ValueError):
+    """A backend is unavailable, or inputs are invalid. The error message names a remedy."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of one attention call. `choice.AttentionFn.__call__` describes each of them."""
+
+    q_BHTE: Tensor
+    k_BKSE: Tensor
+    v_BKSE: Tensor
+    pos: PositionalEmbedding
+    theta_HN: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    dropout_p: float = 0.0
+    query_offset: int = 0
+    decay_BHS: Tensor | None = None
+    starts_BS: Tensor | None = None
+    window: int | None = None
+    positions_BT: Tensor | None = None
+    sink_H: Tensor | None = None
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the positional embedding has a distance kernel."""
+        return self.pos.has("distance")
+
+    @property
+    def theta(self) -> Tensor:
+        """The parameters theta [heads, columns] of the distance kernel.
+
+        This property may be used only if `has_kernel` is true.
+        """
+        assert self.theta_HN is not None
+        return self.theta_HN
+
+    @property
+    def wants_gradients(self) -> bool:
+        inputs = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN, self.decay_BHS)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+    @property
+    def masked(self) -> bool:
+        """Whether documents or a window limit the keys that a query sees."""
+        return self.starts_BS is not None or self.window is not None
+
+    def first_keys(self) -> Tensor | None:
+        """Return the first key that each query sees, int64 [B or 1, T]; None if that is key 0.
+
+        The numbers never fall from one query to the next.
+        """
+        if not self.masked:
+            return None
+        end = self.query_offset + self.q_BHTE.shape[2]
+        first_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.q_BHTE.device)
+        if self.window is not None:
+            row_T = torch.arange(self.query_offset, end, device=self.q_BHTE.device)
+            first_BT = (row_T - self.window).clamp(min=0)[None]
+        if self.starts_BS is not None:
+            first_BT = first_BT.maximum(self.starts_BS[:, self.query_offset : end].long())
+        return first_BT
+
+    @property
+    def layout(self) -> tuple:
+        """The properties of the call on which `check` depends, such as shapes and dtypes."""
+        tensors = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
+        tensors += (self.decay_BHS, self.starts_BS, self.positions_BT)
+        shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
+        numbers = (self.scale, self.dropout_p, self.query_offset, self.window)
+        return *shapes, *numbers, self.pos, self.wants_gradients
+
+
+def check(call: Call) -> None:
+    """Raise an error for inputs that would later give wrong numbers or an obscure error.
+
+    Raises:
+        AttentionError: Shapes, dtypes, devices or numbers do not fit together.
+    """
+    q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
+    batch, heads, queries, size = q_BHTE.shape
+    key_heads, keys = k_BKSE.shape[1:3]
+    if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
+        raise AttentionError(
+            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must agree "
+            "in batch and head size, and k and v in heads and length"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
+    if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
+        raise AttentionError(
+            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
+        )
+    if theta_HN is not None and theta_HN.device != q_BHTE.device:
+        raise AttentionError(f"theta is on {theta_HN.device}, but q on {q_BHTE.device}")
+    if not q_BHTE.device == k_BKSE.device == v_BKSE.device:
+        raise AttentionError(
+            f"q, k and v must be on one device, not {q_BHTE.device}, {k_BKSE.device}, "
+            f"{v_BKSE.device}"
+        )
+    if not call.scale > 0.0:
+        raise AttentionError(f"scale must be above 0, not {call.scale}")
+    first = call.query_offset
+    if first < 0 or first + queries > keys:
+        raise AttentionError(
+            f"queries at positions {first} ... {first + queries - 1} need their own keys, but "
+            f"there are {keys}: query_offset + T <= S must hold"
+        )
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise AttentionError(f"dropout_p must lie in [0, 1), not {call.dropout_p}")
+    for name, x, shape in (
+        ("decay_BHS", call.decay_BHS, (batch, heads, keys)),
+        ("starts_BS", call.starts_BS, (batch, keys)),
+        ("positions_BT", call.positions_BT, (batch, queries)),
+    ):
+        if x is not None and (tuple(x.shape) != shape or x.device != q_BHTE.device):
+            raise AttentionError(
+                f"{name} must be {list(shape)} on {q_BHTE.device}, not {list(x.shape)} on "
+                f"{x.device}"
+            )
+    if call.window is not None and call.window < 0:
+        raise AttentionError(f"window must be 0 or more, not {call.window}")
+    if call.has_kernel or call.pos.parameters:
+        expected = (heads, len(call.pos.parameters))
+        if theta_HN is None or tuple(theta_HN.shape) != expected:
+            got = "none" if theta_HN is None else str(list(theta_HN.shape))
+            raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")
+
+
+def lowered(call: Call, *, grouped: bool) -> Call:
+    """Return a call with the same output that has only what a backend computes itself.
+
+    The temperature is multiplied into q, and the sink is computed from theta. What remains of the
+    positional embedding and of theta is the distance kernel. Keys after the last query are removed.
+
+    Args:
+        grouped: Whether k and v may keep fewer heads than q.
+    """
+    k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
+    group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
+    seen = call.query_offset + call.q_BHTE.shape[2]
+    if seen < k_BKSE.shape[2]:  # later keys may hold anything, even NaN, and NaN times 0 is NaN
+        k_BKSE, v_BKSE = k_BKSE[:, :, :seen], v_BKSE[:, :, :seen]
+        decay_BHS = None if decay_BHS is None else decay_BHS[:, :, :seen]
+    if group > 1 and not grouped:
+        k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
+    if k_BKSE is not call.k_BKSE:
+        call = replace(call, k_BKSE=k_BKSE, v_BKSE=v_BKSE, decay_BHS=decay_BHS)
+    if call.pos.has("temperature"):
+        call = replace(call, q_BHTE=_tempered(call))
+    if call.pos.has("sink"):
+        call = replace(call, sink_H=call.pos.sink(call.theta))
+    pos, theta_HN = call.pos.kernel_part(call.theta_HN)
+    return call if pos is call.pos else replace(call, pos=pos, theta_HN=theta_HN)
+
+
+def _tempered(call: Call) -> Tensor:
+    """Return the queries, each multiplied by the temperature of its position."""
+    q_BHTE, positions_BT = call.q_BHTE, call.positions_BT
+    if positions_BT is None:
+        first, length = call.query_offset, q_BHTE.shape[2]
+        positions_BT = torch.arange(first, first + length, device=q_BHTE.device)[None]
+    t_HBT = call.pos.temperature(call.theta, positions_BT)
+    return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)

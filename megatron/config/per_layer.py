@@ -1,0 +1,69 @@
+"""Read values that differ from layer to layer, in the syntax of GPT-NeoX's `attention_config`.
+
+[[[rotary], 3], [[none], 1]]     three layers `rotary`, then one layer `none`
+[[[rotary, none], 6]]            `rotary` and `none` in turn, six times
+[[[rotary, none], all]]          `rotary` and `none` in turn, up to the last layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+EXAMPLE = "e.g. [[[rotary], 3], [[none], 1]]"
+ALL = "all"
+
+
+def per_layer(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a check for one value of all layers, or a list as in the module's docstring.
+
+    Args:
+        check: The check of a single value, which raises ValueError.
+    """
+
+    def checked(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return check(value)
+        groups = []
+        for group in value:
+            if not isinstance(group, list | tuple) or len(group) != 2:
+                raise ValueError(f"expected pairs of values and repeats, got {group!r}; {EXAMPLE}")
+            values, repeats = group
+            if not isinstance(values, list | tuple) or not values:
+                raise ValueError(f"expected a list of values, got {values!r}; write {EXAMPLE}")
+            if repeats != ALL and (type(repeats) is not int or repeats < 1):
+                raise ValueError(f"expected a number of repeats or all, got {repeats!r}")
+            if repeats == ALL and len(value) > 1:
+                raise ValueError("all must stand alone: it repeats up to the last layer")
+            groups.append((tuple(check(each) for each in values), repeats))
+        if not groups:
+            raise ValueError(f"expected at least one group of layers; write {EXAMPLE}")
+        return tuple(groups)
+
+    return checked
+
+
+def values_of(value: Any) -> list[Any]:
+    """Return the different values that occur in a checked value, in order."""
+    if not isinstance(value, tuple):
+        return [value]
+    return list(dict.fromkeys(each for values, _ in value for each in values))
+
+
+def layers_of(value: Any, num_layers: int) -> list[Any]:
+    """Return the value of each layer, from a checked value without a problem (`problem_of`)."""
+    if not isinstance(value, tuple):
+        return [value] * num_layers
+    groups = (
+        list(values) * (num_layers // len(values) if repeats == ALL else repeats)
+        for values, repeats in value
+    )
+    return [each for group in groups for each in group]
+
+
+def problem_of(value: Any, num_layers: int) -> str | None:
+    """Return what is wrong with a checked value for `num_layers` layers, or None."""
+    found = len(layers_of(value, num_layers))
+    if found == num_layers:
+        return None
+    return f"names {found} layers, but num_layers is {num_layers}; write repeats that add up to it"

@@ -1,0 +1,84 @@
+"""Check that the positional embedding fits the model's other sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.layouts import Found, relation
+from megatron.config.per_layer import problem_of, values_of
+
+
+@relation("pos_emb", "num_layers")
+def _pos_emb_per_layer(pos_emb: Any, num_layers: int) -> Found | None:
+    if problem := problem_of(pos_emb, num_layers):
+        return "pos_emb", problem
+
+
+@relation("sliding_window_width", "num_layers")
+def _width_per_layer(width: Any, num_layers: int) -> Found | None:
+    if problem := problem_of(width, num_layers):
+        return "sliding_window_width", problem
+
+
+def _uses(pos_emb: Any, term: str) -> bool:
+    return any(term in name.split(" + ") for name in values_of(pos_emb))
+
+
+@relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
+def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
+    if not _uses(pos_emb, "rotary") or hidden % heads:
+        return None
+    turned = int(hidden // heads * pct)
+    if turned == 0 or turned % 2:
+        return (
+            "rotary_pct" if pct < 1 else "pos_emb",
+            f"rotary rotates pairs of dimensions, but int(head size {hidden // heads} x rotary_pct "
+            f"{pct}) = {turned}; choose hidden_size / num_attention_heads and rotary_pct so that "
+            "this number is even and above 0",
+        )
+
+
+@relation("pos_emb", "hidden_size")
+def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
+    if _uses(pos_emb, "sinusoidal") and hidden % 2:
+        text = f"{hidden} is odd, but sinusoidal needs pairs of dimensions"
+        return "hidden_size", f"{text}; write {hidden + 1}"
+    return None
+
+
+@relation(
+    "pos_emb",
+    "max_position_embeddings",
+    "opt_pos_emb_offset",
+    "seq_length",
+    "seq_length_val",
+    "eval_lengths",
+)
+def _learned(
+    pos_emb: Any, rows: int, offset: int, seq: int, seq_val: int, lengths: tuple[int, ...]
+) -> Found | None:
+    asked = {"seq_length": seq, "seq_length_val": seq_val, "eval_lengths": max(lengths, default=0)}
+    name = next((name for name, length in asked.items() if length + offset > rows), None)
+    if _uses(pos_emb, "learned") and name is not None:
+        shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
+        return (
+            name,
+            f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned "
+            f"positions end; write max_position_embeddings: {max(asked.values()) + offset}, or "
+            "another pos_emb",
+        )
+
+
+@relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
+def _rpe(pos_emb: Any, buckets: int, distance: int) -> Found | None:
+    if not _uses(pos_emb, "rpe"):
+        return None
+    if buckets < 2:
+        return "rpe_num_buckets", f"{buckets} is too few: rpe needs at least 2; write e.g. 32"
+    if distance <= buckets // 2:
+        return (
+            "rpe_max_distance",
+            f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance "
+            f"each, so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 "
+            "buckets",
+        )

@@ -1,0 +1,193 @@
+"""Combine positional embeddings: several in one layer, or other ones in other layers.
+
+In one layer, kernels of `distance` terms add their biases and multiply their factors, and each term
+of another kind acts as it does alone. Theta holds the columns of all terms side by side, so a model
+has one theta, whatever its layers combine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, PositionalError
+
+
+class Combination(PositionalEmbedding):
+    """Several embeddings that act together in one layer.
+
+    Args:
+        terms: The embeddings. Only the kind `distance` may occur more than once.
+
+    Raises:
+        PositionalError: Two terms are equal, or two terms exclude each other.
+    """
+
+    def __init__(self, terms: Sequence[PositionalEmbedding]):
+        super().__init__(terms[0].numerics)
+        names = [term.name for term in terms]
+        for place, term in enumerate(terms):
+            if term.name in names[:place]:
+                raise PositionalError(f"{term.name} occurs twice in {' + '.join(names)}")
+            same = [other.name for other in terms[:place] if other.kind == term.kind]
+            if same and term.kind not in ("distance", "none"):
+                raise PositionalError(
+                    f"{same[0]} and {term.name} exclude each other: both have the kind {term.kind}"
+                )
+        self._terms = tuple(terms)
+        self.parameters = tuple(
+            replace(parameter, name=f"{term.name}.{parameter.name}")
+            for term in terms
+            for parameter in term.parameters
+        )
+        self.learnable = bool(self.trained_parameters)
+
+    @property
+    def terms(self) -> tuple[PositionalEmbedding, ...]:
+        return self._terms
+
+    @property
+    def name(self) -> str:
+        return " + ".join(term.name for term in self._terms)
+
+    def scaled(self, distance_scale: float) -> Combination:
+        return Combination(_scaled(self._terms, distance_scale))
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.cat([term.initial_theta(num_heads, generator) for term in self._terms], dim=1)
+
+    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
+        values = (term.bias(own_HN, d) for term, own_HN in self._with_theta(theta_HN))
+        return _joined(values, torch.add)
+
+    def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
+        values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN))
+        return _joined(values, torch.mul)
+
+    def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
+        term, own_HN = self._only("temperature", theta_HN)
+        return term.temperature(own_HN, position)
+
+    def sink(self, theta_HN: Tensor) -> Tensor:
+        term, own_HN = self._only("sink", theta_HN)
+        return term.sink(own_HN)
+
+    def turn(
+        self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
+    ) -> Tensor:
+        for term in self._terms:
+            x_BHTE = term.turn(x_BHTE, positions_BT, rotary_ndims, base)
+        return x_BHTE
+
+    def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        (term,) = (term for term in self._terms if term.kind == "input")
+        return term.table(positions, dim, dtype)
+
+    @cached_property
+    def _kernel(self) -> tuple[PositionalEmbedding, list[int]]:
+        """The distance kernel alone, and the places of its columns in theta."""
+        terms, columns, start = [], [], 0
+        for term in self._terms:
+            if term.kind == "distance":
+                terms.append(term)
+                columns += range(start, start + len(term.parameters))
+            start += len(term.parameters)
+        if len(terms) == 1:
+            return terms[0], columns
+        return Combination(terms) if terms else PositionalEmbedding(self.numerics), columns
+
+    def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
+        kernel, columns = self._kernel
+        if len(kernel.terms) == len(self._terms):
+            return self, theta_HN
+        return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
+
+    def _with_theta(self, theta_HN: Tensor) -> list[tuple[PositionalEmbedding, Tensor]]:
+        sizes = [len(term.parameters) for term in self._terms]
+        return list(zip(self._terms, theta_HN.split(sizes, dim=1), strict=True))
+
+    def _only(self, kind: str, theta_HN: Tensor) -> tuple[PositionalEmbedding, Tensor]:
+        (found,) = (pair for pair in self._with_theta(theta_HN) if pair[0].kind == kind)
+        return found
+
+
+def _joined(values, operation) -> Tensor | None:
+    result = None
+    for value in values:
+        if value is not None:
+            result = value if result is None else operation(result, value)
+    return result
+
+
+def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:
+    """Return the parts, those with distances scaled. Equal parts stay equal.
+
+    Raises:
+        PositionalError: No part has distances, or a part refuses.
+    """
+    scaled = {part: part.scaled(scale) for part in parts if part.has_distances}
+    if not scaled:
+        raise PositionalError(f"{parts[0].name} depends on no distance that could be scaled")
+    return [scaled.get(part, part) for part in parts]
+
+
+class PerLayer(PositionalEmbedding):
+    """The embeddings of a model whose layers have different ones, or each their own theta.
+
+    Theta holds the columns of all embeddings side by side. Layers with the same embedding share its
+    columns, unless `own_theta` is set.
+
+    Args:
+        layers: The embedding of each layer. Layers with the same object have the same embedding.
+        own_theta: Whether each layer has its own columns.
+
+    Raises:
+        PositionalError: A layer's embedding acts on the input of the model, not on one layer.
+    """
+
+    def __init__(self, layers: Sequence[PositionalEmbedding], *, own_theta: bool):
+        super().__init__(layers[0].numerics)
+        self._layers, self._own_theta = tuple(layers), own_theta
+        self._columns: list[slice] = []
+        self._drawn: list[PositionalEmbedding] = []
+        known: dict[PositionalEmbedding, slice] = {}
+        several = own_theta or len({pos for pos in layers if pos.parameters}) > 1
+        parameters = []
+        for index, pos in enumerate(layers):
+            if pos is not layers[0] and (pos.has("input") or layers[0].has("input")):
+                raise PositionalError(
+                    f"{pos.name} in layer {index} and {layers[0].name} in layer 0: vectors are "
+                    "added to the input of the model, so they cannot differ from layer to layer"
+                )
+            if own_theta or pos not in known:
+                prefix = f"layers.{index}." if several else ""
+                known[pos] = slice(len(parameters), len(parameters) + len(pos.parameters))
+                parameters += [replace(p, name=prefix + p.name) for p in pos.parameters]
+                self._drawn.append(pos)
+            self._columns.append(known[pos])
+        self.parameters = tuple(parameters)
+        self.learnable = bool(self.trained_parameters)
+
+    @property
+    def terms(self) -> tuple[PositionalEmbedding, ...]:
+        return tuple(term for pos in dict.fromkeys(self._layers) for term in pos.terms)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(dict.fromkeys(pos.name for pos in self._layers))
+
+    def scaled(self, distance_scale: float) -> PerLayer:
+        return PerLayer(_scaled(self._layers, distance_scale), own_theta=self._own_theta)
+
+    def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
+        return self._layers[index], self._columns[index]
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.cat([pos.initial_theta(num_heads, generator) for pos in self._drawn], dim=1)
+
+    def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._layers[0].table(positions, dim, dtype)
