@@ -28,7 +28,7 @@ class Sandwich(PositionalEmbedding):
     """
 
     kind = "distance"
-    parameters = (ThetaParameter("scale"),)
+    parameters = (ThetaParameter("scale", trained=False),)
 
     def __init__(self, dimensions: int = 128, *, numerics: Numerics = WIDE):
         super().__init__(numerics)
