@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tests.helpers.jobs import cell, run_job, write_config, write_shards
@@ -184,9 +185,10 @@ def metrics(run: Path) -> dict[tuple[str, int], float]:
         row = json.loads(line)
         step = row.pop("step")
         found |= {
-            (name, step): value
-            for name, value in row.items()
+            (f"{name}/{i}", step): value
+            for name, values in row.items()
             if name.startswith(("train/loss", "train/grad_norm", "theta/", "validation/", "final/"))
+            for i, value in enumerate(np.ravel(values))
         }
     return found
 

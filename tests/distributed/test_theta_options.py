@@ -92,6 +92,13 @@ def test_the_layout_changes_nothing(runs, name):
             assert ours[step] == pytest.approx(value, rel=tolerance, abs=tolerance), (metric, step)
 
 
+@pytest.mark.parametrize("name", ["zero3", "tp2", "pp2"])
+def test_theta_is_logged_per_head(runs, name):
+    p, a = theta(runs / name).unbind(1)
+    assert rows(runs / name, "theta/bias_p")[6] == p.tolist()
+    assert rows(runs / name, "theta/bias_a")[6] == pytest.approx(a.tolist(), rel=1e-6)
+
+
 def test_theta_moves_by_its_own_learning_rate(runs):
     """The first step of Adam is the learning rate, whatever the gradient."""
     moved = (theta(runs / "one step") - torch.tensor([[1.25, x] for x in HEADS_A])).abs()

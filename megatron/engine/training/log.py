@@ -19,16 +19,14 @@ earlier step, and wandb's internal step counter cannot go back.
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megatron.engine.errors import RunLogError
+from megatron.engine.training.rows import Metric, flat, json_line, plain
 from megatron.files import parse_json, write_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -112,20 +110,20 @@ class RunLog:
             if error.errno not in FULL:
                 raise
 
-    def metrics(self, step: int, values: Mapping[str, float], *, text: str | None = None) -> None:
+    def metrics(self, step: int, values: Mapping[str, Metric], *, text: str | None = None) -> None:
         """Record values at a step, in `metrics.jsonl` and wandb.
 
         Args:
-            values: maps each metric's name to a plain number or a 0-d tensor.
+            values: maps each metric's name to a number, a 0-d tensor, or a nested list of these.
             text: a line to print on the console; None prints nothing.
         """
         if not self.is_main:
             return
-        row = {"step": step} | {name: _number(value) for name, value in values.items()}
+        row = {"step": step} | {name: plain(metric) for name, metric in values.items()}
         if self._path is not None:
-            self._append(self._path, _json_line(row))
+            self._append(self._path, json_line(row))
         if self._wandb is not None:
-            self._wandb.log(row)
+            self._wandb.log(dict(pair for name in row for pair in flat(name, row[name])))
         if text is not None:
             self.line(text)
 
@@ -197,15 +195,6 @@ def _location(run: Any) -> str:
         folder = Path(run.dir).parent
         return f"wandb: offline run {run.id}; upload it later with `wandb sync {folder}`"
     return f"wandb: {run.url}"
-
-
-def _number(value: Any) -> int | float:
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _json_line(row: Mapping[str, int | float]) -> str:
-    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _keep_complete_rows(path: Path, last_step: int, validates_again: bool) -> None:

@@ -252,18 +252,24 @@ class TrainingLoop:
         settings = self.settings
         seconds = self._meter.seconds_per_step
         rate = settings.train_batch_size * settings.seq_length / seconds
-        values = {"train/loss": loss, "train/lr": lr, "train/tokens_per_second": rate}
+        values: dict[str, Any] = {
+            "train/loss": loss,
+            "train/lr": lr,
+            "train/tokens_per_second": rate,
+        }
         text = f"step {step}/{settings.train_iters} | loss {loss:.4f} | lr {lr:.2e}"
         if norm is not None:
             values["train/grad_norm"] = float(norm)
             text += f" | grad norm {float(norm):.3f}"
         eta = (settings.train_iters - step) * seconds
         text += f" | {rate:,.0f} tokens/s | ETA {_clock(eta)}"
-        if ranges := self.theta.ranges():
-            for name, (low, high) in ranges.items():
-                values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
-            shown = (f"{name} {low:.3g}..{high:.3g}" for name, (low, high) in ranges.items())
-            text += " | theta " + ", ".join(shown)
+        shown = []
+        for name, column in self.theta.columns().items():
+            low, high = column.min().item(), column.max().item()
+            values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
+            values[f"theta/{name}"] = column.tolist()
+            shown.append(f"{name} {low:.3g}..{high:.3g}")
+        text += " | theta " + ", ".join(shown) if shown else ""
         self.log.metrics(step, values, text=text)
 
     def _log_validation(self, step: int, loss: float | None) -> None:

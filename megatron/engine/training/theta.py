@@ -94,21 +94,19 @@ class TrainedTheta:
             theta.data.copy_(bounded_HN)
         self._projected_HN = bounded_HN
 
-    def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return a dict from column name to (least, largest) value after the last `project`.
+    def columns(self) -> dict[str, Tensor]:
+        """Return a dict from column name to the values [all heads] after the last `project`.
 
-        Each range is over all heads. If theta has more than MOST_COLUMNS columns, the only range is
-        that of all columns, with the name "table".
+        If theta has more than MOST_COLUMNS columns, the dict has the only entry "table", with all
+        columns, [all heads, parameters per head].
         """
         if self._projected_HN is None:
             return {}
         theta_HN = self._all_heads(self._projected_HN)
         names = [parameter.name for parameter in self.pos.trained_parameters]
         if len(names) > MOST_COLUMNS:  # such as T5's table of buckets
-            columns = {"table": theta_HN}
-        else:
-            columns = dict(zip(names, theta_HN.T, strict=True))
-        return {name: (x.min().item(), x.max().item()) for name, x in columns.items()}
+            return {"table": theta_HN}
+        return dict(zip(names, theta_HN.T, strict=True))
 
     def _all_heads(self, theta_HN: Tensor) -> Tensor:
         return torch.cat(self.groups.model.gather(theta_HN))

@@ -56,6 +56,12 @@ def test_not_finite_numbers_leave_valid_json(tmp_path):
     assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}]
 
 
+def test_lists_are_lists_in_the_file(tmp_path):
+    with RunLog(tmp_path, is_main=True) as log:
+        log.metrics(1, {"theta/table": [[1, math.nan], [torch.tensor(0.5), 2.0]]})
+    assert rows(tmp_path) == [{"step": 1, "theta/table": [[1, None], [0.5, 2.0]]}]
+
+
 def write_metrics(folder: Path, steps: list[int], torn: str = "") -> None:
     with RunLog(folder, is_main=True) as log:
         for step in steps:
@@ -172,7 +178,7 @@ def test_wandb_offline_records_on_disk_and_a_resumed_run_adds_its_own(tmp_path, 
     options = {"wandb_mode": "offline", "project": "kerple-test", "wandb_group": "g", "team": None}
     common = {"is_main": True, "use_wandb": True, "wandb_options": options}
     with RunLog(tmp_path, config={"hidden_size": 64}, **common) as log:
-        log.metrics(10, {"loss": 1.25})
+        log.metrics(10, {"loss": 1.25, "theta/bias_p": [0.5, 2.0]})
         log.metrics(20, {"loss": 1.0})
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and "wandb sync" in said[0]
@@ -184,7 +190,7 @@ def test_wandb_offline_records_on_disk_and_a_resumed_run_adds_its_own(tmp_path, 
     while len(found := finished_runs(tmp_path)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    logged, runs, config = [], set(), {}
+    logged, runs, config, heads = [], set(), {}, {}
     for record in (record for run in found for record in run):
         if record.HasField("run"):
             runs.add((record.run.run_id, record.run.project, record.run.run_group))
@@ -192,6 +198,8 @@ def test_wandb_offline_records_on_disk_and_a_resumed_run_adds_its_own(tmp_path, 
         if record.HasField("history"):
             items = {i.nested_key[0]: float(i.value_json) for i in record.history.item}
             logged.append((items["step"], items["loss"]))
+            heads |= {name: items[name] for name in items if name.startswith("theta/")}
+    assert heads == {"theta/bias_p/0": 0.5, "theta/bias_p/1": 2.0}
     assert sorted(logged) == [(10, 1.25), (20, 0.5), (20, 1.0)]
     assert len({run_id for run_id, _, _ in runs}) == 2
     assert {(project, group) for _, project, group in runs} == {("kerple-test", "g")}

@@ -1,0 +1,39 @@
+"""Convert the metrics of a step, which are numbers and nested lists of numbers, for the log."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
+from typing import Any
+
+Metric = Any
+"""A number, a tensor with one element, or a (nested) list of these."""
+
+
+def plain(metric: Metric) -> Any:
+    """Return the metric with plain ints and floats."""
+    return _mapped(lambda x: int(x) if isinstance(x, Integral) else float(x), metric)
+
+
+def flat(name: str, metric: Metric) -> Iterator[tuple[str, Any]]:
+    """Yield (name, number) for each number; those in lists have names such as `theta/bias_p/3`."""
+    if not isinstance(metric, list):
+        yield name, metric
+        return
+    for i, each in enumerate(metric):
+        yield from flat(f"{name}/{i}", each)
+
+
+def json_line(row: Mapping[str, Metric]) -> str:
+    """Return the row as a line of JSON, with null for NaN and infinity."""
+    finite = {
+        name: _mapped(lambda x: x if math.isfinite(x) else None, metric)
+        for name, metric in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:
+    return [_mapped(change, x) for x in metric] if isinstance(metric, list) else change(metric)
