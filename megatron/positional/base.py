@@ -138,10 +138,10 @@ class PositionalEmbedding:
         return type(self).__module__.rpartition(".")[2]
 
     def scaled(self, distance_scale: float) -> PositionalEmbedding:
-        """Return a copy whose kernel at distance d is this one's at `distance_scale` times d.
+        """Return a copy of this embedding that multiplies every distance by `distance_scale`.
 
-        A formula gets the scaled distance from `columns`. A subclass that does not use `columns`
-        scales its distances itself or refuses.
+        Formulas get the scaled distance from the method `columns`. A subclass that does not use
+        `columns` must scale its distances itself, or raise an error.
 
         Raises:
             PositionalError: The embedding has no distances that can be scaled.
@@ -245,7 +245,8 @@ class PositionalEmbedding:
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """Return (d, column 0, column 1, ...) in one dtype, at least fp32.
 
-        The columns of theta are reshaped so that they broadcast with d, which is scaled.
+        The columns of theta are reshaped so that they broadcast with d. The returned d is already
+        multiplied by the distance scale.
         """
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()

@@ -1,8 +1,8 @@
 """Define a Gaussian bias, b_h(d) = a (exp(-r d^2) - 1) with a, r > 0.
 
 The KERPLE paper (arXiv 2205.09921) compares it in Appendix A.3 and Table 6, as "2-para-bias",
-a exp(-r d^2). The constant -a, which softmax ignores, makes b_h(0) = 0. The kernel plus that
-constant is positive definite and bounded. The paper finds that bounded biases extrapolate badly.
+a exp(-r d^2). The constant -a, which softmax ignores, makes b_h(0) = 0. Without this constant, the
+kernel is positive definite. The paper finds that bounded biases such as this extrapolate badly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron.positional.base import PositionalEmbedding, factor
 class Gaussian(PositionalEmbedding):
     """Distance kernel a (exp(-r d^2) - 1) with initial a, r ~ U(0, 1). The bounds are a, r >= 0.01.
 
-    The paper gives neither: these are the initial values and bounds of its other coefficients.
+    The paper gives no initial values and bounds for this kernel. Those of its other kernels'
+    coefficients are used.
     """
 
     kind = "distance"

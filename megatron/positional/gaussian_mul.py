@@ -16,7 +16,7 @@ from megatron.positional.base import PositionalEmbedding, factor
 class GaussianMul(PositionalEmbedding):
     """Multiplicative distance kernel exp(-r d^2) with initial r ~ U(0, 1). The bound is r >= 0.01.
 
-    With r = 0.01, w is 0.1 at distance 15.
+    At this bound, w falls to 0.1 at distance 15.
     """
 
     kind = "distance"

@@ -2,8 +2,8 @@
 
 Each term is a kernel of the KERPLE paper (arXiv 2205.09921), `kerple_log` or `kerple_power`, with
 parameters of its own. Sums of conditionally positive definite (CPD) kernels are CPD. The bias of
-arXiv 2601.06113, -delta d - beta log(1 + d) - gamma sqrt(d), is the sum of one logarithm and two
-powers with a = 1, q = 1 and q = 1/2, which are learned here.
+arXiv 2601.06113, -delta d - beta log(1 + d) - gamma sqrt(d), is such a sum, with one logarithm
+(a = 1) and two powers (q = 1 and q = 1/2). Here a and q are learned.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron.positional.base import (
 class KerpleSum(PositionalEmbedding):
     """Distance kernel of `logs` logarithms and `powers` powers for each head.
 
-    Initial values and bounds of each term are those of `kerple_log` and `kerple_power`. (Kernels
-    combined by name occur once each. This class repeats a kernel with different parameters.)
+    The initial values and bounds of each term are those of `kerple_log` and `kerple_power`. Each
+    term has parameters of its own.
 
     Args:
         logs: The number of logarithms.

@@ -1,7 +1,7 @@
 """Define Sandwich, the fixed bias b_h(d) = (S(d) - S(0)) H / (8 (h + 1)) of H heads.
 
-Chi, Fan, Rudnicky, Ramadge, ACL 2023 (arXiv 2212.10356). S is the product of two sinusoidal
-position vectors of D dimensions, which depends on their distance alone:
+Chi, Fan, Rudnicky, Ramadge, ACL 2023 (arXiv 2212.10356). S(d) is the inner product of two
+sinusoidal position vectors of D dimensions at distance d:
 
     S(d) = sum of cos(d 10000^(-2i/D)) over i = 0 ... D/2 - 1
 
@@ -18,13 +18,13 @@ from megatron.positional.base import PositionalEmbedding, PositionalError, Theta
 
 
 class Sandwich(PositionalEmbedding):
-    """Distance kernel whose theta holds H / (8 (h + 1)), which is not trained.
+    """Distance kernel whose parameters H / (8 (h + 1)) for head h of H heads are not trained.
 
-    The fused kernels tabulate it, because D/2 cosines for every score would be slower. `eager`
-    needs D/2 numbers for every score.
+    The fused kernels tabulate the bias, because computing D/2 cosines for every score would be
+    slower. The backend `eager` needs memory for D/2 numbers per score.
 
     Args:
-        dimensions: D, even. The paper's is 128.
+        dimensions: The even number D of dimensions of a position vector (128 in the paper).
     """
 
     kind = "distance"

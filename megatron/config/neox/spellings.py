@@ -212,7 +212,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is DAPE's name of an embedding."""
+    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code."""
     given = out.given.get("pos_emb")
     if given and str(given.value).lower() == "kerple":
         out.notes.append(

@@ -193,7 +193,7 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 
 
 def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
-    """Return the published names of the kernel's learned tensors, in the order of our columns."""
+    """Return the published names of the kernel's learned tensors, ordered as theta's columns."""
     if pos.kind != "distance" or not pos.learnable:
         return ()
     return (TABLE,) if pos.name == "rpe" else tuple(p.name for p in pos.parameters)
