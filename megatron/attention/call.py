@@ -63,7 +63,7 @@ class Call:
     def first_keys(self) -> Tensor | None:
         """Return the first key that each query sees, int64 [B or 1, T]; None if that is key 0.
 
-        The numbers never fall from one query to the next.
+        The key numbers never decrease from one query to the next.
         """
         if not self.masked:
             return None
@@ -143,7 +143,7 @@ def check(call: Call) -> None:
 
 
 def lowered(call: Call, *, grouped: bool) -> Call:
-    """Return a call with the same output that has only what a backend computes itself.
+    """Return an equivalent call that contains only what a backend computes itself.
 
     The temperature is multiplied into q, and the sink is computed from theta. What remains of the
     positional embedding and of theta is the distance kernel. Keys after the last query are removed.

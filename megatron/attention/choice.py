@@ -215,7 +215,7 @@ def refusal(backend: Backend, request: Request) -> str | None:
 
 
 def _missing(request: Request) -> str:
-    """Return which terms of a request not every backend serves."""
+    """Return the terms of a request that some backends do not serve."""
     asked = {
         "documents and windows": request.masked,
         "a forget gate": request.decays,

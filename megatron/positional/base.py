@@ -110,7 +110,7 @@ class PositionalEmbedding:
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
-        """The embeddings of which this one is a combination; itself alone if it is none."""
+        """The terms of a combination; for any other embedding, this embedding alone."""
         return (self,)
 
     def has(self, kind: Kind) -> bool:

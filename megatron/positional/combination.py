@@ -1,4 +1,4 @@
-"""Combine positional embeddings: several in one layer, or other ones in other layers.
+"""Combine positional embeddings: several in one layer, or different ones in different layers.
 
 In one layer, kernels of `distance` terms add their biases and multiply their factors, and each term
 of another kind acts as it does alone. Theta holds the columns of all terms side by side, so a model
@@ -124,7 +124,9 @@ def _joined(values, operation) -> Tensor | None:
 
 
 def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:
-    """Return the parts, those with distances scaled. Equal parts stay equal.
+    """Return the parts, with scaled distances in each part that has distances.
+
+    Equal parts stay equal.
 
     Raises:
         PositionalError: No part has distances, or a part refuses.

@@ -13,7 +13,7 @@ Metric = Any
 
 
 def plain(metric: Metric) -> Any:
-    """Return the metric with plain ints and floats."""
+    """Return the metric with its tensors converted to plain ints and floats."""
     return _mapped(lambda x: int(x) if isinstance(x, Integral) else float(x), metric)
 
 
