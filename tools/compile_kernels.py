@@ -58,8 +58,9 @@ CSV = Path(__file__).with_name("compiled_kernels.csv")
 TARGETS = (80, 86, 90)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
-# The distance kernels to compile. All other embeddings compile to the same code as one of these:
-# kerple_power_original as alibi, and embeddings without a distance kernel as none.
+# The distance kernels to compile. Other embeddings compile to the same code as one of these:
+# kerple_power_original and alibi_learned as alibi, sandwich as rpe without its gradient, and
+# embeddings without a distance kernel as none. The Gaussian kernels and kerple_sum are not listed.
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
 SAMPLE = (
