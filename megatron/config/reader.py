@@ -156,14 +156,14 @@ def _read(text: str, name: str, *, lines: bool) -> tuple[Settings, list[Problem]
         if not isinstance(root, yaml.MappingNode):
             raise _Unreadable(1, "", "expected `key: value` lines or one {...} mapping")
         builder.mapping(root, ())
-    except _Unreadable as error:
-        builder.problems.append(Problem(builder.mark(error.line), error.key, error.text))
-    except (yaml.YAMLError, RecursionError) as error:
-        builder.problems.append(_syntax_problem(error, builder))
+    except (_Unreadable, yaml.YAMLError, RecursionError) as error:
+        builder.problems.append(_problem_of(error, builder))
     return builder.settings, builder.problems
 
 
-def _syntax_problem(error: Exception, builder: _Builder) -> Problem:
+def _problem_of(error: Exception, builder: _Builder) -> Problem:
+    if isinstance(error, _Unreadable):
+        return Problem(builder.mark(error.line), error.key, error.text)
     place = Mark(builder.name)
     if isinstance(error, RecursionError):
         return Problem(place, "", "nested too deeply; write the value out")

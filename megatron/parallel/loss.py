@@ -11,6 +11,7 @@ If the vocabulary is sharded over a tensor-parallel group, the group reduces thr
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,4 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), which is infinite for a loss above 709.78."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)

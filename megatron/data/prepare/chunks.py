@@ -228,9 +228,9 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
     """
     try:
         yield
-    except (Fault, DataError):
-        raise
     except Exception as error:
+        if isinstance(error, (Fault, DataError)):
+            raise
         if isinstance(error, MemoryError):
             raise CorpusError(
                 f"{place.name}: reading it needs more memory than there is ({error}); free some, "

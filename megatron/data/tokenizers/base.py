@@ -157,7 +157,7 @@ def fault_in_file(message: str) -> Iterator[None]:
     """Turn any error of the `with` block, which reads a tokenizer's file, into a TokenizerError."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:  # Rust's panics are no Exceptions
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         raise TokenizerError(f"{message}: {error}") from error

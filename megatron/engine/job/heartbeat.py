@@ -61,10 +61,8 @@ class Talk(threading.Thread):
             store, pause = connect(), 0.0
             while not self.over.wait(pause):
                 pause = self._turn(store)
-        except ConnectionRefusedError:
-            self.refused = True
-        except (OSError, RuntimeError):  # the connection is lost: `Hearing` starts another talk
-            pass
+        except (OSError, RuntimeError) as error:  # it is lost: `Hearing` starts another talk
+            self.refused = isinstance(error, ConnectionRefusedError)
 
     def _turn(self, store: Store) -> float:
         """Write this rank's count, and read all counts if due. Return how many seconds to wait."""

@@ -230,10 +230,8 @@ def is_alive(content: str) -> bool | None:
     try:
         os.kill(pid, 0)
         return start_time(pid) == holder.get("started")
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's process
-        return None
+    except OSError as error:  # it has ended, or is another user's process
+        return False if isinstance(error, ProcessLookupError) else None
 
 
 def _machine() -> str | None:
