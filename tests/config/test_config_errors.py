@@ -278,7 +278,7 @@ def test_a_world_size_as_a_launcher_says_it(base: Path) -> None:
         ("pos_emb", "[[[rotary], all], [[none], 1]]", "all must stand alone"),
         ("pos_emb", "[[rotary, 2]]", "expected a list of values, got 'rotary'"),
         ("pos_emb", "[[rotary], 2]", "expected pairs of values and repeats"),
-        ("pos_emb", "rotary + kerple", "did you mean kerple_log?"),
+        ("pos_emb", "rotary + kerpel_log", "did you mean kerple_log?"),
         ("sliding_window_width", "[[[8, none, none], all]]", "names 0 layers"),
         ("sliding_window_width", "[[[-1], 2]]", "expected a whole number of at least 0"),
     ],

@@ -100,6 +100,7 @@ HARMLESS = {
 
 
 def test_the_name_of_another_code_base_is_noted(load: Callable) -> None:
+    assert load("pos_emb: rotary+kerple").notes == load("pos_emb: Kerple").notes
     config = load("pos_emb: Kerple")
     assert config.model.pos_emb == "kerple_log"
     assert [note.split("(")[0] for note in config.notes] == [

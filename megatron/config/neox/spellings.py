@@ -8,6 +8,7 @@ fields, notes and problems into a `Translation`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,7 +215,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 def note_dape(out: Translation) -> None:
     """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code."""
     given = out.given.get("pos_emb")
-    if given and str(given.value).lower() == "kerple":
+    if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
         out.notes.append(
             "pos_emb: kerple is DAPE's name of kerple_log (there each layer has its own "
             "parameters, here all layers share them)"
