@@ -27,6 +27,11 @@ LAYOUTS = {
     "pp2": PIPE,
     "pp2 wholly": PIPE | FROZEN,
 }
+LAYERS = {
+    "theta_per_layer": True,
+    "theta_init": {"layers.0.bias_p": 1.25},
+    "theta_frozen": ["layers.0.bias_p"],
+}
 CHANGES = {"pp2 to one": "pp2", "zero3 to one": "zero3"}
 
 
@@ -54,7 +59,7 @@ def runs(tmp_path_factory):
     run_ranks(2, train, folder, prefix, whole[7:] + again[7:])
     changes = [(name, {}, source) for name, source in CHANGES.items()]
     one_step = {"train_iters": 1, "warmup": 0.0, "gradient_clipping": 0.0, "theta_frozen": False}
-    cells = [("one", {}, None), *changes, ("one step", one_step, None)]
+    cells = [("one", {}, None), *changes, ("one step", one_step, None), ("layers", LAYERS, None)]
     run_ranks(1, train, folder, prefix, cells)
     run_ranks(2, train, folder, prefix, [("one to pp2", PIPE, "one")])
     return folder
@@ -97,6 +102,14 @@ def test_theta_is_logged_per_head(runs, name):
     p, a = theta(runs / name).unbind(1)
     assert rows(runs / name, "theta/bias_p")[6] == p.tolist()
     assert rows(runs / name, "theta/bias_a")[6] == pytest.approx(a.tolist(), rel=1e-6)
+
+
+def test_each_layers_own_theta_is_logged_per_layer_and_head(runs):
+    stored, p = theta(runs / "layers"), rows(runs / "layers", "theta/bias_p")
+    assert [len(heads) for heads in p[6]] == [4, 4]
+    assert p[6] == stored[:, [0, 2]].T.tolist()
+    assert p[6][0] == p[1][0] == [1.25] * 4 and p[6][1] != p[1][1]
+    assert rows(runs / "layers", "theta/bias_a")[6] == stored[:, [1, 3]].T.tolist()
 
 
 def test_theta_moves_by_its_own_learning_rate(runs):

@@ -9,6 +9,8 @@ stage separately.
 
 from __future__ import annotations
 
+import re
+
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -23,6 +25,8 @@ from torch.nn import functional as F
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding, bounds
 
+LAYER = re.compile(r"^layers\.\d+\.")
+"""The start of a parameter's name if it belongs to one layer alone."""
 MOST_COLUMNS = 8
 """If theta has more columns than this, the log shows one range for all, otherwise one for each."""
 
@@ -95,18 +99,21 @@ class TrainedTheta:
         self._projected_HN = bounded_HN
 
     def columns(self) -> dict[str, Tensor]:
-        """Return a dict from column name to the values [all heads] after the last `project`.
+        """Return a dict from parameter name to the values [all heads] after the last `project`.
 
-        If theta has more than MOST_COLUMNS columns, the dict has the only entry "table", with all
+        If several layers have an own parameter of one name, its values are [layers, all heads]. If
+        there are more than MOST_COLUMNS names, the dict has the only entry "table", with all
         columns, [all heads, parameters per head].
         """
         if self._projected_HN is None:
             return {}
         theta_HN = self._all_heads(self._projected_HN)
-        names = [parameter.name for parameter in self.pos.trained_parameters]
-        if len(names) > MOST_COLUMNS:  # such as T5's table of buckets
+        columns: dict[str, list[Tensor]] = {}
+        for parameter, column_H in zip(self.pos.trained_parameters, theta_HN.T, strict=True):
+            columns.setdefault(LAYER.sub("", parameter.name), []).append(column_H)
+        if len(columns) > MOST_COLUMNS:  # such as T5's table of buckets
             return {"table": theta_HN}
-        return dict(zip(names, theta_HN.T, strict=True))
+        return {name: torch.stack(all_H).squeeze(0) for name, all_H in columns.items()}
 
     def _all_heads(self, theta_HN: Tensor) -> Tensor:
         return torch.cat(self.groups.model.gather(theta_HN))
