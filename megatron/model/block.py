@@ -52,6 +52,7 @@ class SelfAttention(nn.Module):
         hidden, tp = shape.hidden_size, plan.tp
         self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
         self.dense = RowLinear(hidden, hidden, tp, numerics=shape.numerics)
+        self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
 
     def forward(
         self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None, partial: bool = False
@@ -76,10 +77,18 @@ class SelfAttention(nn.Module):
                 theta_HN,
                 scale=1.0 / math.sqrt(s.head_size),
                 dropout_p=dropout_p,
+                decay_BHS=self._decay(x_BTD),
                 window=self.window,
             )
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
         return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
+
+    def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
+        """Return the decay [B, H, T] of all positions and this rank's heads, or None."""
+        if self.gate is None:
+            return None
+        gate_BHT1 = self.gate(x_BTD).transpose(1, 2)[..., None]
+        return self.pos.decay(all_to_all(gate_BHT1, self.cp, split=1, join=2)[..., 0])
 
 
 class MLP(nn.Module):

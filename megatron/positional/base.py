@@ -191,6 +191,14 @@ class PositionalEmbedding:
         """
         raise NotImplementedError(f"{self.name} has no temperature")
 
+    def decay(self, gate_BHT: Tensor) -> Tensor:
+        """Return the decay c [batch, heads, positions] in fp64, for the kind `gate`.
+
+        Args:
+            gate_BHT: What the layer computes for each position and head from its hidden state.
+        """
+        raise NotImplementedError(f"{self.name} has no gate")
+
     def sink(self, theta_HN: Tensor) -> Tensor:
         """Return the logit of each head's null key, [heads], for the kind `sink`."""
         raise NotImplementedError(f"{self.name} has no sink")

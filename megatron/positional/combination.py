@@ -72,6 +72,10 @@ class Combination(PositionalEmbedding):
         term, own_HN = self._only("temperature", theta_HN)
         return term.temperature(own_HN, position)
 
+    def decay(self, gate_BHT: Tensor) -> Tensor:
+        (term,) = (term for term in self._terms if term.kind == "gate")
+        return term.decay(gate_BHT)
+
     def sink(self, theta_HN: Tensor) -> Tensor:
         term, own_HN = self._only("sink", theta_HN)
         return term.sink(own_HN)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import attend, blocked, tiles
-from megatron.positional import load, names
+from megatron.positional import load
+from tests.helpers.embeddings import PLAIN
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-NO_THETA = [name for name in names() if load(name).kind != "distance"]
+NO_THETA = [name for name in PLAIN if load(name).kind != "distance"]
 SMALL_TILES = {"BUFFER_ELEMENTS": 700, "MIN_ROWS": 3, "MAX_ROWS": 16}
 
 
@@ -45,7 +46,7 @@ def assert_same(got, expected, tolerance):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_embedding(name, dtype):
     """With 150 query rows there are two blocks of 75 rows."""
     case = make(name, 2, 3, 150, 150, 8, dtype)
@@ -53,7 +54,7 @@ def test_every_embedding(name, dtype):
 
 
 @given(
-    name=st.sampled_from(names()),
+    name=st.sampled_from(PLAIN),
     batch=st.integers(1, 3),
     heads=st.integers(1, 4),
     queries=st.integers(1, 60),
@@ -71,7 +72,7 @@ def test_any_shape(name, batch, heads, queries, offset, later, size, small):
     assert_same(got, run("eager", *case, query_offset=offset), 1e-12)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_one_new_query_on_cached_keys(name):
     case = make(name, 2, 3, 1, 40, 8)
     for offset in (0, 1, 39):

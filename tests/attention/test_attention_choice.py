@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from megatron.attention import AttentionError, attend, choose
-from megatron.positional import load, names
+from megatron.positional import load
+from tests.helpers.embeddings import PLAIN
 
 Q, K, V = torch.randn(3, 2, 4, 6, 8).unbind()
 POS = load("kerple_log")
 THETA = POS.initial_theta(4)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["auto", "eager", "blocked"])
 def test_every_pair_works(name, dtype, backend):

@@ -15,8 +15,8 @@ import torch
 from megatron.attention import AttentionError, choose
 from megatron.attention.choice import BACKENDS
 from megatron.kernels import device
-from megatron.positional import load, names
-from tests.helpers.embeddings import ALIKE
+from megatron.positional import load
+from tests.helpers.embeddings import ALIKE, PLAIN
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +43,7 @@ def compiled(monkeypatch):
 
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_what_is_chosen_and_what_is_refused(name, backend, on, compiled):
     pos = load(name)
     for dtype in DTYPES:
@@ -67,7 +67,7 @@ def test_what_is_chosen_and_what_is_refused(name, backend, on, compiled):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", [name for name in names() if name not in ALIKE])
+@pytest.mark.parametrize("name", [name for name in PLAIN if name not in ALIKE])
 def test_what_is_served_is_right(name, backend):
     """In Triton's interpreter, `fused` also serves CPUs, in fp32 and fp16 but not in bf16."""
     pos = load(name)

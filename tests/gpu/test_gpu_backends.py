@@ -12,6 +12,7 @@ from megatron.attention.fused import functions_of
 from megatron.attention.sdpa import refusal as sdpa_refusal
 from megatron.positional import load, names
 from tests.attention import new_kernel
+from tests.helpers.embeddings import PLAIN
 from tests.kernels.cases import TOLERANCE, assert_close, make
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +24,7 @@ LENGTH = 300
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("backend", ["auto", *(name for name in BACKENDS if name != "flex")])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_pair_works_or_is_refused_with_what_works(name, backend, dtype):
     """`flex` is tested elsewhere, because it takes long to compile."""
     case = make(name, 1, 2, LENGTH, 64, dtype=dtype)

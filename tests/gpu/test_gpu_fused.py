@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from megatron.positional import names
+from tests.helpers.embeddings import PLAIN
 from tests.kernels.cases import LENGTH, check, make
 from tests.kernels.edges import EdgeCases
 
@@ -25,7 +25,7 @@ class TestEdges(EdgeCases):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_embedding(name, dtype):
     """Compare the output and the gradients dq, dk, dv and dtheta."""
     check(make(name, 2, 3, LENGTH, 64, dtype=dtype))

@@ -1,5 +1,11 @@
 """Which embeddings the slow tests may pass over."""
 
+from megatron.positional import load, names
+
 ALIKE = frozenset({"alibi_learned", "gaussian", "gaussian3", "gaussian_mul"})
 """Embeddings whose formula takes the ways that another's takes through every backend. The contract,
 the interpreter and the blocked backend test them once; tests of many cells for each name do not."""
+
+TERMS = frozenset(name for name in names() if load(name).kind in ("temperature", "gate", "sink"))
+"""Embeddings that act on attention beside the distance kernel; test_attention_terms tests them."""
+PLAIN = tuple(name for name in names() if name not in TERMS)

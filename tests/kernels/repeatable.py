@@ -13,8 +13,8 @@ from megatron.attention import attend
 from megatron.attention.fused import functions_of
 from megatron.kernels.launch import LAUNCHES, Setting, forward
 from megatron.kernels.tile_sizes import Tile, TileSizes
-from megatron.positional import load, names
-from tests.helpers.embeddings import ALIKE
+from megatron.positional import load
+from tests.helpers.embeddings import ALIKE, PLAIN
 from tests.kernels.cases import DEVICE, TOLERANCE, assert_close, make
 
 
@@ -102,7 +102,7 @@ class RepeatableCases:
             results.append([out, *(x.grad for x in case.inputs)])
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
-    @pytest.mark.parametrize("name", [name for name in names() if name not in ALIKE])
+    @pytest.mark.parametrize("name", [name for name in PLAIN if name not in ALIKE])
     def test_launches(self, name):
         """One kernel runs forward and two run backward, or three for a table with a gradient."""
         case = make(name, 1, 1, 20, 8)

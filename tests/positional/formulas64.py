@@ -34,6 +34,7 @@ class Entry:
     columns: tuple[Column, ...] = ()
     bias: Kernel | None = None
     weight: Kernel | None = None
+    temperature: Kernel | None = None  # t of one head, from its theta and an array of positions
     cpd: bool = False  # is b conditionally positive definite?
     initial: Callable[[int], np.ndarray] | None = None  # fixed first values [heads, columns]
     limit: Callable[[Sequence[float]], float] | None = None  # b + this number is positive definite
@@ -114,6 +115,20 @@ LOG_P = Column("bias_p", 0.01, INF, 2.0)
 GAUSS_A, GAUSS_R = Column("gauss_a", 0.01, INF, 1.0), Column("gauss_r", 0.01, INF, 1.0)
 
 ENTRIES: dict[str, Entry] = {
+    "log_n": Entry(
+        "temperature",
+        True,
+        (Column("temperature", -INF, INF, None),),
+        temperature=lambda theta, i: theta[0] * np.log(i + 1.0),
+        initial=lambda heads: np.full((heads, 1), 1.0 / np.log(512.0)),
+    ),
+    "sink": Entry(
+        "sink",
+        True,
+        (Column("sink", -INF, INF, None),),
+        initial=lambda heads: np.zeros((heads, 1)),
+    ),
+    "forget_gate": Entry("gate"),
     "kerple_log": Entry("distance", True, (LOG_P, BIAS_A), log_bias, cpd=True),
     "kerple_log3": Entry(
         "distance", True, (LOG_P, BIAS_A, Column("bias_r", 0.01, 2.0, 2.0)), log3_bias, cpd=True

@@ -92,9 +92,9 @@ def test_works_where_only_torch_is_installed():
         from megatron.positional import load, names
         for name in names():
             pos = load(name)
-            theta = pos.initial_theta(2).requires_grad_() if pos.kind == "distance" else None
+            theta = pos.initial_theta(2).requires_grad_() if pos.parameters else None
             qkv = [torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3)]
-            for backend in ("eager", "blocked"):
+            for backend in ("eager", "auto"):
                 attend(*qkv, pos, theta, scale=0.5, backend=backend).sum().backward()
         print("ran", len(names()))
     """

@@ -1,0 +1,33 @@
+"""Define the forget gate, which lets a head forget keys by the content of the tokens after them.
+
+Lin et al. 2025 (arXiv 2503.02130, Forgetting Transformer). Each layer computes a gate f in (0, 1)
+per token and head from its hidden state, f = sigmoid(w . x + b). The logit of key j for query i is
+lowered by the gates in between:
+
+    log f_{j+1} + ... + log f_i = c_i - c_j        c_i = log f_1 + ... + log f_i
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding
+
+
+class ForgetGate(PositionalEmbedding):
+    """Gate without theta: w and b are weights of each layer, and the layer calls `decay`."""
+
+    kind = "gate"
+
+    def decay(self, gate_BHT: Tensor) -> Tensor:
+        """Return the decay c [batch, heads, positions] in fp64.
+
+        Sums grow with the length, and their differences must not lose digits.
+
+        Args:
+            gate_BHT: The projections w . x + b of all positions, in any floating dtype.
+        """
+        wide = torch.promote_types(gate_BHT.dtype, torch.float32)
+        return F.logsigmoid(gate_BHT.to(wide)).double().cumsum(-1)

@@ -1,0 +1,43 @@
+"""Define the log-n temperature, t_h(i) = s_h log(i + 1) with a learned factor s_h per head.
+
+Nakanishi 2025 (arXiv 2501.19399, scalable softmax). A query at position i sees i + 1 keys, and the
+factor keeps the softmax over them as sharp as over fewer keys. Under `reset_position_ids`, i is the
+position within the document.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.numerics import WIDE, Numerics
+from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+
+
+class LogN(PositionalEmbedding):
+    """Temperature with one factor per head, which starts at 1 / log(length).
+
+    The start makes the temperature 1 at position length - 1.
+
+    Args:
+        length: The number of keys at which the temperature starts as 1, at least 2.
+    """
+
+    kind = "temperature"
+    learnable = True
+    parameters = (ThetaParameter("temperature"),)
+
+    def __init__(self, length: int = 512, *, numerics: Numerics = WIDE):
+        super().__init__(numerics)
+        if length < 2:
+            raise PositionalError(f"log_n needs a length of at least 2, not {length}")
+        self.length = length
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.full((num_heads, 1), 1.0 / math.log(self.length))
+
+    def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
+        i, s = self.columns(theta_HN, position)
+        return s * torch.log1p(i)

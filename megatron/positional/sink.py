@@ -1,0 +1,26 @@
+"""Define the attention sink, a null key with a learned logit per head and the value 0.
+
+A head that finds nothing to attend to can give its weight to the null key. Without it, as Xiao et
+al. 2023 (arXiv 2309.17453) observed, heads give that weight to the first tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import PositionalEmbedding, ThetaParameter
+
+
+class Sink(PositionalEmbedding):
+    """Sink with one logit per head, which starts at 0."""
+
+    kind = "sink"
+    learnable = True
+    parameters = (ThetaParameter("sink"),)
+
+    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(num_heads, 1)
+
+    def sink(self, theta_HN: Tensor) -> Tensor:
+        return theta_HN[:, 0]
