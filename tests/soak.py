@@ -54,7 +54,7 @@ class Fault:
         what: `signal`, `kill`, `second start` or `disk full`.
         whom: `rank 0`, `rank 1` or `launcher`.
         moment: `accumulation`, `save`, `evaluation`, `conversion` or `any time`; `slow` only makes
-            each step take half a second.
+            each step take two seconds.
         count: the how-manieth call of the moment's function; for `any time`, tenths of a second
             after the first step.
         number: the signal.
@@ -125,7 +125,7 @@ def hurt_rank(fault: Fault) -> None:
     def striking(*args, **kwargs):
         calls.append(1)
         if fault.moment == "slow":
-            time.sleep(0.5)
+            time.sleep(2)
         elif fault.moment == "any time" and len(calls) == 1:
             threading.Timer(fault.count / 10, strike).start()
         elif fault.moment != "any time" and len(calls) == max(1, fault.count):
