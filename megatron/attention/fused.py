@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from megatron.attention.backend import Backend, Request, first_order
 from megatron.attention.call import Call
@@ -41,6 +42,8 @@ MAX_HEAD_SIZE = 256
 LOWEST = -1e30
 OLDEST = (8, 0)
 """The lowest compute capability with bf16 tensor cores and asynchronous copies (Ampere)."""
+SAFE_ON_HOPPER = TorchVersion("3.7.1")
+"""The first Triton version that puts a fence between asynchronous copies and Hopper's products."""
 
 
 @lru_cache(maxsize=64)
@@ -49,14 +52,14 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
 
     The text is either "evaluated in registers", or "tabulated" and the reason.
     """
-    from megatron.kernels import codegen, tabulated
+    from megatron.kernels import codegen, lowering, tabulated
 
     try:
         formula = read(pos)
         functions = codegen.device_functions(
             pos.name, formula.bias, formula.weight, formula.distance, formula.theta
         )
-    except (Unreadable, codegen.NotExpressible) as reason:
+    except (Unreadable, lowering.NotExpressible) as reason:
         one_HN, d = torch.ones(1, len(pos.parameters)), torch.arange(2)
         has = (part(one_HN, d) is not None for part in (pos.bias, pos.weight))
         return tabulated.device_functions(*has), f"tabulated, {reason}"
@@ -147,8 +150,17 @@ def refusal(request: Request) -> str | None:
         return "needs a CUDA GPU (or Triton's slow interpreter: TRITON_INTERPRET=1, for tests)"
     if torch.version.hip is not None:
         return "is written for NVIDIA GPUs"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST:
+    if not torch.cuda.is_available():
+        return None
+    if (capability := torch.cuda.get_device_capability()) < OLDEST:
         return "needs a GPU of compute capability 8.0 (Ampere) or newer"
+    import triton
+
+    if capability[0] == 9 and TorchVersion(triton.__version__) < SAFE_ON_HOPPER:
+        return (
+            f"needs Triton {SAFE_ON_HOPPER} or newer on Hopper GPUs: Triton {triton.__version__} "
+            "lets their matrix products read data before it has arrived"
+        )
     return None
 
 

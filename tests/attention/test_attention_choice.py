@@ -69,3 +69,21 @@ def test_inputs_that_make_no_sense(backend, change, message):
     chosen(**good)
     with pytest.raises(AttentionError, match=message):
         chosen(**(good | change))
+
+
+@pytest.mark.parametrize("version,major,serves", [
+    ("3.6.0", 9, False), ("3.7.1", 9, True), ("3.10.0", 9, True), ("3.6.0", 8, True),
+])  # fmt: skip
+def test_an_unsafe_triton_on_hopper_is_refused(monkeypatch, version, major, serves):
+    """Before Triton 3.7.1, a fence is missing between copies and matrix products."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr("megatron.kernels.device.INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(triton, "__version__", version)
+    request = {"device_type": "cuda", "dtype": torch.bfloat16, "head_size": 64}
+    if serves:
+        assert choose("fused", load("kerple_log"), **request).name == "fused"
+    else:
+        with pytest.raises(AttentionError, match="needs Triton 3.7.1 or newer on Hopper GPUs"):
+            choose("fused", load("kerple_log"), **request)
