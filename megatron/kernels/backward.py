@@ -12,6 +12,11 @@ theta (the distance kernel's parameters). ds_ij is the gradient with respect to 
 registers and writes its sums for theta to one row of the tensor `sums`. `launch` adds up these rows
 in fixed order. `query_pass` also computes delta.
 
+In 16 bits, o is rounded, and the error of do_i . o_i would be most of the error of dtheta. The true
+delta_i is sum_j p_ij do_i . v_j. It exceeds do_i . o_i by excess_i = sum_j ds_ij, which is known
+only after the loop. So `query_pass` sums ds_ij t_ij and p_ij t_ij, where t_ij = dx_ij/dtheta_k, and
+in the end subtracts excess_i sum_j p_ij t_ij. It stores do_i . o_i + excess_i for the other passes.
+
 `key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
 share these keys.
 
@@ -48,11 +53,11 @@ def weights(s, i, j, distance, constants, c, lse, f_evaluate: tl.constexpr, MASK
 
 @triton.jit
 def query_tile(
-    q, do, lse, delta, dq, acc,
+    q, do, lse, delta, dq, excess, acc,
     k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
     seed, item, threshold, rescale,
-    f_evaluate: tl.constexpr, f_add: tl.constexpr, WEIGHTED: tl.constexpr, THETA: tl.constexpr,
-    DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    f_evaluate: tl.constexpr, f_add: tl.constexpr, WEIGHTED: tl.constexpr, LEARNS: tl.constexpr,
+    THETA: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of one tile of keys to the gradients of q and of theta."""
@@ -67,12 +72,14 @@ def query_tile(
     if DROPOUT:
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
     ds = p * (dp - delta[:, None])
+    if LEARNS:
+        excess += tl.sum(ds, axis=1)
     if THETA:
-        acc = f_add(acc, ds, e)
+        acc = f_add(acc, ds, p, e)
     if WEIGHTED:
         ds = ds * e[1]
     dq = opaque(tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee"))
-    return dq, acc
+    return dq, excess, acc
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
@@ -82,7 +89,7 @@ def query_pass(
     do_b, do_h, do_t, dq_b, dq_h, dq_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, f_zeros: tl.constexpr, f_add: tl.constexpr,
-    f_finish: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
+    f_finish: tl.constexpr, LEARNS: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -90,6 +97,7 @@ def query_pass(
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
     row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient.
+    LEARNS is whether theta or a table needs one. Then delta has no error from the rounding of out.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
@@ -109,25 +117,25 @@ def query_pass(
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)
     i = m0 + tl.arange(0, M)
     per_row = item.to(tl.int64) * queries + i
-    tl.store(delta_ptr + per_row, delta, mask=i < queries)
     # lse = +inf makes p = 0 in rows past the last query.
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
 
     last = tl.minimum(offset + m0 + M, offset + queries)
     past = (offset + m0 + 1) // N * N
     dq = tl.zeros([M, P], dtype=tl.float32)
-    acc = f_zeros(M)
+    excess, acc = tl.zeros([M], dtype=tl.float32), f_zeros(M)
     for MASKED in tl.static_range(2):
         for n0 in tl.range(past if MASKED else 0, last if MASKED else past, N):
-            dq, acc = query_tile(
-                q, do, lse, delta, dq, acc,
+            dq, excess, acc = query_tile(
+                q, do, lse, delta, dq, excess, acc,
                 k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
                 seed, item, threshold, rescale,
-                f_evaluate, f_add, WEIGHTED, THETA, DROPOUT, MASKED, M, N, E, P,
+                f_evaluate, f_add, WEIGHTED, LEARNS, THETA, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
+    tl.store(delta_ptr + per_row, delta + excess, mask=i < queries)
     store_rows(dq_ptr + b * dq_b + h_q * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
     if THETA:
-        gradients = f_finish(acc, constants)
+        gradients = f_finish(acc, excess, constants)
         sums = sums_ptr + (item.to(tl.int64) * tiles + m0 // M) * THETA
         for n in tl.static_range(THETA):
             tl.store(sums + n, gradients[n])

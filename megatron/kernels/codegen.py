@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,24 +30,14 @@ import triton
 import triton.language as tl
 
 from megatron.kernels.device import ex2, lg2, lg2_or_finite, rcp, rcp_any
+from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, lower
 
-LN2, LOG2E = sympy.Float(math.log(2.0)), sympy.Float(1.0 / math.log(2.0))
-NAMES = ("lg2", "lg2_or_finite", "ex2", "rcp_any")
-LG2, LG2_OR_FINITE, EX2, RCP_ANY = (sympy.Function(name) for name in NAMES)
-HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
 GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any}
 GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2}
 CALLS = {name: name for name in NAMES}
 SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2"}
 for _name in ("sin", "cos"):
     CALLS[_name] = SCALAR_CALLS[_name] = f"tl.{_name}"
-
-
-class NotExpressible(ValueError):
-    """The generated code cannot express a function, or a power would be wrong for some theta.
-
-    The error message names the function or the power.
-    """
 
 
 @dataclass(frozen=True)
@@ -116,59 +105,6 @@ def device_functions(
         weighted=weight is not None,
         source=source,
     )
-
-
-def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
-    """Rewrite log, exp and general powers with the functions `lg2` (log2 x) and `ex2` (2^x)."""
-    if not expr.args:
-        return expr
-    args = [lower(arg, d) for arg in expr.args]
-    if isinstance(expr, sympy.exp):
-        return EX2(LOG2E * args[0])
-    if isinstance(expr, sympy.log):
-        return LN2 * log2(expr.args[0], args[0], d)
-    if expr.is_Pow and not direct(expr.exp):
-        return EX2(args[1] * log2(expr.base, args[0], d))
-    if expr.is_Pow and expr.exp.is_Integer and expr.exp < 0 and exponential(expr.base, d):
-        return RCP_ANY(args[0]) ** -expr.exp
-    return expr.func(*args)
-
-
-def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether d is in an exponent, so that `rcp` may fail for very large or small values."""
-    return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
-
-
-def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
-    """Check that a power x^y may be computed as 2^(y log2 x) for every theta and distance d.
-
-    This is safe if x is always positive, or if y is a number and x never negative. It is also safe
-    if y > 0 and x, a function of d alone, is 0 only at d = 0: log2 0 then becomes a finite number.
-
-    Raises:
-        NotExpressible: The power may not be computed in this way.
-    """
-    base, exponent = power.args
-    near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
-    if exponent.is_number:
-        sound = direct(exponent) or base.is_nonnegative
-    elif near.is_zero:
-        sound = far.is_positive and exponent.is_positive and base.free_symbols == {d}
-    else:
-        sound = near.is_positive and far.is_positive
-    if not sound:
-        raise NotExpressible(f"{power} is not safe for every theta within its bounds")
-
-
-def direct(exponent: sympy.Expr) -> bool:
-    """Return whether a power with this exponent is generated as products, roots or reciprocals."""
-    return exponent in HALVES or (exponent.is_Integer and abs(exponent) <= 4)
-
-
-def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
-    guarded = near.is_nonnegative and not near.is_positive
-    return (LG2_OR_FINITE if guarded else LG2)(lowered)
 
 
 class Writer:
@@ -263,15 +199,19 @@ class Writer:
         count = len(terms)
         loads = [f"t{n} = tl.load(theta + {n})" for n in range(count)]
         zeros = "tl.zeros([M], dtype=tl.float32)"
-        sums = [f"acc[{n}] + tl.sum(ds * e[{n + 2}], axis=1)" for n in range(count)]
-        ends = [f"tl.sum(acc[{n}], axis=0) * {factor}" for n, factor in enumerate(factors)]
+        pairs = [(x, n) for x in ("ds", "p") for n in range(count)]
+        sums = [f"acc[{m}] + tl.sum({x} * e[{n + 2}], axis=1)" for m, (x, n) in enumerate(pairs)]
+        rows = [f"acc[{n}] - excess * acc[{count + n}]" for n in range(count)]
+        ends = [
+            f"tl.sum({row}, axis=0) * {factor}" for row, factor in zip(rows, factors, strict=True)
+        ]
         return "\n".join(
             [
                 *function("prepare(theta, width, scale)", loads, self.prepared or ["scale"]),
                 *function("evaluate(s, di, dj, d, c)", self.lines, [y, slope, *terms]),
-                *function("zeros(M: tl.constexpr)", [], [zeros] * count),
-                *function("add(acc, ds, e)", [], sums),
-                *function("finish(acc, c)", [], ends),
+                *function("zeros(M: tl.constexpr)", [], [zeros] * (2 * count)),
+                *function("add(acc, ds, p, e)", [], sums),
+                *function("finish(acc, excess, c)", [], ends),
             ]
         )
 

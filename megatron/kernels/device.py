@@ -67,7 +67,7 @@ else:
 
     @triton.jit
     def rcp(x):
-        """Return 1 / x for 1e-19 < |x| < 1e19.
+        """Return 1 / x for 1e-19 < |x| < 1e19, and 0 for larger |x|.
 
         Numbers are handled in pairs (a, b). One instruction gives r = 1 / (a b), and two products
         give 1/a = r b and 1/b = r a. This saves time, because the GPU's unit for such instructions

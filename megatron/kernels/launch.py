@@ -82,8 +82,8 @@ def constants(
 
     Args:
         which: The Triton kernel: "forward", "query", "key" or "table".
-        theta: Whether the gradient of the distance kernel's parameters is needed. This affects only
-            "query".
+        theta: Whether the gradient of the distance kernel's parameters or table is needed. This
+            affects only "query".
     """
     values = {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
     values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
@@ -94,7 +94,7 @@ def constants(
         values["BIASED"] = functions.biased
     if which == "query":
         values |= {"f_zeros": functions.zeros, "f_add": functions.add, "f_finish": functions.finish}
-        values["THETA"] = functions.num_theta if theta else 0
+        values |= {"LEARNS": theta, "THETA": functions.num_theta if theta else 0}
     return values
 
 
@@ -124,7 +124,7 @@ def launch(
 
     Args:
         which: The Triton kernel, a key of `PASSES`.
-        need_theta: Whether the gradient of the distance kernel's parameters is needed.
+        need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
         tensors: Maps names to tensors. The tensor `q` provides the Triton kernel's arguments
             `q_ptr`, `q_b`, `q_h` and `q_t`.
     """
@@ -215,7 +215,7 @@ def backward(
     shared = {"q": q, "k": k, "v": v, "do": grad, "lse": lse_BHT, "delta": delta, "theta": rows_HW}
     shared["seed"] = rows_HW if seed is None else seed  # as in `forward`
     tensors = shared | {"out": out_BHTE, "dq": dq, "sums": sums}
-    launch("query", programs, tiles.query, setting, tensors, need_theta=need_theta)
+    launch("query", programs, tiles.query, setting, tensors, need_theta=need_rows)
     programs = batch * key_heads * cdiv(keys, tiles.key.N)
     launch("key", programs, tiles.key, setting, shared | {"dk": dk, "dv": dv})
     drows = None

@@ -59,7 +59,7 @@ def zeros(M: tl.constexpr):
 
 
 @triton.jit
-def add(acc, ds, e):
+def add(acc, ds, p, e):
     return acc
 
 

@@ -8,7 +8,7 @@ these rules:
   high. With more warps per 64 rows, scores would be computed twice.
 - Two programs share a multiprocessor if both fit, so that the special functions of one program
   overlap with the matrix products of the other.
-- Hopper's matrix products must not wait for each other. `tools/compile_kernels.py` reports waits.
+- Hopper's matrix products must not wait for each other. `tests/ptx/serial.py` reports waits.
 
 If measured times suggest other sizes, only `TABLE` needs to change. Nothing is tuned at start-up.
 """
@@ -64,17 +64,17 @@ SMALL = Tile(16, 16, 4, 1)
 # GPU family: {(bytes of an element, largest padded head size P, heavy (see `choose`)): tile sizes}
 TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     90: {
-        (2, 64, False): sizes((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
+        (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 3), (64, 64, 8, 2)),
-        (2, 128, False): sizes((128, 64, 8, 3), (64, 32, 4, 3), (32, 128, 8, 2), (64, 64, 8, 2)),
-        (2, 128, True): sizes((128, 64, 8, 2), (64, 32, 4, 3), (16, 128, 8, 2), (64, 64, 8, 2)),
+        (2, 128, False): sizes((128, 64, 8, 3), (64, 16, 4, 3), (32, 128, 8, 2), (64, 64, 8, 2)),
+        (2, 128, True): sizes((128, 64, 8, 2), (64, 16, 4, 3), (16, 128, 8, 2), (64, 64, 8, 2)),
         (2, 256, False): sizes((128, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
     80: {
-        (2, 64, False): sizes((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
+        (2, 64, False): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 1), (32, 32, 4, 2)),
         (2, 128, False): sizes((128, 32, 8, 2), (64, 32, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1)),
-        (2, 128, True): sizes((128, 32, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
+        (2, 128, True): sizes((128, 32, 8, 2), (32, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
         (2, 256, False): sizes((64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
     86: {},
@@ -90,12 +90,13 @@ TABLE[86] |= {
     (2, 64, False): TABLE[80][2, 64, False],
     (2, 64, True): TABLE[80][2, 64, True],
     (2, 128, False): sizes((64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
+    (2, 128, True): sizes((64, 32, 4, 2), (32, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
     (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
 }
 
 DROPOUT = {  # 16-bit kernels with dropout need still more registers than the heavy ones
     (90, 64): {"key": Tile(32, 128, 8, 3)},
-    (90, 128): {"forward": Tile(128, 64, 8, 3), "query": Tile(64, 16, 4, 3)},
+    (90, 128): {"forward": Tile(128, 64, 8, 3)},
 }
 """With dropout, these tiles replace those of the heavy row of `TABLE`.
 

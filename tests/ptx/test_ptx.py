@@ -38,3 +38,9 @@ def test_fused_attention_as_compiled(target, cases):
     *lines, last = emulate("verify.py", "--target", str(target), *options)
     assert last == "0 wrong", "\n".join(lines)
     assert [line.split()[:2] for line in lines] == [["ok", f"sm_{target}"]] * len(cases)
+
+
+def test_theta_gradient_in_bf16():
+    """Each head's gradient is right to 2e-4, although the output is rounded: see `judge`."""
+    *lines, last = emulate("verify.py", "--target", "80", "--case", "dtype=bf16,E=16,H=2,T=512")
+    assert last == "0 wrong", "\n".join(lines)

@@ -1,0 +1,77 @@
+"""Rewrite expressions of distance kernels in terms of the functions that a GPU has.
+
+Logarithms, exponentials and general powers become `lg2` and `ex2`, to base 2. A power x^y that this
+would compute wrongly for some theta is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import sympy
+
+LN2, LOG2E = sympy.Float(math.log(2.0)), sympy.Float(1.0 / math.log(2.0))
+NAMES = ("lg2", "lg2_or_finite", "ex2", "rcp_any")
+LG2, LG2_OR_FINITE, EX2, RCP_ANY = (sympy.Function(name) for name in NAMES)
+HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
+
+
+class NotExpressible(ValueError):
+    """The generated code cannot express a function, or a power would be wrong for some theta.
+
+    The error message names the function or the power.
+    """
+
+
+def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
+    """Rewrite log, exp and general powers with the functions `lg2` (log2 x) and `ex2` (2^x)."""
+    if not expr.args:
+        return expr
+    args = [lower(arg, d) for arg in expr.args]
+    if isinstance(expr, sympy.exp):
+        return EX2(LOG2E * args[0])
+    if isinstance(expr, sympy.log):
+        return LN2 * log2(expr.args[0], args[0], d)
+    if expr.is_Pow and not direct(expr.exp):
+        return EX2(args[1] * log2(expr.base, args[0], d))
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp < 0 and exponential(expr.base, d):
+        return RCP_ANY(args[0]) ** -expr.exp
+    return expr.func(*args)
+
+
+def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
+    """Return whether d is in an exponent, so that `rcp` may fail for very large or small values."""
+    return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
+
+
+def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
+    """Check that a power x^y may be computed as 2^(y log2 x) for every theta and distance d.
+
+    This is safe if x is always positive, or if y is a number and x never negative. It is also safe
+    if y > 0 and x, a function of d alone, is 0 only at d = 0: log2 0 then becomes a finite number.
+
+    Raises:
+        NotExpressible: The power may not be computed in this way.
+    """
+    base, exponent = power.args
+    near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
+    if exponent.is_number:
+        sound = direct(exponent) or base.is_nonnegative
+    elif near.is_zero:
+        sound = far.is_positive and exponent.is_positive and base.free_symbols == {d}
+    else:
+        sound = near.is_positive and far.is_positive
+    if not sound:
+        raise NotExpressible(f"{power} is not safe for every theta within its bounds")
+
+
+def direct(exponent: sympy.Expr) -> bool:
+    """Return whether a power with this exponent is generated as products, roots or reciprocals."""
+    return exponent in HALVES or (exponent.is_Integer and abs(exponent) <= 4)
+
+
+def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
+    near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
+    guarded = near.is_nonnegative and not near.is_positive
+    return (LG2_OR_FINITE if guarded else LG2)(lowered)
