@@ -44,3 +44,9 @@ def test_theta_gradient_in_bf16():
     """Each head's gradient is right to 2e-4, although the output is rounded: see `judge`."""
     *lines, last = emulate("verify.py", "--target", "80", "--case", "dtype=bf16,E=16,H=2,T=512")
     assert last == "0 wrong", "\n".join(lines)
+
+
+def test_ptx_is_as_committed():
+    """If a kernel was meant to change, write `ptx_digests.csv` anew (`ptx_digests.py --write`)."""
+    lines = emulate("ptx_digests.py", "--only", "sm_90 kerple_log (forward|key) bf16 64")
+    assert lines == ["2 compiled, 0 changed"]
