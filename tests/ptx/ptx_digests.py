@@ -1,7 +1,7 @@
 """Compare the PTX of the fused attention kernels with committed digests (ptx_digests.csv).
 
-    python tests/ptx/ptx_digests.py [--only REGEX]       # recompile the listed variants and compare
-    python tests/ptx/ptx_digests.py --write [--only REGEX]   # add or replace digests of these variants
+    python tests/ptx/ptx_digests.py [--only REGEX]     # recompile listed variants and compare
+    python tests/ptx/ptx_digests.py --write [--only REGEX]     # add or replace their digests
 
 Thus a change of the kernels can be shown to leave the PTX of a variant as it was. A digest is the
 SHA-256 of the PTX without comments, debug information and empty lines. It depends on Triton's
