@@ -214,7 +214,8 @@ def _parents(mark: str) -> list[Process]:
 
     Args:
         mark: the name of a variable that the launcher sets in the environment of each task. A
-            shell between the launcher and a task also has this variable, the launcher does not.
+            shell between the launcher and a task has this variable, too. The launcher itself does
+            not have it.
     """
     import psutil
 

@@ -46,7 +46,7 @@ class DistanceVector:
         self.padded_HX = padded_HX.contiguous()
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
-        """Return the matrix [heads, rows, keys] of `rows` query rows and `keys` keys, as a view.
+        """Return the values of a block of queries and keys, as a view [heads, rows, keys].
 
         The last query of the block is query number `keys - 1`. The rows are in reversed order.
         """

@@ -108,7 +108,10 @@ def device_functions(
 
 
 class Writer:
-    """Collects the statements of `prepare` (on scalars) and of `evaluate` (on tiles)."""
+    """Collects the statements of the generated functions `prepare` and `evaluate`.
+
+    `prepare` computes scalars, and `evaluate` computes tiles.
+    """
 
     def __init__(self, s: sympy.Symbol, d: sympy.Symbol, theta: tuple, scale: sympy.Symbol):
         self.s, self.d, self.scale = s, d, scale

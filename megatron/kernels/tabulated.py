@@ -18,7 +18,8 @@ two groups of entries: those with e <= r are at distance D + e, and those with e
 D + e - R. Each group is summed separately.
 
 Legend: see `forward`, and `backward` for ds. G is the number of distances D, which are 0, R, 2R,
-and so on. In shapes, "tables" counts b / scale and w, and "groups" counts the two groups.
+and so on. A dimension "tables" has one entry for b / scale and one for w, if
+there are both. A dimension "groups" has one entry for each of the two groups.
 """
 
 from __future__ import annotations

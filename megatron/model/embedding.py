@@ -1,4 +1,4 @@
-"""Define the model's first layer, which returns the hidden states x and theta.
+"""Define the model's first layer, which returns theta and the first hidden states x.
 
 x is the sum of token and position vectors. Theta holds the parameters of the distance kernel, a
 bias or factor that depends only on the query-key distance. Theta is stored in this layer. The layer

@@ -1,7 +1,8 @@
 """Describe how the positions of a sequence are split over ranks.
 
-The context group `cp` splits the sequence first. Under sequence parallelism the tensor-parallel
-group `tp` then splits each context slice further, from the embedding to the output layer.
+The context group `cp` splits the sequence into context slices. Under sequence parallelism, the
+tensor-parallel group `tp` splits each context slice further. This holds for all hidden states from
+the embedding to the output layer.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class PositionalEmbedding:
         return self, slice(None)
 
     def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
-        """Return the distance kernel alone, and its columns of theta."""
+        """Return the distance kernel without the other terms, and the kernel's columns of theta."""
         if self.kind == "distance" or not self.parameters:
             return self, theta_HN
         return NOTHING, None

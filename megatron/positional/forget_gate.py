@@ -17,14 +17,15 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class ForgetGate(PositionalEmbedding):
-    """Gate without theta: w and b are weights of each layer, and the layer calls `decay`."""
+    """Gate whose projection w . x + b has weights in each layer. It has no parameters theta."""
 
     kind = "gate"
 
     def decay(self, gate_BHT: Tensor) -> Tensor:
         """Return the decay c [batch, heads, positions] in fp64.
 
-        Sums grow with the length, and their differences must not lose digits.
+        c is a sum over all positions so far, so it is large in a long sequence. Attention uses the
+        differences c_i - c_j, which would lose digits in fp32.
 
         Args:
             gate_BHT: The projections w . x + b of all positions, in any floating dtype.

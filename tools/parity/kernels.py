@@ -54,7 +54,7 @@ def check_kind(
     Args:
         kind: The name of the embedding in the published code.
         dtype: The dtype in which the published code computed.
-        probes: Maps each array's name without `KIND/DTYPE/`, such as `L512`, to the array.
+        probes: The arrays by name, such as `L512`. The prefix `KIND/DTYPE/` is removed.
         result: The result to complete and return.
     """
     numerics = WIDE if dtype == torch.float32 else PublishedNumerics(dtype)

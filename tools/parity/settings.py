@@ -83,7 +83,7 @@ def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Resul
 
     Args:
         path: The path of derived_args.json.
-        name: The name of the case for the results.
+        name: The name of this comparison in its results.
         configs: The folder with the published config files. If it is None, the files are read from
             the folder of `path`.
     """

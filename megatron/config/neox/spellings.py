@@ -1,8 +1,8 @@
 """Read the keys that must be read together, because GPT-NeoX has several ways to write one setting.
 
 For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` takes
-`others`, the known keys that do not set a field by themselves. The function writes values of
-fields, notes and problems into a `Translation`.
+`others`, the known keys that do not set a field by themselves. The function writes
+into a `Translation`: notes, problems, and the values of fields.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ token shards that are made from a file always records the file's SHA-256.
 Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore each
 corpus lists mirrors, and data sets of the Hugging Face hub that `prepare_data.py --input hub:ID`
 can read.
-A corpus with a `pile_set` consists of the records of the complete Pile whose `meta.pile_set_name`
-has this value. Such a corpus can therefore be extracted from the archives of the complete Pile.
+A corpus with a `pile_set` is a part of the complete Pile: the records with this `pile_set` as their
+`meta.pile_set_name`. Such a corpus can be extracted from the archives of the complete Pile.
 """
 
 from __future__ import annotations

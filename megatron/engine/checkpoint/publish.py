@@ -69,10 +69,10 @@ def remove_unfinished(folder: Path) -> list[str]:
     """Delete what a killed run left in `folder`, and return the names of the deleted folders.
 
     Leftovers are the folders `.unfinished-NAME` and `.replaced-NAME`, and the temporary files that
-    `megatron.files` writes. If there is a folder `.replaced-NAME` but none called `NAME`, the run
-    was killed between two renames, and the folder is named `NAME` again. The last action of a save
-    is to rename a temporary file to `latest`. If the run was killed just before that, this function
-    renames the file.
+    `megatron.files` writes. There are two exceptions. If there is a folder `.replaced-NAME` but
+    none called `NAME`, the run was killed between two renames, and the folder is named `NAME`
+    again. If only the last action of a save is missing, the renaming of a temporary file to
+    `latest`, this function renames that file.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)
