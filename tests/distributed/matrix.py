@@ -168,7 +168,7 @@ def train_cells(
 
 
 def train_all(
-    folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None, timeout: float = 280
+    folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None, timeout: float = 560
 ) -> None:
     """Train all cells, those with the fewest processes first, several with the same processes."""
     ordered = sorted(set(cells), key=lambda c: (c.ranks, c.name))

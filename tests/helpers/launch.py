@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 280
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 560
 ) -> list[Any]:
     """Run `function(groups, *args)` on each rank, and return the results in the order of ranks.
 
