@@ -32,7 +32,6 @@ from megatron.suggest import did_you_mean
 BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND for module in (eager, blocked, fused, sdpa, flex)
 }
-SERVES_ALL_TERMS = ("eager",)
 AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 """The backends that `auto` tries on each device, in order, until one serves the request."""
 
@@ -209,19 +208,7 @@ def refusal(backend: Backend, request: Request) -> str | None:
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
     if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
-    if (why := _missing(request)) and backend.name not in SERVES_ALL_TERMS:
-        return f"does not serve {why}"
     return backend.refusal(request)
-
-
-def _missing(request: Request) -> str:
-    """Return the terms of a request that some backends do not serve."""
-    asked = {
-        "documents and windows": request.masked,
-        "a forget gate": request.decays,
-        "a sink": request.pos.has("sink"),
-    }
-    return ", ".join(name for name, there in asked.items() if there)
 
 
 def refused(backend: str, why: str, request: Request) -> AttentionError:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Request, weighted
+from megatron.attention.backend import Backend, Request, missing, weighted
 from megatron.attention.call import Call
 from megatron.attention.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
@@ -177,6 +177,8 @@ def function_for(device_type: str) -> Callable[..., Tensor]:
 
 
 def refusal(request: Request) -> str | None:
+    if why := missing(request):
+        return f"does not serve {why}"
     if request.device_type == "cpu" and request.training:
         return "has no backward pass on a CPU: it serves evaluation there"
     if request.device_type != "cpu" and request.dtype == torch.float64:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron.attention.backend import Backend, Request, first_order
+from megatron.attention.backend import Backend, Request, first_order, missing
 from megatron.attention.call import Call
 from megatron.attention.trace import Unreadable, read
 from megatron.positional import PositionalEmbedding
@@ -134,6 +134,8 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def refusal(request: Request) -> str | None:
+    if why := missing(request):
+        return f"does not serve {why}"
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):

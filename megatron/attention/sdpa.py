@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Request, weighted
+from megatron.attention.backend import Backend, Request, missing, weighted
 from megatron.attention.call import Call
 
 _sdpa: Any = torch.nn.functional.scaled_dot_product_attention
@@ -46,6 +46,8 @@ def sdpa(call: Call) -> Tensor:
 
 
 def refusal(request: Request) -> str | None:
+    if why := missing(request):
+        return f"does not serve {why}"
     if weighted(request.pos):
         return f"has no place for {request.pos.name}, which multiplies scores"
     if request.pos.has("distance") and request.training:

@@ -1,9 +1,10 @@
 """Define which queries of which heads the blocked attention computes together.
 
-A tile consists of R query rows of some heads, and of the n keys that are visible to the last of
-these queries. The tile's scores are [sequences, heads, R, n]. A tile should be small enough for its
-scores to stay in the processor's cache while half a dozen operations read them. It should be large
-enough to hide the cost of calling these operations.
+A tile consists of R query rows of some heads, and of the n keys from the first to the last that any
+of these queries sees. Documents and windows make tiles narrower. The tile's scores are [sequences,
+heads, R, n]. A tile should be small enough for its scores to stay in the processor's cache while
+half a dozen operations read them. It should be large enough to hide the cost of calling these
+operations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class QueryTile:
         heads: The heads, as a slice of the H heads. They are the same in each sequence.
         items: The pairs of sequence and head, as a slice of the flattened dimension B H.
         rows: The query rows, as a slice of the T queries in reversed order.
-        keys: The number n of keys. The tile's first row is its last query, which sees all n keys.
+        first: The first key. Earlier keys are seen by none of the queries.
+        keys: The number n of keys. The tile's first row is its last query, at the last key.
+        mixed: Whether there are rows of several documents. A row must not see keys of another one.
     """
 
     index: int
@@ -40,7 +43,9 @@ class QueryTile:
     heads: slice
     items: slice
     rows: slice
+    first: int
     keys: int
+    mixed: bool
 
     @property
     def num_heads(self) -> int:
@@ -49,6 +54,11 @@ class QueryTile:
     @property
     def num_rows(self) -> int:
         return self.rows.stop - self.rows.start
+
+    @property
+    def seen(self) -> slice:
+        """The keys, as a slice of the S keys."""
+        return slice(self.first, self.first + self.keys)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -72,24 +82,56 @@ def block_rows(queries: int, keys: int) -> int:
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))
 
 
-def walk(batch: int, heads: int, queries: int, keys: int) -> Iterator[QueryTile]:
-    """Yield all tiles, in an order that depends only on the shapes.
+def walk(
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    starts: list[list[int]] | None = None,
+    window: int | None = None,
+) -> Iterator[QueryTile]:
+    """Yield all tiles, in an order that depends only on the arguments.
 
     The last query must be at the position of the last key.
+
+    Args:
+        starts: For each sequence, the first key of each row's document. The rows are in reversed
+            order, so these numbers never rise. None means key 0.
+        window: The largest distance at which a query sees a key. None means any distance.
     """
     rows = block_rows(queries, keys)
-    items = max(1, BUFFER_ELEMENTS // (rows * keys))
-    batch_step, head_step = max(1, items // heads), min(items, heads)
+    window = keys if window is None else window
+    alike = [(0, batch, [0] * queries)]
+    if starts is not None:  # each sequence has its own documents, so it has its own tiles
+        alike = [(b, b + 1, own) for b, own in enumerate(starts)]
     index = start = 0
-    for b in range(0, batch, batch_step):
-        b_end = min(b + batch_step, batch)
-        for h in range(0, heads, head_step):
-            h_end = min(h + head_step, heads)
-            # This is contiguous in B H, since a tile of several sequences has all their heads.
-            items_slice = slice(b * heads + h, (b_end - 1) * heads + h_end)
-            for r in range(0, queries, rows):
-                r_slice = slice(r, min(r + rows, queries))
-                h_slice, n = slice(h, h_end), keys - r
-                tile = QueryTile(index, start, b_end - b, h_slice, items_slice, r_slice, n)
-                yield tile
-                index, start = index + 1, start + tile.size
+    for b_first, b_last, own in alike:
+        strips = _strips(rows, keys, own, window)
+        items = max(1, BUFFER_ELEMENTS // (rows * max(n for _, _, n, _ in strips)))
+        batch_step, head_step = max(1, items // heads), min(items, heads)
+        for b in range(b_first, b_last, batch_step):
+            b_end = min(b + batch_step, b_last)
+            for h in range(0, heads, head_step):
+                h_end = min(h + head_step, heads)
+                # This is contiguous in B H, since a tile of several sequences has all their heads.
+                items_slice = slice(b * heads + h, (b_end - 1) * heads + h_end)
+                for strip in strips:
+                    tile = QueryTile(index, start, b_end - b, slice(h, h_end), items_slice, *strip)
+                    yield tile
+                    index, start = index + 1, start + tile.size
+
+
+def _strips(
+    rows: int, keys: int, starts: list[int], window: int
+) -> list[tuple[slice, int, int, bool]]:
+    """Return the attributes `rows`, `first`, `keys` and `mixed` of the tiles of one head."""
+    strips, r = [], 0
+    while r < len(starts):
+        end = min(r + rows, len(starts))
+        whole = keys - starts[r]  # row r's document ends before this row
+        if whole - r >= MIN_ROWS:  # otherwise the tile would be too small to be efficient
+            end = min(end, whole)
+        first = max(starts[end - 1], keys - end - window)
+        strips.append((slice(r, end), first, keys - r - first, starts[r] > first))
+        r = end
+    return strips

@@ -48,7 +48,8 @@ class DistanceVector:
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
         """Return the values of a block of queries and keys, as a view [heads, rows, keys].
 
-        The last query of the block is query number `keys - 1`. The rows are in reversed order.
+        The last query of the block is query number `keys - 1`, counted from the block's first key.
+        The rows are in reversed order.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))

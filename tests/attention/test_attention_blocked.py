@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import attend, blocked, tiles
+from megatron.attention import attend, blocked_call, tiles
 from megatron.positional import load
 from tests.helpers.embeddings import PLAIN
 
@@ -86,7 +86,7 @@ def test_keeping_the_softmax_changes_no_bit(dropout_p):
     results = []
     for share in (0.0, 100.0, 100.0):
         torch.manual_seed(1)
-        with mock.patch.object(blocked, "KEPT_SHARE", share):
+        with mock.patch.object(blocked_call, "KEPT_SHARE", share):
             results.append(run("blocked", *case, dropout_p=dropout_p))
     for again in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], again, strict=True))

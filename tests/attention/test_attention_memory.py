@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.attention import attend, blocked
+from megatron.attention import attend, blocked_call
 from megatron.positional import load
 
 MB = 1 << 20
@@ -91,7 +91,7 @@ def kept_elements(pos, q, k, v, theta) -> int:
 def test_what_is_kept_for_backward(name, length):
     """The inputs are kept and, for short sequences, the softmax's result, which is then small."""
     pos, *case = inputs(name, 2, length, length)
-    with mock.patch.object(blocked, "KEPT_SHARE", 0.0):
+    with mock.patch.object(blocked_call, "KEPT_SHARE", 0.0):
         least = kept_elements(pos, *case)
     assert least <= 20 * 2 * length  # a few vectors over distances, for the kernel's derivative
     more = kept_elements(pos, *case) - least

@@ -1,0 +1,247 @@
+"""Compute one call of blocked attention tile by tile, forward and backward.
+
+Legend and formulas: see `blocked`. The T axis is in reversed order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.attention.decay_and_sink import Decay, Sink
+from megatron.attention.tiles import QueryTile, block_rows, walk
+from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
+
+KEPT_SHARE = 1.5
+"""The probabilities P are kept for the backward pass if size of P <= KEPT_SHARE * (size of q, k, v
+and the output together). This is true up to a sequence length of about 10 times the head size, so
+memory stays linear in T."""
+
+
+class BlockedCall:
+    """The computation of one attention call, with inputs in compute precision, and its tiles.
+
+    Args:
+        q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
+        bias_HS: The bias b at distances 0 ... S-1. Its dtype is the compute precision.
+        weight_HS: The factor w at distances 0 ... S-1, or None if w is 1 everywhere.
+        decay_BHS: The decay c of each position, or None.
+        sink_H: The sink of each head, or None.
+        starts_BT: The first key of each row's document, in reversed order of the rows, or None.
+        scale: The factor of the query-key products, usually 1/sqrt(head size).
+        dropout_p: The probability of dropping a softmax weight.
+        seed: The seed of the dropout mask.
+        window: The largest distance at which a query sees a key, or None. At longer distances
+            `bias_HS` is -inf.
+    """
+
+    def __init__(
+        self,
+        q_BHTE: Tensor,
+        k_BHSE: Tensor,
+        v_BHSE: Tensor,
+        bias_HS: Tensor,
+        weight_HS: Tensor | None,
+        decay_BHS: Tensor | None,
+        sink_H: Tensor | None,
+        starts_BT: Tensor | None,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+        window: int | None,
+    ):
+        self.B, self.H, self.T, self.E = q_BHTE.shape
+        self.S = k_BHSE.shape[2]
+        self.out_dtype, self.dtype = q_BHTE.dtype, bias_HS.dtype
+        self.scale, self.keep, self.seed = scale, 1.0 - dropout_p, seed
+        self.rows = block_rows(self.T, self.S)
+        self.starts_BT = starts_BT
+        starts = None if starts_BT is None else starts_BT.tolist()
+        self.tiles = list(walk(self.B, self.H, self.T, self.S, starts, window))
+        self.q_NTE = self._flat(q_BHTE).flip(1)
+        self.k_NSE = self._flat(k_BHSE)
+        self.v_NSE = self._flat(v_BHSE)
+        self.bias = DistanceVector(bias_HS, self.rows, -torch.inf)
+        self.weight = None if weight_HS is None else DistanceVector(weight_HS, self.rows, 1.0)
+        self.decay = None if decay_BHS is None else Decay(decay_BHS, self.dtype)
+        self.sink = None if sink_H is None else Sink(sink_H, self.q_NTE, self.decay)
+
+    def _flat(self, x_BHXE: Tensor) -> Tensor:
+        return x_BHXE.to(self.dtype).reshape(self.B * self.H, -1, self.E).contiguous()
+
+    def _unflat(self, x_NXE: Tensor) -> Tensor:
+        return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
+
+    def new_kept(self) -> Tensor | None:
+        """Return a buffer to keep the attention probabilities of all tiles for the backward pass.
+
+        Return None if they are not kept. They are kept only if they are small, the distance kernel
+        has no factor and there is no sink. With a factor, the backward pass computes the query-key
+        products again in any case, and the probabilities with them. With a sink, it needs the
+        weights of the null key, too.
+        """
+        size = self.tiles[-1].start + self.tiles[-1].size
+        if (
+            self.weight is not None
+            or self.sink is not None
+            or size > KEPT_SHARE * 4 * self.q_NTE.numel()
+        ):
+            return None
+        return self.q_NTE.new_empty(size)
+
+    def allocate(self, count: int) -> list[Tensor]:
+        """Return `count` flat buffers, each large enough for any tile's scores.
+
+        This also allocates `self.scratch`, the memory for the results of `product`.
+        """
+        most = max(tile.batch * tile.num_heads * tile.keys for tile in self.tiles)
+        self.scratch = self.q_NTE.new_empty(most * self.E)
+        size = max(tile.size for tile in self.tiles)
+        return [self.q_NTE.new_empty(size) for _ in range(count)]
+
+    def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
+        """Return contiguous views [sequences * heads, rows, keys] of memory for this tile's scores.
+
+        There is one view for each tensor of `buffers`. If `kept` is not None, a view of `kept`
+        comes before these. The first view is for the attention probabilities.
+        """
+        shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
+        found = [buffer[: tile.size].view(shape) for buffer in buffers]
+        if kept is not None:
+            found.insert(0, kept[tile.start : tile.start + tile.size].view(shape))
+        return found
+
+    def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
+        """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, E].
+
+        The next call overwrites the result. The result is contiguous, because a batched product
+        into contiguous memory is several times faster than a product into a slice.
+        """
+        shape = a_mXY.shape[0], a_mXY.shape[1], self.E
+        out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
+        return torch.bmm(a_mXY, b_mYE, out=out_mXE)
+
+    def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
+        """Write the attention probabilities of a tile into `out_mRn`.
+
+        If there is a factor w, also write the scaled query-key products into `raw_mRn`.
+        """
+        q_mRE = self.q_NTE[tile.items, tile.rows]
+        k_mEn = self.k_NSE[tile.items, tile.seen].mT
+        bias_HRn = self.bias.block(tile.heads, tile.num_rows, tile.keys)
+        out_BHRn = out_mRn.view(tile.shape)
+        if raw_mRn is None:
+            out_BHRn.copy_(bias_HRn)
+            out_mRn.baddbmm_(q_mRE, k_mEn, alpha=self.scale)
+        else:
+            assert self.weight is not None
+            weight_HRn = self.weight.block(tile.heads, tile.num_rows, tile.keys)
+            torch.baddbmm(raw_mRn, q_mRE, k_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
+            torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
+        if self.decay is not None:
+            out_mRn -= self.decay.of_keys(tile)
+        if tile.mixed and self.starts_BT is not None:
+            key_n = torch.arange(tile.seen.start, tile.seen.stop, device=out_mRn.device)
+            starts_R = self.starts_BT[tile.items.start // self.H, tile.rows]
+            out_mRn.masked_fill_(key_n < starts_R[:, None], -torch.inf)
+        if self.sink is not None:
+            self.sink.softmax(tile, out_mRn)
+        else:  # this can be done in place, because each row is read before it is written
+            torch.softmax(out_mRn, dim=-1, out=out_mRn)
+
+    def dropout_mask(self, tile: QueryTile, out_mRn: Tensor) -> Tensor:
+        """Write this tile's dropout mask of ones and zeros into `out_mRn`, and return it.
+
+        The mask depends only on the seed and the tile, so every call for a tile gives the same
+        mask.
+        """
+        generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
+        return out_mRn.bernoulli_(self.keep, generator=generator)
+
+    def forward(self, kept: Tensor | None) -> Tensor:
+        """Return the attention output [batch, heads, queries, head size] in the inputs' dtype.
+
+        If `kept` is not None, the probabilities are stored there for the backward pass.
+        """
+        out_NTE = torch.empty_like(self.q_NTE)
+        dropping, weighted = self.keep < 1.0, self.weight is not None
+        buffers = self.allocate((kept is None) + (dropping or weighted))
+        for tile in self.tiles:
+            probs_mRn, *more = self.views(tile, buffers, kept)
+            self.probabilities(tile, probs_mRn, more[0] if weighted else None)
+            if dropping:
+                probs_mRn = self.dropout_mask(tile, more[-1]).mul_(probs_mRn)
+            out_mRE = self.product(probs_mRn, self.v_NSE[tile.items, tile.seen])
+            torch.div(out_mRE, self.keep, out=out_NTE[tile.items, tile.rows])
+        return self._unflat(out_NTE.flip(1))
+
+    def backward(
+        self, grad_BHTE: Tensor, kept: Tensor | None, *, need_bias: bool, need_weight: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, the bias, the factor, the decay and the sink.
+
+        The gradients of q, k and v have the inputs' dtype. The gradients of the bias and
+        the factor are [heads, distances] in compute precision. The gradient of the bias is None if
+        `need_bias` is false, and that of the factor is None if `need_weight` is false.
+        """
+        grad_NTE = self._flat(grad_BHTE).flip(1)
+        if self.keep < 1.0:
+            grad_NTE /= self.keep
+        dq_NTE = torch.empty_like(self.q_NTE)
+        dk_NSE, dv_NSE = torch.zeros_like(self.k_NSE), torch.zeros_like(self.v_NSE)
+        db_HS = self.q_NTE.new_zeros(self.H, self.S) if need_bias else None
+        dw_HS = self.q_NTE.new_zeros(self.H, self.S) if need_weight else None
+        dropping, spare = self.keep < 1.0, self.keep < 1.0 or self.sink is not None
+        buffers = self.allocate((kept is None) + 1 + spare + (self.weight is not None))
+        for tile in self.tiles:
+            seen = tile.seen
+            q_mRE, grad_mRE = self.q_NTE[tile.items, tile.rows], grad_NTE[tile.items, tile.rows]
+            k_mnE, v_mnE = self.k_NSE[tile.items, seen], self.v_NSE[tile.items, seen]
+            dk_mnE, dv_mnE = dk_NSE[tile.items, seen], dv_NSE[tile.items, seen]
+            probs_mRn, ds_mRn, *more = self.views(tile, buffers, kept)
+            raw_mRn = more[0] if self.weight is not None else None
+            if kept is None:
+                self.probabilities(tile, probs_mRn, raw_mRn)
+            if dropping:
+                mask_mRn = self.dropout_mask(tile, more[-1])
+                torch.mul(probs_mRn, mask_mRn, out=ds_mRn)
+                dv_mnE += self.product(ds_mRn.mT, grad_mRE)
+                torch.bmm(grad_mRE, v_mnE.mT, out=ds_mRn)
+                ds_mRn *= mask_mRn
+            else:
+                dv_mnE += self.product(probs_mRn.mT, grad_mRE)
+                torch.bmm(grad_mRE, v_mnE.mT, out=ds_mRn)
+            if self.sink is not None:
+                self.sink.add_gradient(tile, probs_mRn, ds_mRn, more[-1])
+            # Compute dS in place, which is possible because it is computed row by row.
+            torch.ops.aten._softmax_backward_data(
+                ds_mRn, probs_mRn, -1, self.dtype, grad_input=ds_mRn
+            )
+            if db_HS is not None:
+                add_diagonal_sums(db_HS[tile.heads], ds_mRn.view(tile.shape))
+            if self.decay is not None:
+                self.decay.add_gradient(tile, ds_mRn)
+            if self.weight is not None and raw_mRn is not None:
+                if dw_HS is not None:
+                    raw_mRn *= ds_mRn
+                    add_diagonal_sums(dw_HS[tile.heads], raw_mRn.view(tile.shape))
+                ds_BHRn = ds_mRn.view(tile.shape)
+                ds_BHRn *= self.weight.block(tile.heads, tile.num_rows, tile.keys)
+            dq_mRE = self.product(ds_mRn, k_mnE)
+            torch.mul(dq_mRE, self.scale, out=dq_NTE[tile.items, tile.rows])
+            dk_mnE.add_(self.product(ds_mRn.mT, q_mRE), alpha=self.scale)
+        gradients = (self._unflat(x) for x in (dq_NTE.flip(1), dk_NSE, dv_NSE))
+        kernel = (None if x is None else x.flip(1) for x in (db_HS, dw_HS))
+        return *gradients, *kernel, *self._gradients_of_terms()
+
+    def _gradients_of_terms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the decay and the sink, after those of all tiles were added."""
+        dc_BHS = ds_H = None
+        if self.decay is not None:
+            dc_BHS = self.decay.grad_NS.view(self.B, self.H, self.S)
+        if self.sink is not None:
+            dz_BHT = self.sink.grad_NT.view(self.B, self.H, self.T).flip(2)
+            ds_H = dz_BHT.sum((0, 2))
+            if dc_BHS is not None:
+                dc_BHS[:, :, self.S - self.T :] -= dz_BHT
+        return dc_BHS, ds_H

@@ -1,0 +1,84 @@
+"""Add a decay and a sink to the scores of blocked attention, and compute their gradients.
+
+    S_ij <- S_ij - (c_j - c_m)            P = softmax(S) (1 - p)       p_i = sigmoid(z_i - lse_i(S))
+    dc_j = -(sum of dS over column j)     dz_i = -p_i rowsum(P dP)_i   ds_h = sum of dz over head h
+
+c is the decay, m is the middle row of a tile and s_h is the sink of a head. c_i - c_m would change
+no softmax without a sink, so it is left out. With a sink, the null key has the weight p_i and the
+logit z_i = s_h - (c_i - c_m), and dc_i loses dz_i. The decay may be a sum over a long sequence.
+It is subtracted in fp64. The differences that matter are those near the tile, which are small
+enough for the compute precision.
+
+Legend: see `blocked`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.attention.tiles import QueryTile
+
+
+class Decay:
+    """The decay of one call, and its gradient `grad_NS` so far.
+
+    Args:
+        c_BHS: The decay of each position.
+        dtype: The compute precision.
+    """
+
+    def __init__(self, c_BHS: Tensor, dtype: torch.dtype):
+        self.c_NS, self.dtype = c_BHS.double().flatten(0, 1), dtype
+        self.grad_NS = torch.zeros_like(self.c_NS)
+
+    def of_keys(self, tile: QueryTile) -> Tensor:
+        """Return c_j - c_m [pairs of sequence and head, 1, keys]."""
+        return self._relative(tile, tile.seen)[:, None]
+
+    def of_rows(self, tile: QueryTile) -> Tensor:
+        """Return c_i - c_m [pairs of sequence and head, rows]."""
+        keys = self.c_NS.shape[1]
+        return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
+
+    def _relative(self, tile: QueryTile, positions: slice) -> Tensor:
+        middle = self.c_NS.shape[1] - (tile.rows.start + tile.rows.stop + 1) // 2
+        c_mX = self.c_NS[tile.items, positions]
+        return (c_mX - self.c_NS[tile.items, middle, None]).to(self.dtype)
+
+    def add_gradient(self, tile: QueryTile, ds_mRn: Tensor) -> None:
+        self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
+
+
+class Sink:
+    """The sink of one call, and the gradients `grad_NT` of the null key's logits.
+
+    Args:
+        sink_H: The sink of each head.
+        q_NTE: The queries, whose shape and dtype count.
+        decay: The decay of the call, or None.
+    """
+
+    def __init__(self, sink_H: Tensor, q_NTE: Tensor, decay: Decay | None):
+        self.sink_N1 = sink_H.to(q_NTE.dtype).repeat(len(q_NTE) // len(sink_H))[:, None]
+        self.weight_NT, self.grad_NT = (torch.zeros_like(q_NTE[..., 0]) for _ in range(2))
+        self.decay = decay
+
+    def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> None:
+        """Replace the scores by attention probabilities, in place."""
+        logit_mR = self.sink_N1[tile.items]
+        if self.decay is not None:
+            logit_mR = logit_mR - self.decay.of_rows(tile)
+        highest_mR = scores_mRn.amax(-1)
+        torch.softmax(scores_mRn, dim=-1, out=scores_mRn)
+        # The largest probability is exp(highest - lse).
+        logit_mR = logit_mR - (highest_mR - scores_mRn.amax(-1).log())
+        self.weight_NT[tile.items, tile.rows] = logit_mR.sigmoid()
+        scores_mRn *= logit_mR.neg().sigmoid()[..., None]
+
+    def add_gradient(
+        self, tile: QueryTile, probs_mRn: Tensor, dprobs_mRn: Tensor, spare_mRn: Tensor
+    ) -> None:
+        """Compute the gradient of the null key's logits from P and dP."""
+        delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
+        self.grad_NT[tile.items, tile.rows] = -self.weight_NT[tile.items, tile.rows] * delta_mR
