@@ -20,6 +20,14 @@ def _width_per_layer(width: Any, num_layers: int) -> Found | None:
         return "sliding_window_width", problem
 
 
+@relation("reset_position_ids", "reset_attention_mask")
+def _restarted_positions(positions: bool, documents: bool) -> Found | None:
+    if positions and not documents:
+        text = "true without reset_attention_mask: tokens of two documents that see each other "
+        text += "would have wrong distances"
+        return "reset_position_ids", f"{text}; write reset_attention_mask: true too"
+
+
 def _uses(pos_emb: Any, term: str) -> bool:
     return any(term in name.split(" + ") for name in values_of(pos_emb))
 

@@ -79,6 +79,8 @@ class ModelConfig(Section):
     theta_init: ThetaInit = Field(default_factory=FrozenDict)  # not in GPT-NeoX: start values
     theta_per_layer: Flag = False  # else layers with the same embedding share theta
     sliding_window_width: Width = None  # the largest distance of a key, or distances per layer
+    reset_attention_mask: Flag = False  # Megatron's name: a token sees only its own document
+    reset_position_ids: Flag = False  # Megatron's name: positions restart at each document
     rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
     rotary_emb_base: PositiveNumber = 10000.0
     rpe_num_buckets: Positive = 32
@@ -165,6 +167,7 @@ class LrConfig(Section):
 
 class TrainingConfig(Section):
     train_iters: Count  # 0: do not train, only evaluate
+    eod_mask_loss: Flag = False  # do not count what is predicted from an end-of-document token
     eval_interval: Positive = 1000
     eval_iters: Count = 100
     log_interval: Positive = 100

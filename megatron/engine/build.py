@@ -17,11 +17,9 @@ from megatron.config import Config, ConfigError
 from megatron.config.errors import Mark, Problem
 from megatron.config.per_layer import layers_of, values_of
 from megatron.config.schema import ModelConfig
-from megatron.data.corpora.python_stdlib import resolve_data_path
-from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.model import BlockShape, GPTShape, LayerAttention, Plan
+from megatron.model import BlockShape, Documents, GPTShape, LayerAttention, Plan
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.positional import PerLayer, PositionalEmbedding, PositionalError
@@ -177,6 +175,7 @@ def plan_of(
     vocab_size: int,
     *,
     device_type: str,
+    eod: int | None = None,
     training: bool = True,
     tp: TensorGroup = ALONE,
     cp: TensorGroup = ALONE,
@@ -186,6 +185,7 @@ def plan_of(
     Args:
         vocab_size: the number of entries of the tokenizer, before padding.
         device_type: "cuda" or "cpu", where the model will run; it decides the attention backend.
+        eod: the id of the tokenizer's end-of-document token; `reset_attention_mask` needs it.
         training: whether the model will be trained, which needs dropout and a backward pass.
         tp: the tensor-parallel group; with several ranks, only this rank's shard is built.
         cp: the context-parallel group, whose ranks share each sequence.
@@ -196,10 +196,14 @@ def plan_of(
     pos, m = positional_of(config), config.model
     parts = [pos.of_layer(index) for index in range(m.num_layers)]
     windows = layers_of(m.sliding_window_width, m.num_layers)
+    documents = None
+    if m.reset_attention_mask:
+        assert eod is not None
+        documents = Documents(eod, m.reset_position_ids)
     attends: dict[Any, AttentionFn] = {}
     layers = []
     for (layer_pos, columns), window in zip(parts, windows, strict=True):
-        masked = window is not None
+        masked = window is not None or documents is not None
         if (layer_pos, masked) not in attends:
             attends[layer_pos, masked] = attention_of(
                 config, layer_pos, device_type, training=training, masked=masked
@@ -214,6 +218,7 @@ def plan_of(
         tp=tp,
         cp=cp,
         layers=tuple(layers),
+        documents=documents,
         **theta_of(config, pos),
     )
 
@@ -284,17 +289,3 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
         **block,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",
     }
-
-
-def data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
-    """Return the path prefix of the run's token shards, or a tuple of several prefixes.
-
-    `data_path` may name a `builtin:` corpus. If this corpus has no shards yet, the first process
-    that calls this function tokenises the corpus.
-
-    Raises:
-        DataError: `data_path` is not set.
-    """
-    if config.data.data_path is None:
-        raise DataError("data_path is not set; name a shard prefix or builtin:python-stdlib")
-    return resolve_data_path(config.data.data_path, config.data.data_dir, tokenizer)

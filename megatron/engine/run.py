@@ -110,9 +110,10 @@ class Job:
         # Each data- or context-parallel rank and each stage draws dropout from its own stream.
         stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
         torch.manual_seed(config.training.seed + stream)
-        self.model = build_local_shard(config, self.data.tokenizer.vocab_size, groups)
+        tokenizer = self.data.tokenizer
+        self.model = build_local_shard(config, tokenizer.vocab_size, groups, tokenizer.eod)
         description = RunDescription(
-            model=identity_of(config, self.model.shape, self.data.tokenizer),
+            model=identity_of(config, self.model.shape, tokenizer),
             data=self.data.identity,
             layout=layout_of(config, groups),
             config=config.to_flat_dict(),
@@ -247,7 +248,8 @@ class Job:
         carried, saver = self.progress.interval, self._saver
         preemption.begin()
         with saver or nullcontext():
-            TrainingLoop(self.engine, self.groups, self.theta, loop_settings(c), log, carried).run(
+            settings = loop_settings(c, self.data.uncounted_after)
+            TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
                 loader,
                 self.progress.step,
                 validate=validate,

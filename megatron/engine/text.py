@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import Config
+from megatron.data.corpora.python_stdlib import resolve_data_path
+from megatron.data.errors import DataError
 from megatron.data.samples.blend import BlendedDataset, weights_by_documents
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.index_cache import cache_folder
@@ -17,7 +19,7 @@ from megatron.data.shards.interface import Shards
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import data_prefix, tokenizer_of
+from megatron.engine.build import tokenizer_of
 from megatron.parallel.groups import Groups
 
 
@@ -64,7 +66,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
     """
     data = config.data
     if not data.train_data_paths:
-        shards = join(open_each(data_prefix(config, tokenizer), tokenizer))
+        shards = join(open_each(_data_prefix(config, tokenizer), tokenizer))
         splits = split_documents(data.split, len(shards))
         corpora = {
             name: [Corpus(shards, documents)]
@@ -96,6 +98,20 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
     return Text(join(readers), splits, corpora)
 
 
+def _data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
+    """Return the path prefix of the run's token shards, or a tuple of several prefixes.
+
+    `data_path` may name a `builtin:` corpus. If this corpus has no shards yet, the first process
+    that calls this function tokenises the corpus.
+
+    Raises:
+        DataError: `data_path` is not set.
+    """
+    if config.data.data_path is None:
+        raise DataError("data_path is not set; name a shard prefix or builtin:python-stdlib")
+    return resolve_data_path(config.data.data_path, config.data.data_dir, tokenizer)
+
+
 def samples_of_run(config: Config) -> dict[str, int]:
     """Return a dict from split name to the number of samples that a run of `config` reads."""
     t, batch = config.training, config.batch.train_batch_size
@@ -112,11 +128,13 @@ class JobData:
         identity: the values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: maps each split's name to the number of samples that the run reads from it.
+        uncounted_after: the id of an input token whose target does not count in the loss, or None.
     """
 
     def __init__(self, config: Config, groups: Groups):
         self.config, self.groups = config, groups
         self.tokenizer = tokenizer_of(config)
+        self.uncounted_after = self.tokenizer.eod if config.training.eod_mask_loss else None
         self.text = open_text(config, self.tokenizer)
         self.identity: dict[str, Any] = {
             "seed": config.training.seed,

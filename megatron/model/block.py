@@ -37,7 +37,8 @@ from megatron.parallel.rng import rank_dropout
 class SelfAttention(nn.Module):
     """Causal self-attention, from x [batch, positions, hidden size] to an output of the same shape.
 
-    It also takes theta [heads, columns], the distance kernel's parameters, or None.
+    It also takes theta [heads, columns], the distance kernel's parameters, or None, and the start
+    of each token's document [batch, all positions], or None if a sequence is one document.
 
     Args:
         index: The number of the layer, from 0.
@@ -48,6 +49,7 @@ class SelfAttention(nn.Module):
         layer = plan.layer(index)
         self.pos, self.attend, self.window = layer.pos, layer.attend, layer.window
         self.columns, self.tp, self.cp = layer.columns, plan.tp, plan.cp
+        self.documents = plan.documents
         self.shape = shape = plan.shape.block
         hidden, tp = shape.hidden_size, plan.tp
         self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
@@ -55,7 +57,11 @@ class SelfAttention(nn.Module):
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
 
     def forward(
-        self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None, partial: bool = False
+        self,
+        x_BTD: torch.Tensor,
+        theta_HN: torch.Tensor | None,
+        starts_BS: torch.Tensor | None = None,
+        partial: bool = False,
     ) -> torch.Tensor:
         s = self.shape
         qkv = self.query_key_value(x_BTD)
@@ -64,8 +70,15 @@ class SelfAttention(nn.Module):
         if theta_HN is not None:
             theta_HN = theta_HN[:, self.columns].chunk(self.cp.size)[self.cp.rank]
         q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
+        positions_BT = None
+        if self.documents is not None and starts_BS is not None:
+            positions_BT = self.documents.positions(starts_BS)
         q_BHTE, k_BHTE = self.pos.rotate(
-            q_BHTE, k_BHTE, rotary_ndims=s.rotary_ndims, base=s.rotary_base
+            q_BHTE,
+            k_BHTE,
+            positions_BT=positions_BT,
+            rotary_ndims=s.rotary_ndims,
+            base=s.rotary_base,
         )
         dropout_p = s.attention_dropout if self.training else 0.0
         with rank_dropout(self.tp, x_BTD.device) if dropout_p else nullcontext():
@@ -78,7 +91,9 @@ class SelfAttention(nn.Module):
                 scale=1.0 / math.sqrt(s.head_size),
                 dropout_p=dropout_p,
                 decay_BHS=self._decay(x_BTD),
+                starts_BS=starts_BS,
                 window=self.window,
+                positions_BT=positions_BT,
             )
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
         return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
@@ -149,7 +164,7 @@ _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
 class Block(nn.Module):
     """One transformer block, from x [batch, positions, hidden size] to x of the same shape.
 
-    It also takes theta [heads, columns], the distance kernel's parameters, or None.
+    It also takes theta and the starts of documents, as `SelfAttention` does.
     """
 
     def __init__(self, plan: Plan, index: int):
@@ -164,11 +179,16 @@ class Block(nn.Module):
         # partial sum and need the same mask.
         self.dropout = HiddenDropout(shape.hidden_dropout, ALONE if shape.gpt_j_residual else tp)
 
-    def forward(self, x_BTD: torch.Tensor, theta_HN: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        theta_HN: torch.Tensor | None,
+        starts_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if self.gpt_j_residual:
-            attention = self.attention(self.input_layernorm(x_BTD), theta_HN, partial=True)
+            attention = self.attention(self.input_layernorm(x_BTD), theta_HN, starts_BS, True)
             mlp = self.mlp(self.post_attention_layernorm(x_BTD), partial=True)
             return add_partial(x_BTD, self.dropout(attention), self.dropout(mlp), tp=self.tp)
-        attention = self.dropout(self.attention(self.input_layernorm(x_BTD), theta_HN))
-        x_BTD = x_BTD + attention
+        attention = self.attention(self.input_layernorm(x_BTD), theta_HN, starts_BS)
+        x_BTD = x_BTD + self.dropout(attention)
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))

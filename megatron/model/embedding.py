@@ -91,7 +91,8 @@ class EmbeddingLayer(nn.Module):
     """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
 
     x [batch, positions, hidden size] is the hidden states. theta [heads, columns], in fp32, is the
-    distance kernel's parameters, or None if there are none.
+    distance kernel's parameters, or None if there are none. The layer also takes the start of each
+    token's document [batch, all positions], or None if a sequence is one document.
 
     Args:
         words: Whether this layer embeds the tokens. If False, the input is the embedded tokens. In
@@ -105,7 +106,7 @@ class EmbeddingLayer(nn.Module):
     def __init__(self, plan: Plan, words: bool = True):
         super().__init__()
         self.pos, self.offset, self.tp = plan.pos, plan.shape.position_offset, plan.tp
-        self.split = plan.split
+        self.split, self.documents = plan.split, plan.documents
         shape, pos, tp, hidden = plan.shape, plan.pos, plan.tp, plan.shape.block.hidden_size
         self.word_embeddings: VocabEmbedding | None = None
         self.position_embeddings: nn.Embedding | None = None
@@ -128,24 +129,31 @@ class EmbeddingLayer(nn.Module):
         self._order = sorted(range(len(pos.parameters)), key=[*trained, *fixed].__getitem__)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, x: torch.Tensor, starts_BS: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x_BTD = x if self.word_embeddings is None else self.word_embeddings(x)
         if self.pos.has("input"):
-            positions_T = self.split.positions(x_BTD.shape[1], x_BTD.device)
-            x_BTD = x_BTD + self._position_vectors(positions_T, x_BTD)
+            x_BTD = x_BTD + self._position_vectors(x_BTD, starts_BS)
         return self.dropout(x_BTD), self._theta(x_BTD.dtype)
 
-    def _position_vectors(self, positions_T: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
+    def _position_vectors(
+        self, x_BTD: torch.Tensor, starts_BS: torch.Tensor | None
+    ) -> torch.Tensor:
+        length = x_BTD.shape[1]
+        positions = self.split.positions(length, x_BTD.device)  # [T], or restarted [B, T]
+        if self.documents is not None and starts_BS is not None:
+            restarted_BT = self.documents.positions(starts_BS, positions)
+            positions = positions if restarted_BT is None else restarted_BT
         if self.position_embeddings is None:
-            table_TD = self.pos.table(positions_T, x_BTD.shape[-1], x_BTD.dtype)
-            return table_TD.to(x_BTD.dtype)
+            return self.pos.table(positions, x_BTD.shape[-1], x_BTD.dtype).to(x_BTD.dtype)
         # At most slices - 1 positions at the end are padding and may lie beyond the table.
-        self.require_positions(int(positions_T[-1]) + 1 - (self.split.slices - 1))
+        self.require_positions(length * self.split.slices - (self.split.slices - 1))
         table = self.position_embeddings.weight
-        rows_T = (positions_T + self.offset).clamp(max=table.shape[0] - 1)
+        rows = (positions + self.offset).clamp(max=table.shape[0] - 1)
         if self.tp.splits_sequence:
             table = copy_to(table, self.tp)  # sums the gradient: other ranks use other rows
-        return F.embedding(rows_T, table)
+        return F.embedding(rows, table)
 
     def require_positions(self, length: int) -> None:
         """Check that a trained position table has a vector for each of `length` positions.

@@ -42,7 +42,7 @@ class GPT(nn.Module):
     def __init__(self, plan: Plan):
         super().__init__()
         self.shape, self.pos, self.attend, self.cp = plan.shape, plan.pos, plan.attend, plan.cp
-        self.split = plan.split
+        self.split, self.documents = plan.split, plan.documents
         self.embedding = EmbeddingLayer(plan)
         self.layers = nn.ModuleList(Block(plan, i) for i in range(plan.shape.num_layers))
         self.final_norm = build_norm(plan.shape.block, plan.tp)
@@ -63,13 +63,16 @@ class GPT(nn.Module):
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
-        x_BTD, theta_HN = self.embedding(self.split.context_slice(tokens_BT))
+        starts_BS = None
+        if self.documents is not None:
+            starts_BS = self.documents.starts(self.split.padded(tokens_BT))
+        x_BTD, theta_HN = self.embedding(self.split.context_slice(tokens_BT), starts_BS)
         recompute = self.shape.checkpoint_activations and self.training
         for layer in self.layers:
             if recompute:
-                x_BTD = checkpoint(layer, x_BTD, theta_HN, use_reentrant=False)
+                x_BTD = checkpoint(layer, x_BTD, theta_HN, starts_BS, use_reentrant=False)
             else:
-                x_BTD = layer(x_BTD, theta_HN)
+                x_BTD = layer(x_BTD, theta_HN, starts_BS)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
             result = gather_from(self._logits(x_BTD), self.logits_tp, -1)

@@ -1,13 +1,15 @@
 """Describe the GPT model as a list of layers that a pipeline engine distributes over its stages.
 
     tokens -> words -> embedding -> block 0 -> ... -> block L-1 -> norm -> output -> logits
-                         |  theta      ^                  ^
-                         '-------------+------------------'
+                |        |  theta      ^                  ^
+                |starts  '-------------+------------------'
+                '--------^-------------^------------------^
 
-A layer passes (x [B, T, D], theta [H, N] fp32) to the next layer. It passes x alone if no later
-layer needs theta, so the last block does not return theta. The only copy of a trained theta is on
-stage 0, which receives theta's gradient, summed over all blocks. A theta that is not trained (fixed
-slopes) is not passed between layers, because each block has its own copy.
+A layer passes (x [B, T, D], theta [H, N] fp32, starts [B, T] int64) to the next layer. It passes x
+alone if no later layer needs the others, so the last block returns neither. The only copy of a
+trained theta is on stage 0, which receives theta's gradient, summed over all blocks. A theta that
+is not trained (fixed slopes) is not passed between layers, because each block has its own copy.
+The starts of documents are passed only if tokens attend to their own document alone.
 
 Parameters have the same names as in `GPT`. A layer's name is the prefix of its parameters' names.
 """
@@ -30,7 +32,21 @@ from megatron.model.shape import Plan
 from megatron.parallel.layers import VocabEmbedding
 
 WORDS = "embedding.word_embeddings"
-Flow = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Flow = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return (x, theta, starts), with None for what is not passed. Only the starts are integers."""
+    x, *others = flow if isinstance(flow, tuple) else (flow,)
+    theta = next((each for each in others if each.is_floating_point()), None)
+    starts = next((each for each in others if not each.is_floating_point()), None)
+    return x, theta, starts
+
+
+def _flow(*parts: torch.Tensor | None) -> Flow:
+    """Return what a layer passes on: the parts that are there, x first."""
+    x, *others = (part for part in parts if part is not None)
+    return (x, *others) if others else x
 
 
 @dataclass(frozen=True)
@@ -52,22 +68,38 @@ class Layer:
     tied: bool = False
 
 
-class PipeEmbedding(EmbeddingLayer):
-    """The layer after the token embedding: adds any position vectors to x and returns (x, theta).
+class PipeWords(VocabEmbedding):
+    """The token embedding, which returns x and the starts of documents if there are any."""
 
-    If the distance kernel has no trained parameters theta, it returns x alone.
+    def __init__(self, vocab_size: int, hidden_size: int, plan: Plan):
+        super().__init__(vocab_size, hidden_size, plan.tp)
+        self.documents = plan.documents
+
+    def forward(self, x: torch.Tensor, project: bool = False) -> Any:
+        vectors = super().forward(x, project)
+        if project or self.documents is None:
+            return vectors
+        return vectors, self.documents.starts(x)
+
+
+class PipeEmbedding(EmbeddingLayer):
+    """The layer after the token embedding, which adds any position vectors to x.
+
+    It returns x and, if there are any, the distance kernel's trained parameters theta and the
+    starts of documents.
     """
 
     def __init__(self, plan: Plan):
         super().__init__(plan, words=False)
 
-    def forward(self, x_BTD: torch.Tensor) -> Flow:
-        x_BTD, theta_HN = super().forward(x_BTD)
-        return x_BTD if self.theta is None or theta_HN is None else (x_BTD, theta_HN)
+    def forward(self, flow: Flow) -> Flow:
+        x_BTD, _, starts_BS = _parts(flow)
+        x_BTD, theta_HN = super().forward(x_BTD, starts_BS)
+        return _flow(x_BTD, None if self.theta is None else theta_HN, starts_BS)
 
 
 class PipeBlock(Block):
-    """A block that takes and returns what pipeline layers pass on: (x, theta), or x alone.
+    """A block that takes and returns what pipeline layers pass on: x, and maybe theta and starts.
 
     x is the hidden states, and theta is the distance kernel's trained parameters.
 
@@ -82,15 +114,15 @@ class PipeBlock(Block):
         self.recompute = plan.shape.checkpoint_activations
 
     def forward(self, flow: Flow) -> Flow:
-        x_BTD, theta_HN = flow if isinstance(flow, tuple) else (flow, None)
+        x_BTD, theta_HN, starts_BS = _parts(flow)
         used_HN = theta_HN
         if self.fixed_theta is not None:
             used_HN = self.fixed_theta(torch.promote_types(x_BTD.dtype, torch.float32))
         if self.recompute and self.training:
-            x_BTD = checkpoint(super().forward, x_BTD, used_HN, use_reentrant=False)
+            x_BTD = checkpoint(super().forward, x_BTD, used_HN, starts_BS, use_reentrant=False)
         else:
-            x_BTD = super().forward(x_BTD, used_HN)
-        return x_BTD if self.last or theta_HN is None else (x_BTD, theta_HN)
+            x_BTD = super().forward(x_BTD, used_HN, starts_BS)
+        return x_BTD if self.last else _flow(x_BTD, theta_HN, starts_BS)
 
 
 def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -101,13 +133,13 @@ def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
 def pipeline_layers(plan: Plan) -> list[Layer]:
     """Return descriptions of the layers of `GPT(plan)`, in order."""
     shape, tp = plan.shape, plan.tp
-    words = {"vocab_size": shape.vocab_size, "hidden_size": shape.block.hidden_size, "tp": tp}
+    words = {"vocab_size": shape.vocab_size, "hidden_size": shape.block.hidden_size, "plan": plan}
     fixed_HN = None
     if plan.pos.has("distance") and not plan.pos.trained_parameters:
         fixed_HN = initial_theta(plan)
     block = {"plan": plan, "fixed_HN": fixed_HN}
     layers = [
-        Layer(WORDS, VocabEmbedding, words, tied=shape.tie_weights),
+        Layer(WORDS, PipeWords, words, tied=shape.tie_weights),
         Layer("embedding", PipeEmbedding, {"plan": plan}),
     ]
     layers += [
@@ -116,7 +148,7 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
     norm_class, norm = norm_layer(shape.block, tp)
     layers.append(Layer("final_norm", norm_class, norm))
     if shape.tie_weights:
-        layers.append(Layer(WORDS, VocabEmbedding, words, project, tied=True))
+        layers.append(Layer(WORDS, PipeWords, words, project, tied=True))
     else:
         output_class, output = output_layer(plan)
         layers.append(Layer("output", output_class, output))

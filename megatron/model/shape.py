@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.attention import AttentionFn
+from megatron.model.documents import Documents
 from megatron.numerics import WIDE, Numerics
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.sequence import SequenceSplit
@@ -118,6 +119,8 @@ class Plan:
             for all heads or one number per head. Other parameters are drawn at random.
         theta_frozen: The names of the embedding's parameters that training does not change.
         layers: The attention of each layer, if layers differ.
+        documents: How sequences divide into documents whose tokens see no other document, or None
+            if each sequence is one document.
     """
 
     shape: GPTShape
@@ -129,6 +132,7 @@ class Plan:
     theta_init: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
     theta_frozen: tuple[str, ...] = ()
     layers: tuple[LayerAttention, ...] = ()
+    documents: Documents | None = None
 
     def layer(self, index: int) -> LayerAttention:
         """Return the attention of layer `index`. Without `layers`, all layers have the same."""

@@ -19,6 +19,9 @@ import torch.nn.functional as F
 
 from megatron.parallel.groups import ALONE, TensorGroup
 
+UNCOUNTED = -1
+"""Stands for a target that does not count in the loss. Its own loss is 0."""
+
 
 def token_losses(
     logits_BTW: torch.Tensor, targets_BT: torch.Tensor, tp: TensorGroup = ALONE
@@ -26,15 +29,24 @@ def token_losses(
     """Return the loss [batch, positions] of each target in nats, on every rank.
 
     Logits are cast to fp32 as in GPT-NeoX, but float64 logits stay float64. `targets_BT` is int64
-    and indexes the full vocabulary.
+    and indexes the full vocabulary, or is `UNCOUNTED`.
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:
-        return _ShardedCrossEntropy.apply(logits_BTW.to(dtype), targets_BT, tp)
+        losses_BT = _ShardedCrossEntropy.apply(logits_BTW.to(dtype), targets_BT, tp)
+        return losses_BT.masked_fill(targets_BT == UNCOUNTED, 0.0)
     flat = F.cross_entropy(
-        logits_BTW.flatten(0, 1).to(dtype), targets_BT.flatten(), reduction="none"
+        logits_BTW.flatten(0, 1).to(dtype),
+        targets_BT.flatten(),
+        reduction="none",
+        ignore_index=UNCOUNTED,
     )
     return flat.view(targets_BT.shape)
+
+
+def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the losses whose targets count, or 0 if no target counts."""
+    return losses_BT.sum() / (targets_BT != UNCOUNTED).sum().clamp(min=1)
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):

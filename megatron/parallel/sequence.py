@@ -35,14 +35,16 @@ class SequenceSplit:
         """The number of slices of the full sequence: context ranks x slices of a context slice."""
         return self.cp.size * self.tp_slices
 
-    def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return this rank's context slice of `tokens_BT`, the input of the token embedding.
+    def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return the sequence, padded at the end with zeros to a multiple of `slices`.
 
-        The sequence is first padded at the end to a multiple of `slices`. Causal attention never
-        reads the padding.
+        Causal attention never reads the padding.
         """
-        padded_BT = F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
-        return padded_BT.chunk(self.cp.size, 1)[self.cp.rank]
+        return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
+
+    def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return this rank's context slice of the padded sequence, for the token embedding."""
+        return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the positions [length] of this rank's slice, which has `length` positions."""

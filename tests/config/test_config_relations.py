@@ -23,6 +23,7 @@ REFUSED = [
     ({"eval_lengths": [16], "eval_context_baseline": 16}, "eval_context_baseline", "small context"),
     ({"finetune": True, "save": "a", "load": "a/"}, "finetune", "another save"),
     ({"pos_emb": "rpe", "rpe_num_buckets": 1}, "rpe_num_buckets", "at least 2"),
+    ({"reset_position_ids": True}, "reset_position_ids", "reset_attention_mask: true too"),
     (
         {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}}
         | {"precision": "bfloat16"},
@@ -49,5 +50,6 @@ def test_it_is_refused_with_what_to_write(tmp_path, changes, key, text):
 def test_the_values_beside_them_are_accepted(tmp_path):
     load(tmp_path, warmup=0.5, hidden_dropout=0.99, attention_dropout=0.99, seed=2**32 - 1)
     load(tmp_path, eval_lengths=[16], eval_context_baseline=15)
+    load(tmp_path, reset_position_ids=True, reset_attention_mask=True)
     load(tmp_path, finetune=True, save="a", load="b")
     load(tmp_path, pos_emb="rpe", rpe_num_buckets=2)

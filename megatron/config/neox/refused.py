@@ -107,7 +107,6 @@ _refuse("pack_impl", "documents are always packed", "pack_impl: packed", _equals
 _refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _named("mmap", "infer"))
 _refuse("apply_query_key_layer_scaling", "not built yet", "false", _FALSE)
 _refuse("z_loss", "the loss is plain cross-entropy", "z_loss: 0.0", _equals(0, 0.0))
-_refuse("eod_mask_loss", "every target counts in the loss", "false", _FALSE)
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
 
 _refuse(

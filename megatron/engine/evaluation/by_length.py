@@ -38,13 +38,12 @@ from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.evaluation import report
 from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
-from megatron.engine.evaluation.report import LengthResult
+from megatron.engine.evaluation.report import LengthResult, summarise
 from megatron.engine.job.join import joined_job
 from megatron.engine.text import Text, open_text
 from megatron.model import GPT
 from megatron.model.embedding import columns_of
 from megatron.parallel.groups import Groups, build_groups
-from megatron.parallel.loss import perplexity
 from megatron.positional import PositionalEmbedding
 
 
@@ -77,6 +76,7 @@ class Measurement:
         token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: the approximate number of tokens in a forward pass.
         groups: the job's process groups; the data-parallel ranks share the sequences.
+        uncounted_after: the id of an input token whose target is not scored, or None.
     """
 
     loss_fn: LossFn
@@ -84,14 +84,20 @@ class Measurement:
     token_bytes: Callable[[np.ndarray], np.ndarray]
     batch_tokens: int
     groups: Groups
+    uncounted_after: int | None = None
 
     def at_length(self, length: int) -> LengthResult:
         """Measure the model on sequences of `length` tokens. Every rank must call this method."""
         sequences = self.read(length)
         losses = losses_of_sequences(
-            self.loss_fn, sequences, self.groups, batch_tokens=self.batch_tokens
+            self.loss_fn,
+            sequences,
+            self.groups,
+            batch_tokens=self.batch_tokens,
+            uncounted_after=self.uncounted_after,
         )
-        return summarise(length, losses, sequences[:, 1:], self.token_bytes)
+        scored = sequences[:, 1:][sequences[:, :-1] != self.uncounted_after]
+        return summarise(length, losses, scored, self.token_bytes)
 
     def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
         """Measure the model at each of `lengths`, and return the results in the same order.
@@ -121,37 +127,12 @@ class Measurement:
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
         windows = windows.reshape(-1, context + 1)
+        windows = windows[windows[:, -2] != self.uncounted_after]
         windows = np.ascontiguousarray(windows[:: max(1, len(windows) // targets)])
         losses = losses_of_sequences(
             self.loss_fn, windows, self.groups, batch_tokens=self.batch_tokens, last_only=True
         )
         return summarise(context, losses, windows[:, -1:], self.token_bytes)
-
-
-def summarise(
-    length: int,
-    losses: np.ndarray,
-    scored: np.ndarray,
-    token_bytes: Callable[[np.ndarray], np.ndarray],
-) -> LengthResult:
-    """Return the statistics of sequences of `length` tokens.
-
-    Args:
-        losses: the mean loss of each of n sequences in nats, float64 [n].
-        scored: the ids of the target tokens, any shape.
-        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
-    """
-    loss = float(losses.mean())
-    bytes_scored = int(token_bytes(scored.ravel()).sum())
-    stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else math.nan
-    return LengthResult(
-        length=length,
-        sequences=len(losses),
-        loss=loss,
-        perplexity=perplexity(loss),
-        bits_per_byte=loss * scored.size / (math.log(2) * bytes_scored),
-        stderr=stderr,
-    )
 
 
 def evaluate_checkpoint(
@@ -181,7 +162,8 @@ def evaluate_checkpoint(
                 f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
             )
         tokenizer, kind = tokenizer_of(config), groups.device.type
-        model = GPT(plan_of(config, tokenizer.vocab_size, device_type=kind, training=False))
+        size, eod = tokenizer.vocab_size, tokenizer.eod
+        model = GPT(plan_of(config, size, device_type=kind, eod=eod, training=False))
         run = RunDescription(model=identity_of(config, model.shape, tokenizer))
         notes = load_weights(model, saved, run)
         model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
@@ -244,6 +226,7 @@ def evaluate_lengths(
         model.tokenizer.token_bytes,
         chosen.eval_batch_tokens,
         groups,
+        model.tokenizer.eod if config.training.eod_mask_loss else None,
     )
     scale = chosen.eval_distance_scale
     results = [replace(r, distance_scale=scale) for r in measurement.at_lengths(lengths, say)]

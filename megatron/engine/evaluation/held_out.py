@@ -31,7 +31,7 @@ def held_out_loss(
     if loader is None:
         return None
     count = config.training.eval_iters * config.batch.gradient_accumulation_steps
-    return loss_of_batches(engine, loader, count, groups)
+    return loss_of_batches(engine, loader, count, groups, data.uncounted_after)
 
 
 def log_final_losses(

@@ -13,6 +13,7 @@ from megatron import preemption
 from megatron.engine.training.loop import next_batches
 from megatron.engine.training.pipeline import PipelineLosses
 from megatron.parallel.groups import Groups
+from megatron.parallel.loss import mean_loss
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
@@ -29,20 +30,24 @@ def loss_of_batches(
     batches: Iterator[np.ndarray],
     count: int,
     groups: Groups,
+    uncounted_after: int | None = None,
 ) -> float:
     """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
+
+    It is the mean of the losses of the micro-batches, as in training.
 
     Every rank must call this function, and every rank gets the same result.
 
     Args:
         batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
+        uncounted_after: the id of an input token whose target does not count.
     """
     engine.eval()
     loss_fn = loss_function(engine, groups)
     total = torch.zeros((), device=groups.device)
-    for inputs, targets in next_batches(batches, count, groups):
+    for inputs, targets in next_batches(batches, count, groups, uncounted_after):
         preemption.safe_point()
-        total += loss_fn(inputs, targets).mean().float()
+        total += mean_loss(loss_fn(inputs, targets), targets).float()
     engine.train()
     return groups.sum_over_data(total).item() / (count * groups.data_size)
 
@@ -55,6 +60,7 @@ def losses_of_sequences(
     *,
     batch_tokens: int,
     last_only: bool = False,
+    uncounted_after: int | None = None,
 ) -> np.ndarray:
     """Return the mean loss of each of n sequences in nats per token, as float64 [n].
 
@@ -66,6 +72,9 @@ def losses_of_sequences(
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
         batch_tokens: the approximate number of tokens in a forward pass.
         last_only: whether to score only the last position of each sequence.
+        uncounted_after: the id of an input token whose target is not scored. A sequence's result is
+            then weighted by its number of scored targets, so that the mean over all sequences is
+            the mean over all scored targets.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)
@@ -78,7 +87,12 @@ def losses_of_sequences(
         where = batches[min(mine, len(batches) - 1)]
         batch = torch.from_numpy(sequences[where]).to(groups.device)
         token_losses = loss_fn(batch[:, :-1], batch[:, 1:]).double()
+        if uncounted_after is not None:
+            token_losses = token_losses.masked_fill(batch[:, :-1] == uncounted_after, 0.0)
         if mine < len(batches):
             scored = token_losses[:, -1] if last_only else token_losses.mean(1)
             losses[where] = scored.cpu()
-    return groups.sum_over_data(losses.to(groups.device)).cpu().numpy()
+    losses = groups.sum_over_data(losses.to(groups.device)).cpu().numpy()
+    if uncounted_after is None or last_only:
+        return losses
+    return losses / max(1e-9, float((sequences[:, :-1] != uncounted_after).mean()))

@@ -35,7 +35,7 @@ def log_published_losses(
             log.line(f"{name}: the split holds no batch to evaluate")
             continue
         first = loader.consumed_samples
-        loss = loss_of_batches(engine, loader, count, groups)
+        loss = loss_of_batches(engine, loader, count, groups, data.uncounted_after)
         short = f", all that are left of {wanted} batches" if count < wanted else ""
         sequences = count * loader.micro_batch * loader.dp_size
         text = (

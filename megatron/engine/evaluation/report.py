@@ -5,7 +5,7 @@ For a length with n sequences of mean losses l_i (nats per target token):
     loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
     bits_per_byte = loss / ln 2 * (target tokens / UTF-8 bytes of these tokens)
 
-The module `by_length` computes each `LengthResult`; this module only formats the results. The
+The module `by_length` measures the losses; this module only summarises and formats them. The
 standard errors of perplexity and bits_per_byte are first-order approximations. The first is
 perplexity * stderr, and the second is bits_per_byte * stderr / loss.
 
@@ -19,7 +19,7 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.files import write_bytes
+from megatron.parallel.loss import perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +58,32 @@ class LengthResult:
     @property
     def bits_per_byte_stderr(self) -> float:
         return self.bits_per_byte * self.stderr / self.loss if self.loss else 0.0
+
+
+def summarise(
+    length: int,
+    losses: np.ndarray,
+    scored: np.ndarray,
+    token_bytes: Callable[[np.ndarray], np.ndarray],
+) -> LengthResult:
+    """Return the statistics of sequences of `length` tokens.
+
+    Args:
+        losses: the mean loss of each of n sequences in nats, float64 [n].
+        scored: the ids of the target tokens, any shape.
+        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
+    """
+    loss = float(losses.mean())
+    bytes_scored = int(token_bytes(scored.ravel()).sum())
+    stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else math.nan
+    return LengthResult(
+        length=length,
+        sequences=len(losses),
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=loss * scored.size / (math.log(2) * bytes_scored),
+        stderr=stderr,
+    )
 
 
 def write_extrapolation(

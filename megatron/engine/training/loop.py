@@ -30,23 +30,28 @@ from megatron.engine.training.pipeline import train_batch
 from megatron.engine.training.settings import LoopSettings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import perplexity
+from megatron.parallel.loss import UNCOUNTED, mean_loss, perplexity
 
 STEEP = 3.0
 """The log warns if the mean loss rises by more nats than this from one log line to the next."""
 
 
 def next_batches(
-    batches: Iterator[np.ndarray], count: int, groups: Groups
+    batches: Iterator[np.ndarray], count: int, groups: Groups, uncounted_after: int | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the pair (inputs [B, T], targets [B, T]) of each of the next `count` micro-batches.
 
     Args:
         batches: this rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
+        uncounted_after: the id of an input token whose target does not count in the loss. Such
+            targets are `UNCOUNTED`. None counts all targets.
     """
     for _ in range(count):
         tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)
-        yield tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if uncounted_after is not None:
+            targets = targets.masked_fill(inputs == uncounted_after, UNCOUNTED)
+        yield inputs, targets
 
 
 def train_step(
@@ -55,23 +60,26 @@ def train_step(
     accumulation: int,
     groups: Groups,
     guard: LossGuard | None = None,
+    uncounted_after: int | None = None,
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
     """Take one optimizer step, on the next `accumulation` micro-batches.
 
     Args:
         guard: the object that makes DeepSpeed skip the update of a bad step; None skips no step.
+        uncounted_after: the id of an input token whose target does not count in the loss.
 
     Returns:
         This rank's mean loss (a 0-d tensor, not averaged over the data-parallel ranks), and the L2
         norm of the gradient before clipping.
     """
+    pairs = next_batches(batches, accumulation, groups, uncounted_after)
     if isinstance(engine, PipelineEngine):
-        loss = train_batch(engine, list(next_batches(batches, accumulation, groups)))
+        loss = train_batch(engine, list(pairs))
         return loss, engine.get_global_grad_norm()
     total = torch.zeros((), device=groups.device)
     norm = None
-    for inputs, targets in next_batches(batches, accumulation, groups):
-        loss = engine(inputs, targets).mean()
+    for inputs, targets in pairs:
+        loss = mean_loss(engine(inputs, targets), targets)
         total += loss.detach().float()
         if guard and engine.is_gradient_accumulation_boundary():
             loss = guard.spoiled_if_bad(loss, total / accumulation)
@@ -197,6 +205,7 @@ class TrainingLoop:
                 self.settings.accumulation,
                 self.groups,
                 guard if guard.skips else None,
+                self.settings.uncounted_after,
             )
         self.theta.project()
         if not guard.acts or self._is_good(step, loss, norm, batches):

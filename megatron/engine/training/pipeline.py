@@ -29,7 +29,7 @@ from megatron.model.gpt import logits_group
 from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import token_losses
+from megatron.parallel.loss import mean_loss, token_losses
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,7 +52,7 @@ class Pipeline(PipelineModule):
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
             """Return the mean loss, or under `torch.no_grad` the losses [batch, positions]."""
             losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
-            return losses_BT.mean() if torch.is_grad_enabled() else losses_BT
+            return mean_loss(losses_BT, targets_BT) if torch.is_grad_enabled() else losses_BT
 
         self.layer_names = [layer.name for layer in layers]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its partition
@@ -97,10 +97,15 @@ class Pipeline(PipelineModule):
 Model = GPT | Pipeline
 
 
-def build_local_shard(config: Config, vocab_size: int, groups: Groups) -> Model:
-    """Build this rank's tensor-parallel shard of the model, or of its stage in a pipeline."""
+def build_local_shard(
+    config: Config, vocab_size: int, groups: Groups, eod: int | None = None
+) -> Model:
+    """Build this rank's tensor-parallel shard of the model, or of its stage in a pipeline.
+
+    `plan_of` describes the arguments.
+    """
     device, tp, cp = groups.device.type, groups.model, groups.context
-    plan = plan_of(config, vocab_size, device_type=device, tp=tp, cp=cp)
+    plan = plan_of(config, vocab_size, device_type=device, eod=eod, tp=tp, cp=cp)
     return GPT(plan) if groups.pipe_size == 1 else Pipeline(plan, groups)
 
 

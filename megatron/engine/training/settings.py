@@ -14,6 +14,7 @@ class LoopSettings:
     Attributes:
         accumulation: the number of micro-batches per step (`gradient_accumulation_steps`).
         skips_overflow: whether DeepSpeed skips a step whose gradients overflow, as in fp16.
+        uncounted_after: the id of an input token whose target does not count in the loss.
     """
 
     train_iters: int
@@ -28,6 +29,7 @@ class LoopSettings:
     skips_overflow: bool = False
     on_bad_loss: str = "stop"
     loss_spike_threshold: float | None = None
+    uncounted_after: int | None = None
 
     def leaves_after(self, step: int) -> bool:
         return self.exit_interval is not None and step % self.exit_interval == 0
@@ -38,7 +40,7 @@ class LoopSettings:
         return at_interval or step in self.extra_save_iters
 
 
-def loop_settings(c: Config) -> LoopSettings:
+def loop_settings(c: Config, uncounted_after: int | None) -> LoopSettings:
     """Return the training loop's settings, read from the config `c`."""
     return LoopSettings(
         train_iters=c.training.train_iters,
@@ -53,4 +55,5 @@ def loop_settings(c: Config) -> LoopSettings:
         skips_overflow=c.training.precision == "fp16",
         on_bad_loss=c.training.on_bad_loss,
         loss_spike_threshold=c.training.loss_spike_threshold,
+        uncounted_after=uncounted_after,
     )

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.engine.evaluation.by_length import Measurement, summarise
+from megatron.engine.evaluation.by_length import Measurement
 from megatron.engine.evaluation.losses import losses_of_sequences
+from megatron.engine.evaluation.report import summarise
 from megatron.parallel.groups import build_groups
 
 GROUPS = build_groups(torch.device("cpu"))

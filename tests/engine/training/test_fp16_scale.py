@@ -144,7 +144,7 @@ def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, ki
     overflows = [True, True, False, True, False]
     done = []
 
-    def step(engine, batches, accumulation, groups, guard):
+    def step(engine, batches, accumulation, groups, guard, uncounted_after):
         done.append(overflows[len(done)])
         engine.optimizer.step(done[-1])
         return torch.zeros(()), 1.0
@@ -165,7 +165,7 @@ def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, ki
 
 
 def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
-    def step(engine, batches, accumulation, groups, guard):
+    def step(engine, batches, accumulation, groups, guard, uncounted_after):
         raise ValueError("another matter")
 
     engine = SimpleNamespace(
@@ -173,7 +173,8 @@ def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
     )
     monkeypatch.setattr(loop, "train_step", step)
     settings = SimpleNamespace(
-        train_iters=1, accumulation=1, on_bad_loss="stop", loss_spike_threshold=None
-    )
+        train_iters=1, accumulation=1, on_bad_loss="stop", loss_spike_threshold=None,
+        uncounted_after=None,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="^another matter$"):
         run_loop(engine, settings)

@@ -1,0 +1,50 @@
+"""Find the documents in sequences of tokens.
+
+A document ends with the tokenizer's end-of-document token, which belongs to the document that it
+ends. Sequences are cut from a long text, so their first and their last document may be incomplete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents in the sequences of a model whose tokens attend only to their own document.
+
+    Attributes:
+        end: The id of the end-of-document token.
+        restart_positions: Whether absolute positions are counted from the document's first token,
+            instead of the sequence's.
+    """
+
+    end: int
+    restart_positions: bool = False
+
+    def starts(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return the position of the first token of each token's document, int64 [B, T].
+
+        On a GPU, this does not wait for the device.
+        """
+        position_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        is_first_BT = F.pad(tokens_BT[:, :-1] == self.end, (1, 0))
+        return torch.where(is_first_BT, position_T, 0).cummax(1).values
+
+    def positions(
+        self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return positions counted from the starts of the documents, or None if none restart.
+
+        Args:
+            starts_BS: The result of `starts` for the full sequence.
+            positions_T: The positions in the sequence. None takes all.
+        """
+        if not self.restart_positions:
+            return None
+        if positions_T is None:
+            return torch.arange(starts_BS.shape[1], device=starts_BS.device) - starts_BS
+        return positions_T - starts_BS[:, positions_T]
