@@ -70,16 +70,6 @@ def weighted(pos: PositionalEmbedding) -> bool:
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
 
 
-def missing(request: Request) -> str:
-    """Return the terms of a request that some backends do not serve."""
-    asked = {
-        "documents and windows": request.masked,
-        "a forget gate": request.decays,
-        "a sink": request.pos.has("sink"),
-    }
-    return ", ".join(name for name, there in asked.items() if there)
-
-
 class _NoSecondDerivative(torch.autograd.Function):
     """Makes second derivatives raise an error instead of being zero.
 

@@ -76,6 +76,24 @@ class Call:
             first_BT = first_BT.maximum(self.starts_BS[:, self.query_offset : end].long())
         return first_BT
 
+    def hidden(self, distance_TS: Tensor) -> Tensor:
+        """Return which keys each query does not see, bool [B or 1, 1, T, S]."""
+        hidden_BHTS = (distance_TS < 0)[None, None]
+        if (first_BT := self.first_keys()) is not None:
+            key_S = torch.arange(distance_TS.shape[1], device=distance_TS.device)
+            hidden_BHTS = hidden_BHTS | (key_S < first_BT[:, None, :, None])
+        return hidden_BHTS
+
+    def lost(self, dtype: torch.dtype) -> Tensor | None:
+        """Return c_j - c_i [B, H, T, S], by which the decay c lowers the logits, if there is one.
+
+        The decay may be a large sum, so this is subtracted before it is rounded to `dtype`.
+        """
+        if self.decay_BHS is None:
+            return None
+        c_BHS = self.decay_BHS
+        return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
+
     @property
     def layout(self) -> tuple:
         """The properties of the call on which `check` depends, such as shapes and dtypes."""

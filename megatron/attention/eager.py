@@ -56,14 +56,9 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
             scores_BHTS = scores_BHTS * weight_HTS.to(dtype)
         if bias_HTS is not None:
             scores_BHTS = scores_BHTS + bias_HTS.to(dtype)
-    if call.decay_BHS is not None:
-        c_BHS = call.decay_BHS  # large sums, so they are subtracted before they are rounded
-        lost_BHTS = c_BHS[:, :, None] - c_BHS[:, :, call.query_offset :, None]
-        scores_BHTS = scores_BHTS - lost_BHTS.to(dtype)
-    hidden_BHTS = distance_TS < 0
-    if (first_BT := call.first_keys()) is not None:
-        hidden_BHTS = hidden_BHTS | (key_S < first_BT[:, None, :, None])
-    scores_BHTS = scores_BHTS.masked_fill(hidden_BHTS, -torch.inf)
+    if (lost_BHTS := call.lost(dtype)) is not None:
+        scores_BHTS = scores_BHTS - lost_BHTS
+    scores_BHTS = scores_BHTS.masked_fill(call.hidden(distance_TS), -torch.inf)
     if call.sink_H is not None:
         null_BHT1 = call.sink_H.to(dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
         scores_BHTS = torch.cat((scores_BHTS, null_BHT1), dim=-1)

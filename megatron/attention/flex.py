@@ -5,6 +5,9 @@ is a function that FlexAttention applies to each score. The embedding's torch fo
 expression (`trace`). The score_mod evaluates the expression at the score's distance, with the
 parameters theta of the score's head. If the formula has no expression, the values of the formula
 are tabulated over distances, and the score_mod looks up the entry for the score's distance.
+It also looks up the decay. The block mask excludes keys outside a window (it is kept for later
+calls) or in other documents (it is computed in each call). A sink reduces the output by the weight
+of the null key, which follows from the logarithm of the softmax's denominator.
 
 On CUDA this backend is compiled. It adds up theta's gradient with one atomic addition per score,
 which is slow and not repeatable bit for bit. Prefer the backend `fused`. `flex` is for comparison
@@ -26,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Request, missing, weighted
+from megatron.attention.backend import Backend, Request, weighted
 from megatron.attention.call import Call
 from megatron.attention.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
@@ -39,23 +42,33 @@ w and b are the distance kernel's factor and bias, and d is the query-key distan
 
 def flex(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
-    inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE)
-    theta_HN = call.theta_HN
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS, call.sink_H)
     if not torch.is_grad_enabled():  # on a CPU torch refuses inputs that require a gradient
-        inputs = tuple(x.detach() for x in inputs)
-        theta_HN = None if theta_HN is None else theta_HN.detach()
+        tensors = (None if x is None else x.detach() for x in tensors)
+    *inputs, theta_HN, decay_BHS, sink_H = tensors
     if theta_HN is not None:
         theta_HN = theta_HN.to(torch.promote_types(call.q_BHTE.dtype, torch.float32))
-    queries, keys = call.q_BHTE.shape[2], call.k_BKSE.shape[2]
-    device = call.q_BHTE.device
-    return function_for(device.type)(
+    offset, keys = call.query_offset, call.k_BKSE.shape[2]
+    score_mod = score_mod_of(call.pos, theta_HN, offset, keys)
+    if decay_BHS is not None:
+        score_mod = decayed(score_mod, decay_BHS, offset)
+    options: dict[str, Any] = {} if sink_H is None else {"return_aux": AuxRequest(lse=True)}
+    out = function_for(call.q_BHTE.device.type)(
         *inputs,
-        score_mod=score_mod_of(call.pos, theta_HN, call.query_offset, call.query_offset + queries),
-        block_mask=causal_mask(queries, keys, call.query_offset, device),
+        score_mod=score_mod,
+        block_mask=block_mask_of(call),
         scale=call.scale,
         enable_gqa=call.q_BHTE.shape[1] != call.k_BKSE.shape[1],
         kernel_options=kernel_options(call.pos, call.q_BHTE.shape[-1]),
+        **options,
     )
+    if sink_H is None:
+        return out
+    out_BHTE, aux = out
+    seen_BHT = torch.sigmoid(aux.lse - sink_H[:, None])  # the weight of all keys but the null key
+    return (out_BHTE * seen_BHT[..., None]).to(out_BHTE.dtype)
 
 
 def score_mod_of(
@@ -108,6 +121,19 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: i
     return score_mod
 
 
+def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
+    """Return a score_mod that also adds the decay c_i - c_j, which it subtracts before rounding."""
+    rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
+
+    def with_decay(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if score_mod is not None:
+            score = score_mod(score, b, h, i, j)
+        lost = decay_BHS[b, h, j] - rows_BHS[b, h, i + offset]
+        return score - lost.to(score.dtype)
+
+    return with_decay
+
+
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
     """Return the embedding's formula as symbolic expressions, or None if that is impossible."""
@@ -139,16 +165,33 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
     return {"fwd_num_stages": 2}
 
 
-@lru_cache(maxsize=8)
-def causal_mask(queries: int, keys: int, offset: int, device: torch.device) -> Any:
-    """Return FlexAttention's block mask for causal attention.
+def block_mask_of(call: Call) -> Any:
+    """Return FlexAttention's block mask, which excludes all blocks of keys that no query sees."""
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    The block mask excludes all blocks that have only future keys.
-    """
+    batch, _, queries, _ = call.q_BHTE.shape
+    keys, offset, device = call.k_BKSE.shape[2], call.query_offset, call.q_BHTE.device
+    first_BT = call.first_keys()
+    if call.starts_BS is None or first_BT is None:
+        return causal_mask(queries, keys, offset, device, call.window)
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i + offset >= j) & (j >= first_BT[b, i])
+
+    return create_block_mask(seen, batch, None, queries, keys, device=str(device))
+
+
+@lru_cache(maxsize=8)
+def causal_mask(
+    queries: int, keys: int, offset: int, device: torch.device, window: int | None = None
+) -> Any:
+    """Return FlexAttention's block mask for causal attention, with or without a window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i + offset >= j
+        if window is None:
+            return i + offset >= j
+        return (i + offset >= j) & (i + offset - j <= window)
 
     # The cached mask is saved by later backward passes, which cannot save inference tensors.
     with torch.inference_mode(False):
@@ -156,7 +199,7 @@ def causal_mask(queries: int, keys: int, offset: int, device: torch.device) -> A
 
 
 @lru_cache(maxsize=2)
-def function_for(device_type: str) -> Callable[..., Tensor]:
+def function_for(device_type: str) -> Callable[..., Any]:
     """Return torch's flex_attention, compiled on CUDA and uncompiled on other devices."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -177,8 +220,6 @@ def function_for(device_type: str) -> Callable[..., Tensor]:
 
 
 def refusal(request: Request) -> str | None:
-    if why := missing(request):
-        return f"does not serve {why}"
     if request.device_type == "cpu" and request.training:
         return "has no backward pass on a CPU: it serves evaluation there"
     if request.device_type != "cpu" and request.dtype == torch.float64:

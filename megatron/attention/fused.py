@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron.attention.backend import Backend, Request, first_order, missing
+from megatron.attention.backend import Backend, Request, first_order
 from megatron.attention.call import Call
 from megatron.attention.trace import Unreadable, read
 from megatron.positional import PositionalEmbedding
@@ -134,7 +134,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def refusal(request: Request) -> str | None:
-    if why := missing(request):
+    if why := _missing(request):
         return f"does not serve {why}"
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
@@ -164,6 +164,16 @@ def refusal(request: Request) -> str | None:
             "lets their matrix products read data before it has arrived"
         )
     return None
+
+
+def _missing(request: Request) -> str:
+    """Return the terms of a request that this backend does not serve."""
+    asked = {
+        "documents and windows": request.masked,
+        "a forget gate": request.decays,
+        "a sink": request.pos.has("sink"),
+    }
+    return ", ".join(name for name, there in asked.items() if there)
 
 
 def remark(request: Request) -> str:

@@ -15,11 +15,20 @@ from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
 from torch.nn.attention import flex_attention
 
 from megatron.attention import attend, flex
-from megatron.attention.call import Call
+from megatron.attention.call import Call, lowered
 from megatron.positional import load
 
+STARTS = torch.tensor([0] * 11 + [11] * 29)
+TERMS = {
+    "kerple_log": {},
+    "kerple_power_add_mul": {},
+    "rpe": {"window": 9},
+    "sink": {"starts_BS": STARTS[None]},
+    "kerple_log + sink": {"decay_BHS": -torch.linspace(0, 4, 80).double().view(1, 2, 40).square()},
+}
 
-@pytest.mark.parametrize("name", ["kerple_log", "kerple_power_add_mul", "rpe"])
+
+@pytest.mark.parametrize("name", TERMS)
 def test_gradients_of_the_compiled_function(name, monkeypatch):
     graphs = []
 
@@ -37,9 +46,12 @@ def test_gradients_of_the_compiled_function(name, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = torch.randn(4, 1, 2, 40, 16, generator=generator).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v, pos.initial_theta(2, generator) + 0.1)]
-    call = Call(*inputs[:3], pos, inputs[3], scale=0.3, dropout_p=0.0, query_offset=0)
+    options = {"scale": 0.3, **TERMS[name]}
+    if "decay_BHS" in options:
+        inputs.append(options["decay_BHS"].requires_grad_())
+    call = lowered(Call(*inputs[:3], pos, inputs[3], **options), grouped=True)
     out = flex.flex(call)
-    expected = attend(*inputs[:3], pos, inputs[3], scale=0.3, backend="eager")
+    expected = attend(*inputs[:3], pos, inputs[3], backend="eager", **options)
     gradients = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
     for got, exact in zip(*gradients, strict=True):
         assert (got - exact).abs().max() < 2e-6 * max(1.0, exact.abs().max())

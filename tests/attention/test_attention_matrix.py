@@ -66,6 +66,25 @@ def test_what_is_chosen_and_what_is_refused(name, backend, on, compiled):
                 assert set(alternatives) == {"auto"} | expected
 
 
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("term", ["masked", "decays", "sink"])
+def test_which_terms_are_served(term, backend, on, compiled):
+    pos = load("sink" if term == "sink" else "none")
+    options = {} if term == "sink" else {term: True}
+    for dtype in DTYPES:
+        for training in (True, False):
+            use = {"device_type": on, "dtype": dtype, "training": training, **options}
+            served = serves(backend, "none", dtype, on, training) and backend != "fused"
+            if backend == "sdpa":  # a trained mask of all scores
+                served &= term == "masked" or not training
+            if served:
+                assert choose(backend, pos, **use).name == backend
+            else:
+                with pytest.raises(AttentionError):
+                    choose(backend, pos, **use)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in PLAIN if name not in ALIKE])
 def test_what_is_served_is_right(name, backend):

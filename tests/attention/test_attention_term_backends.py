@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.attention import tiles
+from megatron.attention import AttentionError, tiles
 from tests.helpers.terms import TERMS, Case, assert_same
 
 PAIRS = [*combinations(TERMS, 2)]
@@ -97,7 +97,30 @@ def test_numerical_gradient_of_blocked():
         assert torch.autograd.gradcheck(lambda *x: case.out("blocked", list(x)), case.inputs)
 
 
-@pytest.mark.parametrize("backend", ["eager", "blocked"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("terms", [("window",), ("documents",), *PAIRS, *CROSSES], ids=" ".join)
+def test_sdpa_and_flex(terms, backend):
+    """They serve evaluation. `sdpa` also serves training if no term is added to the logits."""
+    case = Case(terms, heads=4, queries=31, offset=14, later=3, group=2)
+    if backend == "sdpa" and "weight" in terms:
+        with pytest.raises(AttentionError, match="which multiplies scores"):
+            case.run(backend)
+        return
+    with torch.no_grad():
+        exact = case.out("eager", case.inputs)
+        assert_same([case.out(backend, case.inputs)], [exact], 1e-12)
+        half = case.out(backend, case.rounded(torch.bfloat16))
+        assert half.dtype == torch.bfloat16
+        assert_same([half], [exact], 3e-2)
+    if backend == "sdpa" and not {"bias", "decay", "sink"}.intersection(terms):
+        assert_same(case.run(backend), case.run("eager"), 1e-12)
+    else:
+        match = "no backward pass on a CPU" if backend == "flex" else "memory quadratic in the"
+        with pytest.raises(AttentionError, match=match):
+            case.run(backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "blocked", "sdpa", "flex"])
 def test_a_packed_batch_gives_each_document_alone(backend):
     case = Case(("bias", "decay", "documents", "sink"), queries=90)
     starts_BS = case.options.pop("starts_BS")
