@@ -110,7 +110,10 @@ class PipeBlock(Block):
     def __init__(self, plan: Plan, index: int, *, fixed_HN: torch.Tensor | None):
         super().__init__(plan, index)
         self.fixed_theta = None if fixed_HN is None else FixedTheta(plan.pos, fixed_HN)
-        self.last = index == plan.shape.num_layers - 1
+        later = range(index + 1, plan.shape.num_layers)
+        self.last = not later
+        # The engine expects a gradient of theta from each stage that receives it.
+        self.passes_theta = any(plan.layer(i).pos.parameters for i in later)
         self.recompute = plan.shape.checkpoint_activations
 
     def forward(self, flow: Flow) -> Flow:
@@ -122,7 +125,9 @@ class PipeBlock(Block):
             x_BTD = checkpoint(super().forward, x_BTD, used_HN, starts_BS, use_reentrant=False)
         else:
             x_BTD = super().forward(x_BTD, used_HN, starts_BS)
-        return x_BTD if self.last else _flow(x_BTD, theta_HN, starts_BS)
+        if self.last:
+            return x_BTD
+        return _flow(x_BTD, theta_HN if self.passes_theta else None, starts_BS)
 
 
 def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
