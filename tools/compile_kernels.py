@@ -1,36 +1,43 @@
 """Compile the Triton kernels of fused attention without a GPU, and report their resources.
 
     python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
-    python tools/compile_kernels.py --changed        # only variants with a new tile size
-    python tools/compile_kernels.py --sample         # the dozen variants that the tests compile
+    python tools/compile_kernels.py --only 'sm_90 .* bf16'    # these; other rows stay as they are
+    python tools/compile_kernels.py --changed        # only those without a row of their tile size
+    python tools/compile_kernels.py --sample         # the variants that the tests compile
     python tools/compile_kernels.py --source kerple_log   # print generated code, compile nothing
 
 A variant is one pass (one Triton kernel) for one GPU architecture, dtype, head size and distance
-kernel. A distance kernel is a bias or a factor of the attention scores that depends only on the
-distance between query and key.
+kernel, with or without dropout. A distance kernel is a bias or a factor of the attention scores
+that depends only on the distance between query and key. The name of a variant, for --only, is such
+as `sm_90 rpe key bf16 64` or `sm_90 rpe key bf16 64 dropout`.
 
 The columns of the CSV are Triton's version, the GPU architecture (such as sm_90), the distance
-kernel, the pass, the dtype, the head size, the tile (M, N, warps, stages), the registers of a
-thread, the bytes that a thread spills, and the bytes of shared memory of a program.
+kernel, the pass, the dtype, the head size, whether there is dropout (0 or 1), the tile (M, N,
+warps, stages), the registers of a thread, the bytes that a thread spills, the bytes of shared
+memory of a program, whether matrix products are serialised (1: ptxas says that each Hopper product
+waits for the one before), and how many special functions (log2, exp2, 1/x, ...) each score costs,
+according to the PTX of the costliest loop.
 
-The tool fails if a variant needs more shared memory than the GPU has, or if a variant with 16-bit
-inputs and a head size up to 128 spills registers. Other spills are only recorded. The tool needs
-torch and triton. Triton's wheel contains the programs ptxas and cuobjdump.
+The tool fails if a variant needs more shared memory than the GPU has, if its products are
+serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Other
+spills are only recorded, and so are all on Blackwell (sm_100, sm_120), for which no tile sizes have
+been chosen. The tool needs torch and triton. Triton's wheel contains ptxas and cuobjdump.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import io
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +56,40 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from megatron.attention.fused import functions_of
+from megatron.files import replacing
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.launch import OPTIONS, PASSES, constants
-from megatron.kernels.tile_sizes import SHARED_MEMORY, Tile, look_up, padded
+from megatron.kernels.tile_sizes import SHARED_MEMORY, Tile, family, look_up, padded
 from megatron.positional import PositionalEmbedding, PositionalError, load
+from tools.machine_code import resources, special_functions
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")
-TARGETS = (80, 86, 90)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
-# The distance kernels to compile. Other embeddings compile to the same code as one of these:
-# kerple_power_original and alibi_learned as alibi, sandwich as rpe without its gradient, and
-# embeddings without a distance kernel as none. The Gaussian kernels and kerple_sum are not listed.
+HALF = ("bf16", "fp16")
+SIZES = (16, 32, 64, 80, 96, 128, 256)
+USUAL = (64, 128)
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
+# These are compiled for fewer head sizes. Other embeddings compile to the same code as one of the
+# listed: kerple_power_original as alibi, and embeddings without a distance kernel as none.
+OTHERS = ("kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich")
+AMPERE_AND_HOPPER = (90, 80, 86)
+BLACKWELL = (100, 120)
+# Each entry is (targets, distance kernels, dtypes, head sizes, dropout).
+LISTED = (
+    (AMPERE_AND_HOPPER, KERNELS, HALF, SIZES, False),
+    (AMPERE_AND_HOPPER, KERNELS, ("fp32",), (16, 64, 128, 256), False),
+    (AMPERE_AND_HOPPER, KERNELS, HALF, USUAL, True),
+    (AMPERE_AND_HOPPER, OTHERS, HALF, USUAL, False),
+    (BLACKWELL, KERNELS, ("bf16",), USUAL, False),
+)
 SAMPLE = (
-    (90, "kerple_log", "bf16", 64), (90, "kerple_power_add_mul", "bf16", 128),
-    (90, "kerple_log", "fp16", 80), (90, "rpe", "bf16", 64), (90, "kerple_log", "fp32", 64),
-    (80, "kerple_log", "bf16", 64), (80, "kerple_log3", "fp16", 128), (80, "none", "bf16", 96),
-    (80, "alibi", "bf16", 32), (86, "kerple_power", "bf16", 64), (86, "rpe", "fp16", 128),
-    (80, "kerple_power_mul", "fp32", 16),
-)  # fmt: skip
+    ((90,), ("kerple_log", "rpe"), ("bf16",), (64,), False),
+    ((90,), ("kerple_log",), ("bf16",), (128,), True),
+    ((90,), ("kerple_power_add_mul",), ("fp16",), (128,), False),
+    ((80,), ("kerple_log",), ("bf16",), (64,), False),
+    ((86,), ("none",), ("fp32",), (16,), False),
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,7 @@ class Variant:
         dtype: `bf16`, `fp16` or `fp32`.
         head_size: The dimensions of each attention head.
         which: The pass, a key of `PASSES`.
+        dropout: Whether there is dropout.
     """
 
     target: int
@@ -89,6 +110,12 @@ class Variant:
     which: str
     dtype: str
     head_size: int
+    dropout: bool = False
+
+    @property
+    def name(self) -> str:
+        end = " dropout" if self.dropout else ""
+        return f"sm_{self.target} {self.kernel} {self.which} {self.dtype} {self.head_size}{end}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +128,7 @@ class Row:
     which: str
     dtype: str
     head_size: int
+    dropout: int
     M: int
     N: int
     warps: int
@@ -108,25 +136,34 @@ class Row:
     registers: int
     spilled: int
     shared: int
+    serialised: int
+    special_functions_per_score: float
+
+    @property
+    def variant(self) -> Variant:
+        *named, dropout = astuple(self)[2:7]
+        return Variant(int(self.target.removeprefix("sm_")), *named, bool(dropout))
 
     @property
     def wrong(self) -> str | None:
-        """The reason why this variant cannot be used on its GPU, or None."""
-        family = int(self.target.removeprefix("sm_"))
-        where = f"{self.target} {self.kernel} {self.which} {self.dtype} {self.head_size}"
-        if self.shared > SHARED_MEMORY[family]:
-            return f"{where}: {self.shared} bytes of shared memory of {SHARED_MEMORY[family]}"
-        if self.spilled and self.dtype != "fp32" and self.head_size <= 128:
-            return f"{where}: a thread spills {self.spilled} bytes"
-        return None
+        """The reason why this variant should not be used on its GPU, or None."""
+        target, where = self.variant.target, self.variant.name
+        memory = SHARED_MEMORY[family(divmod(target, 10))]
+        if self.shared > memory:
+            return f"{where}: {self.shared} bytes of shared memory of {memory}"
+        if self.serialised:
+            return f"{where}: matrix products wait for each other"
+        if target in BLACKWELL or self.dtype == "fp32" or self.head_size > 128 or not self.spilled:
+            return None
+        return f"{where}: a thread spills {self.spilled} bytes"
 
 
 def variants(sample: bool) -> Iterator[Variant]:
-    every = ((t, k, d, e) for t in TARGETS for k in KERNELS for d in DTYPES for e in HEAD_SIZES)
-    for target, kernel, dtype, size in SAMPLE if sample else every:
-        for which in PASSES:
-            if which != "table" or kernel == "rpe":
-                yield Variant(target, kernel, which, dtype, size)
+    for *parts, dropout in SAMPLE if sample else LISTED:
+        for target, kernel, dtype, size in product(*parts):
+            for which in PASSES:
+                if which != "table" or kernel == "rpe":
+                    yield Variant(target, kernel, which, dtype, size, dropout)
 
 
 @lru_cache
@@ -139,14 +176,16 @@ def tile_of(variant: Variant) -> Tile:
     """Return the tile size from `tile_sizes.TABLE` that training uses for a variant."""
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     _, functions = kernel_of(variant.kernel)
-    return getattr(look_up(variant.target, itemsize, size, functions.heavy), variant.which)
+    group = family(divmod(variant.target, 10))
+    sizes = look_up(group, itemsize, size, functions.heavy, variant.dropout, functions.num_theta)
+    return getattr(sizes, variant.which)
 
 
 def read_rows(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         _, *lines = csv.reader(file)
-    kinds: list[Any] = [int if field.type == "int" else str for field in fields(Row)]
-    return [Row(*(kind(x) for kind, x in zip(kinds, line, strict=True))) for line in lines]
+    convert: list[Any] = [{"int": int, "float": float}.get(f.type, str) for f in fields(Row)]
+    return [Row(*(to(x) for to, x in zip(convert, line, strict=True))) for line in lines]
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
@@ -155,11 +194,11 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
     These rows are of variants in `wanted`, compiled with the current Triton version and tile size.
     Changes to the source code of the kernels are not noticed.
     """
-    written = {astuple(row)[1:6]: row for row in rows if row.triton == triton.__version__}
+    written = {row.variant: row for row in rows if row.triton == triton.__version__}
     return {
         variant: row
         for variant in wanted
-        if (row := written.get((f"sm_{variant.target}", *astuple(variant)[1:])))
+        if (row := written.get(variant))
         and (row.M, row.N, row.warps, row.stages) == astuple(tile_of(variant))
     }
 
@@ -167,9 +206,8 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 def build(variant: Variant) -> Row:
     """Compile one variant for pointers and strides that are divisible by 16, as at run time."""
     tile, (pos, functions) = tile_of(variant), kernel_of(variant.kernel)
-    fixed = {"group": 1} | constants(
-        variant.which, functions, tile, variant.head_size, dropout=False, theta=pos.learnable
-    )
+    flags = {"dropout": variant.dropout, "theta": pos.learnable}
+    fixed = constants(variant.which, functions, tile, variant.head_size, **flags) | {"group": 1}
     function = PASSES[variant.which]
     pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "sums_ptr": "*fp32",
                 "theta_ptr": "*fp32", "seed_ptr": "*i64"}  # fmt: skip
@@ -187,36 +225,49 @@ def build(variant: Variant) -> Row:
     values = {name: value for name, value in fixed.items() if name in function.arg_names}
     options = {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
     source = ASTSource(function, signature, values, attributes)
-    target = GPUTarget("cuda", variant.target, 32)
-    compiled = compile_kernel(source, target=target, options=options)
-    registers, stack = resources(compiled.asm["cubin"])
+    target, notes = GPUTarget("cuda", variant.target, 32), io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True  # a cached kernel comes without notes
+        triton.knobs.nvidia.dump_ptxas_log = True
+        with contextlib.redirect_stdout(notes):
+            compiled = compile_kernel(source, target=target, options=options)
+    cubin, scores = compiled.asm["cubin"], tile.M * (tile.M if variant.which == "table" else tile.N)
+    registers, stack = resources(cubin)
     return Row(
         *(triton.__version__, f"sm_{variant.target}", variant.kernel, variant.which),
-        *(variant.dtype, variant.head_size, tile.M, tile.N, tile.warps, tile.stages),
-        *(registers, stack, compiled.metadata.shared),
+        *(variant.dtype, variant.head_size, int(variant.dropout)),
+        *(tile.M, tile.N, tile.warps, tile.stages),
+        *(registers, stack, compiled.metadata.shared, int("serialized" in notes.getvalue())),
+        round(special_functions(compiled.asm["ptx"]) * 32 * tile.warps / scores, 2),
     )
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Return (registers, bytes of stack) of a thread in a compiled Triton kernel.
+def compile_all(wanted: list[Variant], jobs: int) -> dict[Variant, Row]:
+    found = {}
+    with ProcessPoolExecutor(jobs) as pool:
+        for variant, row in zip(wanted, pool.map(build, wanted, chunksize=4), strict=True):
+            found[variant] = row
+            print(",".join(str(value) for value in astuple(row)), flush=True)
+    return found
 
-    The stack holds only spilled registers, so its size is the number of spilled bytes.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        command = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if not found:
-        raise RuntimeError(f"cuobjdump did not report what the kernel uses:\n{text}")
-    return int(found[1]), int(found[2])
+
+def write(rows: list[Row], out: Path) -> None:
+    with replacing(out) as path, path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["pass" if f.name == "which" else f.name for f in fields(Row)])
+        writer.writerows(astuple(row) for row in rows)
+
+
+def summary(rows: list[Row]) -> str:
+    spill, serial = sum(row.spilled > 0 for row in rows), sum(row.serialised for row in rows)
+    head = f"{len(rows)} variants: {spill} spill registers, {serial} have serialised products"
+    return "\n".join([head, *(row.wrong for row in rows if row.wrong)])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sample", action="store_true", help="only a dozen variants")
+    parser.add_argument("--sample", action="store_true", help="only a few variants")
+    parser.add_argument("--only", default="", metavar="REGEX", help="compile only these names")
     parser.add_argument("--changed", action="store_true", help="keep the CSV's rows of these tiles")
     parser.add_argument("--out", type=Path, help="CSV to write (all variants: the committed one)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
@@ -234,22 +285,15 @@ def main() -> int:
         print(f"# {args.source}: {how}\n\n{functions.source}".rstrip())
         return 0
     wanted = list(variants(args.sample))
-    found = unchanged(read_rows(CSV), wanted) if args.changed else {}
-    missing = [variant for variant in wanted if variant not in found]
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for variant, row in zip(missing, pool.map(build, missing, chunksize=4), strict=True):
-            found[variant] = row
-            print(",".join(str(value) for value in astuple(row)), flush=True)
-    rows = [found[variant] for variant in wanted]
-    out = args.out or (None if args.sample else CSV)
-    if out:
-        with out.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["pass" if f.name == "which" else f.name for f in fields(Row)])
-            writer.writerows(astuple(row) for row in rows)
-    wrong = [row.wrong for row in rows if row.wrong]
-    print("\n".join([f"{len(missing)} kernels compiled", *wrong]), file=sys.stderr)
-    return 1 if wrong else 0
+    found = unchanged(read_rows(CSV), wanted) if args.changed or args.only else {}
+    chosen = [variant for variant in wanted if re.search(args.only, variant.name)]
+    missing = [variant for variant in chosen if not (args.changed and variant in found)]
+    found |= compile_all(missing, args.jobs)
+    rows = [found[variant] for variant in wanted if variant in found]
+    if out := args.out or (None if args.sample else CSV):
+        write(rows, out)
+    print(f"{len(missing)} kernels compiled\n{summary(rows)}", file=sys.stderr)
+    return 1 if any(row.wrong for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ class Setting:
             return self.tile_sizes
         cuda = q_BHTE.is_cuda
         capability = torch.cuda.get_device_capability(q_BHTE.device) if cuda else (0, 0)
-        heavy, dropout = self.functions.heavy, self.dropout_p > 0.0
-        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], heavy, dropout)
+        f, dropout = self.functions, self.dropout_p > 0.0
+        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], f.heavy, dropout, f.num_theta)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
         """Return a dictionary of the numeric arguments that all Triton kernels share."""

@@ -103,6 +103,12 @@ DROPOUT = {  # 16-bit kernels with dropout need still more registers than the he
 The keys are (GPU family, largest padded head size).
 """
 
+MANY = {(90, 128): {"query": Tile(64, 32, 8, 3)}}
+"""These tiles replace those of `TABLE` for 16-bit kernels with more than four parameters.
+
+The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.
+"""
+
 
 def padded(head_size: int) -> int:
     """Return the head size padded to a power of two of at least 16.
@@ -124,7 +130,7 @@ def family(capability: tuple[int, int]) -> int:
 
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int,
-    heavy: bool = False, dropout: bool = False,
+    heavy: bool = False, dropout: bool = False, columns: int = 0,
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for a GPU, a dtype and a head size.
 
@@ -132,15 +138,17 @@ def choose(
         heavy: Whether the distance kernel needs extra registers. This is so if it has a factor w, a
             table, or more than two parameters.
         dropout: Whether there is dropout, which needs extra registers, too.
+        columns: The number of the distance kernel's parameters.
     """
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
-    return look_up(family(capability), dtype.itemsize, padded(head_size), heavy, dropout)
+    return look_up(family(capability), dtype.itemsize, padded(head_size), heavy, dropout, columns)
 
 
 def look_up(
-    family: int, itemsize: int, size: int, heavy: bool = False, dropout: bool = False
-) -> TileSizes:
+    family: int, itemsize: int, size: int,
+    heavy: bool = False, dropout: bool = False, columns: int = 0,
+) -> TileSizes:  # fmt: skip
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
     If `TABLE` has no entry for heavy kernels of this head size, return the entry for other kernels.
@@ -151,9 +159,12 @@ def look_up(
         size: The padded head size.
         heavy: Whether the distance kernel needs extra registers (see `choose`).
         dropout: Whether there is dropout, which needs extra registers, too.
+        columns: The number of the distance kernel's parameters.
     """
     rows = TABLE[family]
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
     found = rows.get((itemsize, listed, heavy or dropout)) or rows[itemsize, listed, False]
-    special = DROPOUT.get((family, listed), {}) if dropout and itemsize == 2 else {}
-    return replace(found, **special)
+    if itemsize != 2:
+        return found
+    special = DROPOUT.get((family, listed), {}) if dropout else {}
+    return replace(found, **special | (MANY.get((family, listed), {}) if columns > 4 else {}))

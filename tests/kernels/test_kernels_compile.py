@@ -5,41 +5,53 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import astuple, fields, replace
+from dataclasses import replace
 
 import pytest
 
 from tests.helpers.paths import ROOT
 from tools import compile_kernels as tool
+from tools.machine_code import special_functions
 
 WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
 
+GOOD = tool.Row(
+    *("3.7.1", "sm_90", "x", "query", "bf16", 64, 0, 64, 64, 4, 3, 255, 0, 100_000, 0, 2.0)
+)
+
+
 @pytest.mark.timeout(600)
-def test_a_dozen_variants_compile_and_spill_nothing(tmp_path):
-    """The variants include every Triton kernel, for Ampere and for Hopper GPUs."""
+def test_a_sample_compiles_and_neither_spills_nor_is_serialised(tmp_path):
+    """The sample has every Triton kernel, mostly for Hopper GPUs, and equals the committed rows."""
     done = subprocess.run(
         [sys.executable, "tools/compile_kernels.py", "--sample", "--out", str(tmp_path / "t.csv")],
         cwd=ROOT, env=WITHOUT_INTERPRETER, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = tool.read_rows(tmp_path / "t.csv")
-    assert len(tool.SAMPLE) == 12 and len(rows) == len(list(tool.variants(sample=True))) == 38
+    assert [row.variant for row in rows] == list(tool.variants(sample=True)) and len(rows) == 19
+    assert "19 variants: 0 spill registers, 0 have serialised products" in done.stderr
     assert all(32 <= row.registers <= 255 and row.shared > 0 for row in rows)
-    assert {row.target for row in rows} == {"sm_80", "sm_86", "sm_90"}
+    assert all(1 <= row.special_functions_per_score <= 6 for row in rows)
+    committed = tool.read_rows(tool.CSV)
+    if rows[0].triton == committed[0].triton:
+        assert set(rows) <= set(committed), "run tools/compile_kernels.py"
 
 
-def test_the_committed_table_is_whole_and_clean():
-    rows = tool.read_rows(tool.CSV)
-    listed = [(f"sm_{v.target}", v.kernel, v.which, v.dtype, v.head_size)
-              for v in tool.variants(sample=False)]  # fmt: skip
-    assert [astuple(row)[1:6] for row in rows] == listed, "run tools/compile_kernels.py"
+def test_the_committed_table_is_clean_and_has_the_sample():
+    rows, listed = tool.read_rows(tool.CSV), list(tool.variants(sample=False))
+    assert len(set(listed)) == len(listed) <= 2500
+    known = {row.variant for row in rows}
+    assert [row.variant for row in rows] == [v for v in listed if v in known]
+    assert set(tool.variants(sample=True)) <= known, "run tools/compile_kernels.py"
     assert not [row.wrong for row in rows if row.wrong]
     assert len({row.triton for row in rows}) == 1
 
 
 def test_the_committed_table_is_of_the_present_tiles(monkeypatch):
-    rows, wanted = tool.read_rows(tool.CSV), list(tool.variants(sample=False))
+    rows = tool.read_rows(tool.CSV)
+    wanted = [row.variant for row in rows]
     monkeypatch.setattr(tool.triton, "__version__", rows[0].triton)
     assert list(tool.unchanged(rows, wanted).values()) == rows, "compile anew"
     changed = replace(rows[7], stages=rows[7].stages + 1)
@@ -49,18 +61,45 @@ def test_the_committed_table_is_of_the_present_tiles(monkeypatch):
 
 
 def test_a_bad_row_is_seen():
-    good = tool.Row("3.7.1", "sm_90", "x", "query", "bf16", 64, 64, 64, 4, 3, 255, 0, 100_000)
-    assert good.wrong is None
+    assert GOOD.wrong is None
     for change, why in (
         ({"spilled": 8}, "a thread spills 8 bytes"),
+        ({"spilled": 8, "dropout": 1}, "bf16 64 dropout: a thread spills 8 bytes"),
+        ({"serialised": 1}, "matrix products wait for each other"),
         ({"shared": 232_449}, "232449 bytes of shared memory of 232448"),
         ({"target": "sm_86", "shared": 101_377}, "shared memory"),
+        ({"target": "sm_120", "shared": 101_377}, "shared memory"),
     ):
-        row = tool.Row(**({f.name: getattr(good, f.name) for f in fields(good)} | change))
-        assert why in row.wrong
-    for change in ({"dtype": "fp32"}, {"head_size": 256}):  # recorded, not refused
-        row = {f.name: getattr(good, f.name) for f in fields(good)} | {"spilled": 8} | change
-        assert tool.Row(**row).wrong is None
+        assert why in replace(GOOD, **change).wrong
+    for change in ({"dtype": "fp32"}, {"head_size": 256}, {"target": "sm_100"}):  # only recorded
+        assert replace(GOOD, spilled=8, **change).wrong is None
+
+
+def test_the_summary_counts_spills_and_serialised_products():
+    rows = [GOOD, replace(GOOD, spilled=8), replace(GOOD, serialised=1, spilled=4, dtype="fp32")]
+    head, *wrong = tool.summary(rows).splitlines()
+    assert head == "3 variants: 2 spill registers, 1 have serialised products" and len(wrong) == 2
+
+
+def test_special_functions_are_counted_in_the_costliest_inner_loop():
+    ptx = """
+$L__BB0_1:
+    ex2.approx.ftz.f32 %r1, %r2;
+$L__BB0_2:
+    lg2.approx.f32 %r1, %r2;
+    rcp.approx.ftz.f32 %r1, %r2;
+    mul.f32 %r1, %r2, %r3;
+    @%p1 bra $L__BB0_2;
+    @%p2 bra $L__BB0_1;
+$L__BB0_3:
+    ex2.approx.ftz.f32 %r1, %r2;
+    @%p3 bra $L__BB0_4;
+    @%p2 bra $L__BB0_3;
+$L__BB0_4:
+    ret;
+"""
+    assert special_functions(ptx) == 2
+    assert special_functions("ret;") == 0
 
 
 def test_sources_are_printed():

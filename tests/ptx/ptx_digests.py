@@ -59,11 +59,6 @@ def digest(variant: tool.Variant) -> str:
     return hashlib.sha256(bare(kept[0]).encode()).hexdigest()[:16]
 
 
-def name(variant: tool.Variant) -> str:
-    v = variant
-    return f"sm_{v.target} {v.kernel} {v.which} {v.dtype} {v.head_size}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write ptx_digests.csv")
@@ -72,17 +67,17 @@ def main() -> int:
     args = parser.parse_args()
     with CSV.open(newline="") as file:
         written = {row[1]: row for row in csv.reader(file)}
-    chosen = [v for v in tool.variants(sample=False) if re.search(args.only, name(v))]
+    chosen = [v for v in tool.variants(sample=False) if re.search(args.only, v.name)]
     if not args.write:
-        chosen = [v for v in chosen if name(v) in written]
+        chosen = [v for v in chosen if v.name in written]
     changed = []
     with ProcessPoolExecutor(args.jobs) as pool:
         for variant, found in zip(chosen, pool.map(digest, chosen), strict=True):
-            row = [triton.__version__, name(variant), found]
+            row = [triton.__version__, variant.name, found]
             if args.write:
-                written[name(variant)] = row
-            elif written[name(variant)] != row:
-                changed.append(f"{name(variant)}: {written[name(variant)]}, now {row}")
+                written[variant.name] = row
+            elif written[variant.name] != row:
+                changed.append(f"{variant.name}: {written[variant.name]}, now {row}")
     if args.write:
         with CSV.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(written.values())

@@ -1,0 +1,46 @@
+"""Read registers, spills and special functions of compiled Triton kernels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+
+SPECIAL = re.compile(r"\s(ex2|lg2|rcp|sqrt|rsqrt|sin|cos|tanh|div)\.(approx|full|rn)")
+"""PTX instructions that a GPU computes in its unit for special functions."""
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return (registers, bytes of stack) of a thread.
+
+    The stack holds only spilled registers, so its size is the number of spilled bytes.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if not found:
+        raise RuntimeError(f"cuobjdump did not report what the kernel uses:\n{text}")
+    return int(found[1]), int(found[2])
+
+
+def special_functions(ptx: str) -> int:
+    """Return how many special functions a thread computes in one round of the costliest loop.
+
+    Only innermost loops count. A loop is the text from a label to a later jump to this label.
+    """
+    labels, loops, lines = {}, [], ptx.splitlines()
+    for n, line in enumerate(lines):
+        if label := re.match(r"(\$L__BB\w+):", line):
+            labels[label[1]] = n
+        jump = re.search(r"\bbra\S*\s+(\$L__BB\w+);", line)
+        if jump and jump[1] in labels:
+            loops.append(range(labels[jump[1]], n))
+    inner = [x for x in loops if not any(y != x and y[0] >= x[0] and y[-1] <= x[-1] for y in loops)]
+    return max((sum(bool(SPECIAL.search(lines[n])) for n in x) for x in inner), default=0)
