@@ -28,6 +28,8 @@ def parser() -> argparse.ArgumentParser:
     cpu.add_argument("--head-size", type=int, default=64)
     cpu.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
     cpu.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    cpu.add_argument("--documents", type=int, help="also measure as many documents of one length")
+    cpu.add_argument("--window", type=int, help="also measure a window of this largest distance")
     cpu.add_argument("--warmup", type=int, default=3)
     gpu = found.add_argument_group("on a GPU")
     lengths = [512 << n for n in range(8)]

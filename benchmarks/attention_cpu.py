@@ -5,7 +5,8 @@ It needs only torch. The variants are:
 - `published`: the operations of the released code, see `attention_variants`;
 - `eager`, `blocked`: this project's backends;
 - `sdpa, no bias`: torch's causal scaled_dot_product_attention without a distance kernel, which
-  shows what attention costs without KERPLE.
+  shows what attention costs without KERPLE;
+- `blocked, N documents` and `blocked, window W`, if `--documents` and `--window` ask for them.
 
 Each repetition runs every variant once, and the medians of the times are compared. The report also
 has the ratios of the fastest repetitions, because other load on the machine slows code with many
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +42,28 @@ POS = load("kerple_log")
 BASE = "published"
 
 
-def variants(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> dict[str, tuple[Call, tuple]]:
+def variants(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta_HN: Tensor,
+    documents: int | None = None,
+    window: int | None = None,
+) -> dict[str, tuple[Call, tuple]]:
     """Return name -> (call, the tensors for which gradients are computed)."""
     scale = q.shape[-1] ** -0.5
     inputs = (q, k, v, theta_HN)
 
-    def ours(backend: str) -> Call:
-        return lambda: attend(q, k, v, POS, theta_HN, scale=scale, backend=backend)
+    def ours(backend: str, **limits: Any) -> Call:
+        return lambda: attend(q, k, v, POS, theta_HN, scale=scale, backend=backend, **limits)
 
+    limited = {}
+    if documents:
+        size = -(-q.shape[2] // documents)
+        starts_BS = (torch.arange(q.shape[2]) // size * size).expand(len(q), -1)
+        limited[f"blocked, {documents} documents"] = ours("blocked", starts_BS=starts_BS), inputs
+    if window is not None:
+        limited[f"blocked, window {window}"] = ours("blocked", window=window), inputs
     return {
         BASE: (lambda: published(*inputs), inputs),
         "eager": (ours("eager"), inputs),
@@ -56,6 +72,7 @@ def variants(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> dict[str, tup
             lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
             (q, k, v),
         ),
+        **limited,
     }
 
 
@@ -95,7 +112,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 def measure(batch: int, args: argparse.Namespace) -> list[dict]:
     """Time every variant at one batch size, and return one row of the table for each."""
     inputs, grad = make_inputs(batch, args, torch.float32)
-    table = variants(*inputs)
+    table = variants(*inputs, documents=args.documents, window=args.window)
     forward: dict[str, list[float]] = {name: [] for name in table}
     both: dict[str, list[float]] = {name: [] for name in table}
 

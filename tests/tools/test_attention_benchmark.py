@@ -67,9 +67,11 @@ def test_a_run_that_is_out_of_time_says_so(tmp_path):
 def test_a_cpu_run(tmp_path):
     small = ["--length", "32", "--heads", "2", "--head-size", "8", "--batches", "1", "--threads"]
     small += [str(torch.get_num_threads()), "--repeats", "2", "--warmup", "1"]
+    small += ["--documents", "3", "--window", "7"]
     attention_cpu.run(parser().parse_args([*small, "--out", str(tmp_path)]))
     report = json.loads((tmp_path / "attention.json").read_text())
     names = ["published", "eager", "blocked", "sdpa, no bias"]
+    names += ["blocked, 3 documents", "blocked, window 7"]
     assert [row["variant"] for row in report["timings"]] == names
     assert all(row["dtheta"] < 1e-4 for row in report["accuracy"] if "dtheta" in row)
 
