@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.data.samples.split import SPLITS, split_documents
 from megatron.data.shards.fingerprint import fingerprint
 from megatron.data.shards.interface import Shards
 from megatron.data.shards.joined import join, open_each
+from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import tokenizer_of
@@ -66,7 +68,9 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
     """
     data = config.data
     if not data.train_data_paths:
-        shards = join(open_each(_data_prefix(config, tokenizer), tokenizer))
+        readers = open_each(_data_prefix(config, tokenizer), tokenizer)
+        _require_ends(config, readers)
+        shards = join(readers)
         splits = split_documents(data.split, len(shards))
         corpora = {
             name: [Corpus(shards, documents)]
@@ -95,7 +99,27 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
             Corpus(each, (0, len(each)), weight)
             for each, weight in zip(shards, weights or [1.0] * len(shards), strict=True)
         ]
+    _require_ends(config, readers)
     return Text(join(readers), splits, corpora)
+
+
+def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
+    """Check that documents end with the end-of-document token if the config needs that.
+
+    Raises:
+        DataError: the shards were made without end-of-document tokens.
+    """
+    asked = {
+        "reset_attention_mask": config.model.reset_attention_mask,
+        "eod_mask_loss": config.training.eod_mask_loss,
+    }
+    key = next((key for key, value in asked.items() if value), None)
+    for shard in shards if key else ():
+        if (read_manifest(shard.prefix) or {}).get("append_eod") is False:
+            raise DataError(
+                f"{shard.prefix} has no end-of-document tokens, but {key} is true; prepare the "
+                f"text again without --no-append-eod, or drop {key}"
+            )
 
 
 def _data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:

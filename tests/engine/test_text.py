@@ -12,8 +12,10 @@ from megatron.config import load_config
 from megatron.data.errors import DataError, ShardError
 from megatron.data.samples.blend import BlendedDataset
 from megatron.data.samples.index_cache import cache_folder
+from megatron.data.shards.manifest import build_manifest, to_bytes
 from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
+from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.engine.text import JobData
 from tests.helpers.jobs import write_config, write_shards
 from tests.helpers.shards import write_documents
@@ -108,6 +110,19 @@ def test_another_tokenizer_is_refused(prefixes, tmp_path):
         job_data(tmp_path, **corpora(prefixes))
     with pytest.raises(ShardError, match="not with this run's"):
         job_data(tmp_path, data_path=prefixes)
+
+
+@pytest.mark.parametrize("key", ["reset_attention_mask", "eod_mask_loss"])
+def test_documents_without_ends_are_refused_where_ends_are_needed(prefixes, tmp_path, key):
+    job_data(tmp_path, data_path=prefixes[0], **{key: True})  # a shard without a manifest
+    manifest = build_manifest(ByteLevelTokenizer(), append_eod=False, counts={}, source={})
+    Path(prefixes[0] + ".json").write_bytes(to_bytes(manifest))
+    job_data(tmp_path, data_path=prefixes[0])
+    with pytest.raises(DataError, match=f"no end-of-document tokens, but {key} is true; prepare"):
+        job_data(tmp_path, data_path=prefixes[0], **{key: True})
+    corpora = {f"{name}_data_paths": [prefixes[0]] for name in ("train", "valid", "test")}
+    with pytest.raises(DataError, match="no end-of-document tokens"):
+        job_data(tmp_path, **corpora, **{key: True})
 
 
 def test_indices_are_kept_beside_the_data_or_in_a_folder_of_the_machine(

@@ -38,6 +38,19 @@ def test_last_only_scores_the_last_target():
     np.testing.assert_allclose(losses, rows[:, -1] / 10 + 1 / 4, rtol=1e-6)
 
 
+def test_targets_after_an_end_of_document_are_not_scored():
+    rows = sequences(7, 4)
+    counted = rows[:, :-1] != 0
+    assert not counted.all() and len(set(counted.sum(1))) > 1
+    losses = loss_of(torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])).numpy()
+    measurement = Measurement(loss_of, lambda length: rows, np.ones_like, 8, GROUPS, 0)
+    result = measurement.at_length(4)
+    assert result.loss == pytest.approx(losses[counted].mean(), rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2), rel=1e-6)
+    last = measurement.with_context(4, length=4, targets=1000)
+    assert last.loss == pytest.approx(losses[counted[:, -1], -1].mean(), rel=1e-6)
+
+
 def test_summary():
     losses = np.array([1.0, 2.0, 3.0, 4.0])
     scored = np.zeros((4, 10), dtype=np.int64)
