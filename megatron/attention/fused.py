@@ -7,6 +7,9 @@ device functions (`trace`, `megatron.kernels.codegen`). If the formula has no ex
 are tabulated over distances once per call. Autograd then propagates the gradient of the table
 through the formula to theta (`megatron.kernels.tabulated`).
 
+Documents and windows cost only the keys that queries see. The sums of a decay keep their digits:
+they are subtracted before they are rounded to fp32 (`megatron.kernels.terms`).
+
 In addition to the results, memory is needed for two numbers per query and head. Each Triton program
 also needs one number for each column of theta. If the formula is tabulated, memory is also needed
 for the table.
@@ -86,7 +89,11 @@ def fused(call: Call) -> Tensor:
     if call.dropout_p:
         seed = torch.randint(1 << 62, (1,), device=q_BHTE.device)  # never copied to the host
     setting = Setting(functions, call.scale, offset, call.dropout_p)
-    return _FusedAttention.apply(q_BHTE, call.k_BKSE, call.v_BKSE, rows_HW, seed, setting)
+    first_BT = call.first_keys()
+    if first_BT is not None:
+        first_BT = first_BT.int().expand(len(q_BHTE), -1).contiguous()
+    inputs = (q_BHTE, call.k_BKSE, call.v_BKSE, rows_HW, call.sink_H, call.decay_BHS)
+    return _FusedAttention.apply(*inputs, first_BT, seed, setting)
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
@@ -113,12 +120,14 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, seed: Any, setting: Setting
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
+        sink: Any, decay: Any, first: Any, seed: Any, setting: Setting,
+    ) -> Tensor:  # fmt: skip
         from megatron.kernels import launch
 
-        out, lse = launch.forward(q, k, v, rows, seed, setting)
-        ctx.save_for_backward(q, k, v, out, lse, rows, seed)
+        terms = launch.Terms(first, sink, decay)
+        out, lse = launch.forward(q, k, v, rows, seed, setting, terms)
+        ctx.save_for_backward(q, k, v, out, lse, rows, sink, decay, first, seed)
         ctx.setting = setting
         return out
 
@@ -128,14 +137,15 @@ class _FusedAttention(torch.autograd.Function):
         from megatron.kernels import launch
 
         need_rows = ctx.needs_input_grad[3]
-        q, k, v, out, lse, rows, seed = ctx.saved_tensors
-        gradients = launch.backward(grad, q, k, v, out, lse, rows, seed, ctx.setting, need_rows)
-        return *gradients, None, None
+        q, k, v, out, lse, rows, sink, decay, first, seed = ctx.saved_tensors
+        gradients = launch.backward(
+            grad, q, k, v, out, lse, rows, seed, ctx.setting, need_rows,
+            launch.Terms(first, sink, decay),
+        )  # fmt: skip
+        return *gradients, None, None, None
 
 
 def refusal(request: Request) -> str | None:
-    if why := _missing(request):
-        return f"does not serve {why}"
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -164,16 +174,6 @@ def refusal(request: Request) -> str | None:
             "lets their matrix products read data before it has arrived"
         )
     return None
-
-
-def _missing(request: Request) -> str:
-    """Return the terms of a request that this backend does not serve."""
-    asked = {
-        "documents and windows": request.masked,
-        "a forget gate": request.decays,
-        "a sink": request.pos.has("sink"),
-    }
-    return ", ".join(name for name, there in asked.items() if there)
 
 
 def remark(request: Request) -> str:

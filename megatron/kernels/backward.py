@@ -33,29 +33,49 @@ import triton.language as tl
 
 from megatron.kernels.device import ex2, kept, load_rows, opaque, store_rows, table_distance
 from megatron.kernels.forward import LOG2E
+from megatron.kernels.terms import (
+    BLOCK,
+    both,
+    decay_of_keys,
+    first_keys,
+    key_tile_at,
+    load_clamped,
+    lost,
+    lost_by,
+    null_score,
+    open_decay,
+    row_tile_at,
+    row_tiles,
+    store_ddecay,
+)
 
 
 @triton.jit
-def weights(s, i, j, distance, constants, c, lse, f_evaluate: tl.constexpr, MASKED: tl.constexpr):
+def weights(
+    s, i, j, distance, limit, decay, constants, c, lse,
+    f_evaluate: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return the results of `f_evaluate` and the softmax weights p of a tile.
 
-    With MASKED, p is 0 for future keys, that is, where i < j.
+    With MASKED, p is 0 for future keys, that is, where i < j, and where `limit` is false. `limit`
+    may be None, and so may `decay`, which is subtracted from y.
     """
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
         e = f_evaluate(s, d, 0.0, distance, constants)
-        p = tl.where(i >= j, ex2(e[0] * c - lse), 0.0)
     else:
         e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
-        p = ex2(e[0] * c - lse)
-    return e, p
+    y = e[0]
+    if decay is not None:
+        y -= decay
+    return e, tl.where(both(i >= j, limit), ex2(y * c - lse), 0.0) if MASKED else ex2(y * c - lse)
 
 
 @triton.jit
 def query_tile(
     q, do, lse, delta, dq, excess, acc,
     k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
-    seed, item, threshold, rescale,
+    seed, item, threshold, rescale, first, decay,
     f_evaluate: tl.constexpr, f_add: tl.constexpr, WEIGHTED: tl.constexpr, LEARNS: tl.constexpr,
     THETA: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
@@ -68,7 +88,9 @@ def query_tile(
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
     j = tl.arange(0, N)[None, :]
     distance = table_distance(i, j, m0, n0, offset, queries)
-    e, p = weights(s, i, j, distance, constants, c, lse[:, None], f_evaluate, MASKED)
+    limit = None if first is None else j >= (first - n0)[:, None]
+    lost_N = None if decay is None else lost(decay, n0, keys, MASKED, N)[None, :]
+    e, p = weights(s, i, j, distance, limit, lost_N, constants, c, lse[:, None], f_evaluate, MASKED)
     if DROPOUT:
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
     ds = p * (dp - delta[:, None])
@@ -85,6 +107,7 @@ def query_tile(
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def query_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, sums_ptr, theta_ptr, seed_ptr,
+    first_ptr, sink_ptr, high_ptr, low_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     do_b, do_h, do_t, dq_b, dq_h, dq_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
@@ -96,8 +119,8 @@ def query_pass(
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
-    row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient.
-    LEARNS is whether theta or a table needs one. Then delta has no error from the rounding of out.
+    row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient. With
+    LEARNS, delta has no error from the rounding of out: theta, a table, a sink or a decay needs it.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
@@ -105,12 +128,10 @@ def query_pass(
     b = (item // heads).to(tl.int64)
     h = item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
-    k_base = k_ptr + b * k_b + h_k * k_h
-    v_base = v_ptr + b * v_b + h_k * v_h
+    k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
     constants = f_prepare(theta_ptr + h_q * width, width, scale)
     c = scale * LOG2E
     seed = tl.load(seed_ptr) if DROPOUT else 0
-
     q = load_rows(q_ptr + b * q_b + h_q * q_h, m0, queries, q_t, True, M, E, P)
     do = load_rows(do_ptr + b * do_b + h_q * do_h, m0, queries, do_t, True, M, E, P)
     out = load_rows(out_ptr + b * out_b + h_q * out_h, m0, queries, out_t, True, M, E, P)
@@ -119,17 +140,22 @@ def query_pass(
     per_row = item.to(tl.int64) * queries + i
     # lse = +inf makes p = 0 in rows past the last query.
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
-
     last = tl.minimum(offset + m0 + M, offset + queries)
     past = (offset + m0 + 1) // N * N
     dq = tl.zeros([M, P], dtype=tl.float32)
     excess, acc = tl.zeros([M], dtype=tl.float32), f_zeros(M)
+    decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, m0, offset, keys)
+    first, begin, lead = None, 0, 0
+    if first_ptr is not None:
+        first, begin, lead = first_keys(first_ptr + b * queries, m0, queries, past, M, N)
+    if sink_ptr is not None and LEARNS:  # the null key's ds; its value is 0
+        excess -= ex2(null_score(sink_ptr + h, decay, m0, offset, keys, M) * c - lse) * delta
     for MASKED in tl.static_range(2):
-        for n0 in tl.range(past if MASKED else 0, last if MASKED else past, N):
+        for n in tl.range(past - (lead - begin) if MASKED else lead, last if MASKED else past, N):
             dq, excess, acc = query_tile(
-                q, do, lse, delta, dq, excess, acc,
-                k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
-                seed, item, threshold, rescale,
+                q, do, lse, delta, dq, excess, acc, k_base, v_base, k_t, v_t,
+                m0, key_tile_at(n, past, lead, first, MASKED), offset, queries, keys, constants, c,
+                seed, item, threshold, rescale, first, decay,
                 f_evaluate, f_add, WEIGHTED, LEARNS, THETA, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
     tl.store(delta_ptr + per_row, delta + excess, mask=i < queries)
@@ -143,9 +169,9 @@ def query_pass(
 
 @triton.jit
 def key_tile(
-    k, v, dk, dv,
+    k, v, dk, dv, ddecay,
     q_base, do_base, lse_base, delta_base, q_stride, do_stride, m0, n0, offset, queries,
-    constants, c, seed, item, threshold, rescale,
+    constants, c, seed, item, threshold, rescale, end, decay,
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +197,9 @@ def key_tile(
     distance = table_distance(
         (offset + m0 - n0) + i, tl.arange(0, N)[:, None], m0, n0, offset, queries
     )
-    e, p = weights(s, i, j, distance, constants, c, lse[None, :], f_evaluate, MASKED)
+    limit = None if end is None else i < (end - m0)[:, None]
+    lost_N = None if decay is None else lost_by(decay, offset + m0 // BLOCK * BLOCK)[:, None]
+    e, p = weights(s, i, j, distance, limit, lost_N, constants, c, lse[None, :], f_evaluate, MASKED)
     dropped = p
     if DROPOUT:
         keep = tl.trans(kept(seed, item, m0, n0, threshold, M, N))
@@ -179,15 +207,18 @@ def key_tile(
         dp = tl.where(keep, dp * rescale, 0.0)
     dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])
+    if decay is not None:
+        ddecay -= tl.sum(ds, axis=1)
     if WEIGHTED:
         ds = ds * e[1]
     dk = opaque(tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"))
-    return dk, dv
+    return dk, dv, ddecay
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def key_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
+    end_ptr, high_ptr, low_ptr, ddecay_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
@@ -208,18 +239,16 @@ def key_pass(
     b_64, h_64 = b.to(tl.int64), h_k.to(tl.int64)
     c = scale * LOG2E
     seed = tl.load(seed_ptr) if DROPOUT else 0
-
     k = load_rows(k_ptr + b_64 * k_b + h_64 * k_h, n0, keys, k_t, True, N, E, P)
     v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
     dk = tl.zeros([N, P], dtype=tl.float32)
     dv = tl.zeros([N, P], dtype=tl.float32)
-    # The first loop is over the tiles that need a mask: those with rows that do not see all of
-    # these keys, and a last tile that is not full. The second loop is over all other tiles.
-    first = tl.maximum(n0 - offset, 0) // M * M
-    whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
-    full = queries // M * M
-    crossing = tl.maximum(whole - first, 0) // M
-    masked = crossing + tl.where((full < queries) & (full >= whole), 1, 0)
+    # The first loop is over the tiles that need a mask: `masked` tiles, of which the first
+    # `crossing` begin at row `first`, the others at `rest`. The second loop is over all others.
+    end_ptr = None if end_ptr is None else end_ptr + b_64 * keys
+    end = None if end_ptr is None else load_clamped(end_ptr, n0, keys, N)
+    tiles_of_rows = row_tiles(end_ptr, n0, offset, queries, keys, M, N)
+    first, whole, full, crossing, masked, rest = tiles_of_rows
     for member in range(0, group):
         h = h_k * group + member
         item = b * heads + h
@@ -229,20 +258,21 @@ def key_pass(
         do_base = do_ptr + b_64 * do_b + h_q * do_h
         lse_base = lse_ptr + item.to(tl.int64) * queries
         delta_base = delta_ptr + item.to(tl.int64) * queries
+        ddecay = tl.zeros([N], dtype=tl.float32)
+        decay = None if high_ptr is None else decay_of_keys(high_ptr, low_ptr, item, n0, keys, N)
         for tile in tl.range(0, masked):
-            m0 = tl.where(tile < crossing, first + tile * M, full)
-            dk, dv = key_tile(
-                k, v, dk, dv,
-                q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0, offset, queries,
-                constants, c, seed, item, threshold, rescale,
+            m0 = row_tile_at(tile, crossing, first, rest, end, M)
+            dk, dv, ddecay = key_tile(
+                k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0,
+                offset, queries, constants, c, seed, item, threshold, rescale, end, decay,
                 f_evaluate, WEIGHTED, DROPOUT, True, M, N, E, P,
             )  # fmt: skip
         for m0 in tl.range(whole, full, M):
-            dk, dv = key_tile(
-                k, v, dk, dv,
-                q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0, offset, queries,
-                constants, c, seed, item, threshold, rescale,
+            dk, dv, ddecay = key_tile(
+                k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0,
+                offset, queries, constants, c, seed, item, threshold, rescale, end, decay,
                 f_evaluate, WEIGHTED, DROPOUT, False, M, N, E, P,
             )  # fmt: skip
+        store_ddecay(ddecay_ptr, ddecay, item, n0, keys, N)
     store_rows(dk_ptr + b_64 * dk_b + h_64 * dk_h, dk * scale, n0, keys, dk_t, N, E, P)
     store_rows(dv_ptr + b_64 * dv_b + h_64 * dv_h, dv, n0, keys, dv_t, N, E, P)

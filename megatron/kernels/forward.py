@@ -23,6 +23,15 @@ import triton
 import triton.language as tl
 
 from megatron.kernels.device import ex2, kept, load_rows, opaque, store_rows, table_distance
+from megatron.kernels.terms import (
+    LEAST,
+    both,
+    first_keys,
+    key_tile_at,
+    lost,
+    null_score,
+    open_decay,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -31,7 +40,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def forward_tile(
     q, top, total, acc,
     k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
-    seed, item, threshold,
+    seed, item, threshold, first, decay,
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -44,9 +53,13 @@ def forward_tile(
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
         y = f_evaluate(s, d, 0.0, distance, constants)[0]
-        y = tl.where(i >= j, y, -float("inf"))
     else:
         y = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)[0]
+    if decay is not None:
+        y -= lost(decay, n0, keys, MASKED, N)[None, :]
+    if MASKED:
+        limit = None if first is None else j >= (first - n0)[:, None]
+        y = tl.where(both(i >= j, limit), y, -float("inf"))
     new_top = tl.maximum(top, tl.max(y, axis=1))
     p = ex2(y * c - (new_top * c)[:, None])
     shrink = ex2((top - new_top) * c)
@@ -62,6 +75,7 @@ def forward_tile(
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def forward_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
+    first_ptr, sink_ptr, high_ptr, low_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr,
@@ -88,15 +102,25 @@ def forward_pass(
     q = load_rows(q_base, m0, queries, q_t, True, M, E, P)
     last = tl.minimum(offset + m0 + M, offset + queries)  # keys that the tile's last row sees
     past = (offset + m0 + 1) // N * N  # keys in tiles that every row sees completely
+    first, decay, begin, lead = None, None, 0, 0
     top = tl.full([M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
+    if first_ptr is not None:
+        first, begin, lead = first_keys(first_ptr + b * queries, m0, queries, past, M, N)
+        top = tl.full([M], LEAST, dtype=tl.float32)
+    if high_ptr is not None:
+        decay = open_decay(high_ptr, low_ptr, item, m0, offset, keys)
+    if sink_ptr is not None:  # the null key comes first
+        top = null_score(sink_ptr + h, decay, m0, offset, keys, M)
+        total = tl.full([M], 1.0, dtype=tl.float32)
     acc = tl.zeros([M, P], dtype=tl.float32)
     for MASKED in tl.static_range(2):
-        for n0 in tl.range(past if MASKED else 0, last if MASKED else past, N):
+        for n in tl.range(past - (lead - begin) if MASKED else lead, last if MASKED else past, N):
+            n0 = key_tile_at(n, past, lead, first, MASKED)
             top, total, acc = forward_tile(
                 q, top, total, acc,
                 k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
-                seed, item, threshold,
+                seed, item, threshold, first, decay,
                 f_evaluate, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
     out = acc * (rescale / total)[:, None]

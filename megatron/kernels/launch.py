@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.kernels.backward import key_pass, query_pass
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.forward import forward_pass
 from megatron.kernels.tabulated import table_pass
+from megatron.kernels.terms import NO_TERMS, TENSORS, Terms
 from megatron.kernels.tile_sizes import Tile, TileSizes, choose, padded
 
 PASSES: dict[str, Any] = {"forward": forward_pass, "query": query_pass, "key": key_pass}
@@ -76,7 +78,7 @@ class Setting:
 
 def constants(
     which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
-    *, dropout: bool, theta: bool,
+    *, dropout: bool, theta: bool, terms: Iterable[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments of a Triton kernel.
 
@@ -84,8 +86,11 @@ def constants(
         which: The Triton kernel: "forward", "query", "key" or "table".
         theta: Whether the gradient of the distance kernel's parameters or table is needed. This
             affects only "query".
+        terms: The tensors of other terms that the call has, names in `terms.TENSORS`. The pointers
+            to the others are None.
     """
-    values = {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
+    values: dict[str, Any] = {f"{name}_ptr": None for name in absent(which, terms)}
+    values |= {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
     values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
     values |= {"R": tile.M} if which == "table" else {"M": tile.M, "N": tile.N}
     if which != "forward":
@@ -94,8 +99,15 @@ def constants(
         values["BIASED"] = functions.biased
     if which == "query":
         values |= {"f_zeros": functions.zeros, "f_add": functions.add, "f_finish": functions.finish}
-        values |= {"LEARNS": theta, "THETA": functions.num_theta if theta else 0}
+        theta_or_term = theta or not {"sink", "high"}.isdisjoint(terms)
+        values |= {"LEARNS": theta_or_term, "THETA": functions.num_theta if theta else 0}
     return values
+
+
+def absent(which: str, terms: Iterable[str]) -> set[str]:
+    """Return the tensors of terms that a Triton kernel could read, without those in `terms`."""
+    known = {name for name in TENSORS if f"{name}_ptr" in PASSES[which].arg_names}
+    return known - set(terms)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -130,11 +142,14 @@ def launch(
     """
     LAUNCHES[which] += 1
     q, rows_HW = tensors["q"], tensors["theta"]
+    unread = set(TENSORS) - absent(which, ())
+    tensors = {name: x for name, x in tensors.items() if name not in unread}
     arguments = pointers_and_strides(tensors) | setting.numbers(q, tensors["k"], rows_HW)
     dropout = setting.dropout_p > 0.0
     arguments |= constants(
-        which, setting.functions, tile, q.shape[-1], dropout=dropout, theta=need_theta
-    )
+        which, setting.functions, tile, q.shape[-1],
+        dropout=dropout, theta=need_theta, terms=tensors,
+    )  # fmt: skip
     arguments |= {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         start(PASSES[which], programs, arguments)
@@ -169,7 +184,7 @@ def pointers_and_strides(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def forward(
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor,
-    rows_HW: Tensor, seed: Tensor | None, setting: Setting,
+    rows_HW: Tensor, seed: Tensor | None, setting: Setting, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention output, and `lse` for the backward pass.
 
@@ -187,6 +202,7 @@ def forward(
     programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
     tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
+    tensors |= terms.tensors(setting.scale)
     launch("forward", programs, tile, setting, tensors)
     return out, lse
 
@@ -194,8 +210,9 @@ def forward(
 def backward(
     grad_BHTE: Tensor, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, out_BHTE: Tensor,
     lse_BHT: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting, need_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of q, k and v in the inputs' dtype, and the gradient of `rows_HW`.
+    terms: Terms = NO_TERMS,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k and v in the inputs' dtype, of `rows_HW`, sink and decay.
 
     `rows_HW` is the distance kernel's parameters or a table over distances. The gradient of
     `rows_HW` is fp32, or None if `need_rows` is false.
@@ -206,7 +223,8 @@ def backward(
     key_heads, keys = k.shape[1:3]
     dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), torch.zeros_like(rows_HW) if need_rows else None
+        drows = torch.zeros_like(rows_HW) if need_rows else None
+        return dq, dk.zero_(), dv.zero_(), drows, *terms.zeros()
     tiles, delta = setting.tiles(q), torch.empty_like(lse_BHT)
     need_theta = need_rows and not functions.tabulated
     columns = functions.num_theta if need_theta else 0
@@ -214,16 +232,19 @@ def backward(
     sums = lse_BHT.new_empty(programs, max(1, columns))
     shared = {"q": q, "k": k, "v": v, "do": grad, "lse": lse_BHT, "delta": delta, "theta": rows_HW}
     shared["seed"] = rows_HW if seed is None else seed  # as in `forward`
+    shared |= terms.tensors(setting.scale)
     tensors = shared | {"out": out_BHTE, "dq": dq, "sums": sums}
     launch("query", programs, tiles.query, setting, tensors, need_theta=need_rows)
     programs = batch * key_heads * cdiv(keys, tiles.key.N)
-    launch("key", programs, tiles.key, setting, shared | {"dk": dk, "dv": dv})
+    of_keys = {"dk": dk, "dv": dv} | terms.of_keys(keys)
+    launch("key", programs, tiles.key, setting, shared | of_keys)
     drows = None
     if need_theta:
         drows = sums.view(batch, heads, -1, columns).sum((0, 2))
     elif need_rows:
         drows = table_gradient(setting, shared)
-    return dq, dk, dv, drows
+    ddecay = of_keys.get("ddecay")
+    return dq, dk, dv, drows, *terms.gradients(lse_BHT, delta, ddecay, setting.query_offset)
 
 
 def table_gradient(setting: Setting, tensors: dict[str, Tensor]) -> Tensor:

@@ -30,6 +30,7 @@ import triton.language as tl
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.device import ex2, kept, load_rows
 from megatron.kernels.forward import LOG2E
+from megatron.kernels.terms import BLOCK, lost_between
 
 
 @triton.jit
@@ -112,9 +113,49 @@ def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
     return tl.load(pointers, mask=inside[:, None] & (column < E), other=0.0)
 
 
+@triton.jit
+def tile_gradients(
+    q_base, do_base, k_base, v_base, q_t, do_t, k_t, v_t, lse_ptr, delta_ptr,
+    first_ptr, high_ptr, low_ptr, item, m0, n0, offset, queries, keys, column, constants, c,
+    seed, threshold, rescale, f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Return the scores s and the gradients ds of the logits of a square tile."""
+    i = m0 + tl.arange(0, R)
+    there = (i >= 0) & (i < queries)
+    row, safe = tl.minimum(i, queries - 1), tl.maximum(i, 0)
+    q = load_inside(q_base, safe, there, q_t, E, P)
+    do = load_inside(do_base, safe, there, do_t, E, P)
+    k = load_rows(k_base, n0, keys, k_t, True, R, E, P)
+    v = load_rows(v_base, n0, keys, v_t, True, R, E, P)
+    per_row = item.to(tl.int64) * queries + safe
+    lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
+    delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    distance = (offset + row - n0)[:, None] - column[None, :]
+    seen = (distance >= 0) & there[:, None]
+    if first_ptr is not None:
+        seen &= n0 + column[None, :] >= tl.load(first_ptr + tl.minimum(safe, queries - 1))[:, None]
+    distance = tl.maximum(distance, 0)
+    y = f_evaluate(s, 0.0, 0.0, distance, constants)[0]
+    if high_ptr is not None:  # both y and lse relative to the decay of the tile's first row
+        high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
+        at = tl.minimum(n0 + column, keys - 1)
+        y -= lost_between(high, low, at, offset + m0)[None, :]
+        blocks = offset + tl.minimum(safe, queries - 1) // BLOCK * BLOCK
+        lse -= lost_between(high, low, blocks, offset + m0) * c
+    p = tl.where(seen, ex2(y * c - lse[:, None]), 0.0)
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    if DROPOUT:
+        dp = tl.where(kept(seed, item, m0, n0, threshold, R, R), dp * rescale, 0.0)
+    ds = p * (dp - delta[:, None])
+    return s, ds
+
+
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def table_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
+    first_ptr, high_ptr, low_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, BIASED: tl.constexpr,
@@ -136,37 +177,24 @@ def table_pass(
     column = tl.arange(0, R)
     zeros_R = tl.zeros([R], dtype=tl.float32)
     b_near, b_far, w_near, w_far = zeros_R, zeros_R, zeros_R, zeros_R
+    first_ptr = None if first_ptr is None else first_ptr + b * queries
     # Query tiles begin at positions that are multiples of R, and therefore key tiles do, too.
     for position in tl.range(tl.maximum(offset // R * R, far), offset + queries, R):
         m0, n0 = position - offset, position - far
-        i = m0 + tl.arange(0, R)
-        there = (i >= 0) & (i < queries)
-        row, safe = tl.minimum(i, queries - 1), tl.maximum(i, 0)
-        q = load_inside(q_base, safe, there, q_t, E, P)
-        do = load_inside(do_base, safe, there, do_t, E, P)
-        k = load_rows(k_base, n0, keys, k_t, True, R, E, P)
-        v = load_rows(v_base, n0, keys, v_t, True, R, E, P)
-        per_row = item.to(tl.int64) * queries + safe
-        lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
-        delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        distance = (offset + row - n0)[:, None] - column[None, :]
-        seen = (distance >= 0) & there[:, None]
-        distance = tl.maximum(distance, 0)
-        y = f_evaluate(s, 0.0, 0.0, distance, constants)[0]
-        p = tl.where(seen, ex2(y * c - lse[:, None]), 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        if DROPOUT:
-            dp = tl.where(kept(seed, item, m0, n0, threshold, R, R), dp * rescale, 0.0)
-        ds = p * (dp - delta[:, None])
-        if BIASED:
-            near, away = by_distance(ds * scale, R)
-            b_near += near
-            b_far += away
-        if WEIGHTED:
-            near, away = by_distance(ds * s * scale, R)
-            w_near += near
-            w_far += away
+        if True if first_ptr is None else n0 + R > tl.load(first_ptr + tl.maximum(m0, 0)):
+            s, ds = tile_gradients(
+                q_base, do_base, k_base, v_base, q_t, do_t, k_t, v_t, lse_ptr, delta_ptr,
+                first_ptr, high_ptr, low_ptr, item, m0, n0, offset, queries, keys, column,
+                constants, c, seed, threshold, rescale, f_evaluate, DROPOUT, R, E, P,
+            )  # fmt: skip
+            if BIASED:
+                near, away = by_distance(ds * scale, R)
+                b_near += near
+                b_far += away
+            if WEIGHTED:
+                near, away = by_distance(ds * s * scale, R)
+                w_near += near
+                w_far += away
     tables: tl.constexpr = BIASED + WEIGHTED
     sums = sums_ptr + (item.to(tl.int64) * tables * tiles + far // R) * (2 * R) + column
     if BIASED:

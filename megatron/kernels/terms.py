@@ -1,0 +1,238 @@
+"""Define what the Triton kernels compute for the terms beside the distance kernel.
+
+    y_ij = s_ij w(d) + b(d) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
+
+First keys: row i sees the keys from first_i on, because documents or a window limit what it sees.
+first_i never falls from a row to the next, so a tile of rows sees one range of keys, and a tile of
+keys is seen by one range of rows. Tiles outside of it are skipped. Only tiles that contain the
+first key of one of their rows are masked.
+
+Decay: c_j is a sum over a long sequence. To keep the digits of differences, c / scale is given in
+two fp32 parts, `high` + `low`. A row's logits are relative to the decay c_r of the first row of its
+block of `BLOCK` rows, in every pass. So lse is relative to it, too, and c_i cancels out.
+
+Sink: a null key with a value of 0 takes part in the softmax. Its y is sink / scale, relative to the
+same decay.
+
+All arguments of a term are None if a call does not have it. No code is then generated.
+
+Legend: see `forward`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = tl.constexpr(128)
+"""How many rows share a reference for the decay: a multiple of each tile's M."""
+LEAST = tl.constexpr(-1e30)
+"""The running maximum of a row before its first key: finite, because -inf - -inf is NaN."""
+
+
+@triton.jit
+def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
+    """Return the first key of each row of a tile, and the limits `begin` and `lead`.
+
+    `begin` is the start of the first tile of keys that a row sees. From `lead` on, no key comes
+    before a row's first key; `lead` is at most `past`. Rows past the last are like the last.
+    """
+    last = tl.minimum(m0 + M, queries) - 1
+    first = tl.load(first_ptr + tl.minimum(m0 + tl.arange(0, M), last))
+    begin = tl.load(first_ptr + m0) // N * N
+    lead = tl.minimum(tl.cdiv(tl.load(first_ptr + last), N) * N, past)
+    return first, begin, lead
+
+
+@triton.jit
+def key_tile_at(n, past, lead, first, MASKED: tl.constexpr):
+    """Return the first key of the tile that a loop visits at `n`.
+
+    The masked tiles are those from `begin` to `lead` and those from `past` on. The loop has them in
+    one range that starts at past - (lead - begin).
+    """
+    if MASKED and first is not None:
+        n = tl.where(n < past, n - (past - lead), n)
+    return n
+
+
+@triton.jit
+def both(seen, limit):
+    """Return where `seen` and `limit` are true. None as `limit` is true everywhere."""
+    return seen if limit is None else seen & limit
+
+
+@triton.jit
+def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
+    """Return which tiles of rows see a tile of keys, and which of them need a mask.
+
+    A mask is needed where rows do not see all of these keys, and in a last tile that is not full.
+
+    Returns:
+        (first, whole, full, crossing, masked, rest). The tiles from `whole` to `full` need no mask.
+        Of the `masked` others, the first `crossing` begin at row `first`, the others at `rest`.
+    """
+    first = tl.maximum(n0 - offset, 0) // M * M
+    whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
+    full = queries // M * M
+    if end_ptr is None:
+        crossing = tl.maximum(whole - first, 0) // M
+        masked = crossing + tl.where((full < queries) & (full >= whole), 1, 0)
+        rest = full
+    else:
+        stop = tl.cdiv(tl.load(end_ptr + tl.minimum(n0 + N, keys) - 1), M) * M
+        full = tl.load(end_ptr + n0) // M * M
+        crossing = tl.maximum(tl.minimum(whole, stop) - first, 0) // M
+        rest = tl.maximum(full, whole)
+        masked = crossing + tl.maximum(stop - rest, 0) // M
+    return first, whole, full, crossing, masked, rest
+
+
+@triton.jit
+def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
+    """Return the first row of the masked tile number `tile`; see `row_tiles`."""
+    if end is not None:
+        rest += (tile - crossing) * M
+    return tl.where(tile < crossing, first + tile * M, rest)
+
+
+@triton.jit
+def open_decay(high_ptr, low_ptr, item, m0, offset, keys):
+    """Return (high, low, high of the reference, low of the reference) for rows from `m0` on."""
+    high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
+    row = offset + m0 // BLOCK * BLOCK
+    return high, low, tl.load(high + row), tl.load(low + row)
+
+
+@triton.jit
+def lost_between(high, low, at, reference):
+    """Return the decay at positions `at` minus the decay at `reference`, divided by scale."""
+    near, rest = tl.load(high + at), tl.load(low + at)
+    return (near - tl.load(high + reference)) + (rest - tl.load(low + reference))
+
+
+@triton.jit
+def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
+    """Return the decay of N positions from `first` on, minus the reference, divided by scale.
+
+    With MASKED, positions from `limit` on get the decay of the last one.
+    """
+    at = first + tl.arange(0, N)
+    if MASKED:
+        at = tl.minimum(at, limit - 1)
+    return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
+
+
+@triton.jit
+def load_clamped(base, first, limit, N: tl.constexpr):
+    """Load N entries from `first` on. Entries from `limit` on are like the last one."""
+    return tl.load(base + tl.minimum(first + tl.arange(0, N), limit - 1))
+
+
+@triton.jit
+def decay_of_keys(high_ptr, low_ptr, item, n0, keys, N: tl.constexpr):
+    """Return (high, low, high of a tile's keys, low of a tile's keys)."""
+    high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
+    return high, low, load_clamped(high, n0, keys, N), load_clamped(low, n0, keys, N)
+
+
+@triton.jit
+def lost_by(decay, reference):
+    """Return the decay of a tile's keys minus the decay at `reference`, divided by scale."""
+    high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
+    return (decay[2] - high) + (decay[3] - low)
+
+
+@triton.jit
+def store_ddecay(ddecay_ptr, ddecay, item, n0, keys, N: tl.constexpr):
+    """Store the gradient of the decay of a tile's keys, if there is a decay."""
+    if ddecay_ptr is not None:
+        j = n0 + tl.arange(0, N)
+        tl.store(ddecay_ptr + item.to(tl.int64) * keys + j, ddecay, mask=j < keys)
+
+
+@triton.jit
+def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
+    """Return the y of the null key for each of M rows from `m0` on."""
+    y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
+    if decay is not None:
+        y -= lost(decay, offset + m0, keys, True, M)
+    return y
+
+
+TENSORS = ("first", "end", "sink", "high", "low", "ddecay")
+"""The names of the tensors that Triton kernels read or write for these terms."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of an attention call beside the distance kernel. Each of them may be None.
+
+    Attributes:
+        first_BT: The first key that each query sees, [batch, queries] int32, contiguous.
+        sink_H: The logit of the null key.
+        decay_BHS: The decay of each key, in fp64 or fp32.
+    """
+
+    first_BT: Tensor | None = None
+    sink_H: Tensor | None = None
+    decay_BHS: Tensor | None = None
+
+    def tensors(self, scale: float) -> dict[str, Tensor]:
+        """Return the tensors that Triton kernels read."""
+        found = {} if self.first_BT is None else {"first": self.first_BT}
+        if self.sink_H is not None:
+            found["sink"] = (self.sink_H.float() / scale).contiguous()
+        if self.decay_BHS is not None:
+            scaled = self.decay_BHS.contiguous().double() / scale
+            found["high"] = scaled.float()
+            found["low"] = (scaled - found["high"]).float()
+        return found
+
+    def of_keys(self, keys: int) -> dict[str, Tensor]:
+        """Return the tensors that only `key_pass` reads or writes."""
+        found = {}
+        if self.first_BT is not None:
+            key = torch.arange(keys, dtype=torch.int32, device=self.first_BT.device)
+            key = key.expand(len(self.first_BT), -1).contiguous()
+            found["end"] = torch.searchsorted(self.first_BT, key, right=True, out_int32=True)
+        if self.decay_BHS is not None:
+            shape, device = self.decay_BHS.shape, self.decay_BHS.device
+            found["ddecay"] = torch.empty(shape, dtype=torch.float32, device=device)
+        return found
+
+    def gradients(
+        self, lse_BHT: Tensor, delta_BHT: Tensor, ddecay_BHS: Tensor | None, offset: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the sink and of the decay.
+
+        The gradient ds of the null key's logit is -p delta. A row's other ds add up to p delta,
+        which is the gradient of the decay of the row's own position.
+
+        Args:
+            ddecay_BHS: The gradient of the decay as the decay of keys.
+        """
+        if self.sink_H is None:
+            return None, ddecay_BHS
+        null_BHT = self.sink_H.float()[:, None]
+        if self.decay_BHS is not None:
+            c_BHT = self.decay_BHS[:, :, offset:].double()
+            rows = torch.arange(c_BHT.shape[-1], device=c_BHT.device)
+            null_BHT = null_BHT - (c_BHT - c_BHT[:, :, rows // BLOCK.value * BLOCK.value]).float()
+        lost_BHT = torch.exp2(null_BHT / math.log(2.0) - lse_BHT) * delta_BHT
+        if ddecay_BHS is not None:
+            ddecay_BHS[:, :, offset:] += lost_BHT
+        return -lost_BHT.sum((0, 2)), ddecay_BHS
+
+    def zeros(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of a call without queries."""
+        terms = (self.sink_H, self.decay_BHS)
+        return tuple(None if x is None else torch.zeros_like(x) for x in terms)
+
+
+NO_TERMS = Terms()
