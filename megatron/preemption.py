@@ -213,9 +213,17 @@ def reason() -> str:
     return _current.why if _current and _current.left else ""
 
 
-def exit_code() -> int:
-    """Return the exit code of this process for a job that ends early."""
-    return _current.exit_code if _current else 0
+def finish() -> int:
+    """Ignore signals from now on, and return the exit code of this process.
+
+    While Python exits, it resets its handlers: a signal would then end the process with another
+    code, although all is saved.
+    """
+    if not _current:
+        return 0
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    return _current.exit_code if _current.left else 0
 
 
 def _outlive_launcher() -> None:

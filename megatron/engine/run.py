@@ -78,7 +78,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         if save and config.training.train_iters > 0 and groups.is_main:
             confirm = stack.enter_context(sole_writer(Path(save)))
         Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
-    return preemption.exit_code() if preemption.reason() else 0
+    return preemption.finish()
 
 
 class Job:

@@ -168,3 +168,23 @@ def test_the_third_ctrl_c_ends_at_once_and_the_checkpoint_before_is_usable(tmp_p
     saved = newest(folder)
     assert saved and saved.tag == "global_step2"
     assert run(job, config, ranks=1)[0] == [0]
+
+
+LATE = """
+import os, runpy, signal, sys, types
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+sys.modules["late"] = types.ModuleType("late")
+sys.modules["late"].late = Late()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs `train.py`, and sends SIGTERM while Python deletes its modules, after all else has ended."""
+
+
+def test_a_signal_while_python_exits_does_not_change_the_exit_code(tmp_path, prefix):
+    config, _ = config_at(tmp_path, prefix, 1, exit_duration_in_mins=1e-6)
+    command = [sys.executable, "-c", LATE, str(ROOT / "train.py"), str(config)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == CODE and "left after step 1" in ended.stdout, ended

@@ -84,7 +84,9 @@ def main() -> int:
         if process.exitcode:
             failed.add(name)
             print(f"FAILED {name}, seed {work[1]}: exit code {process.exitcode}", flush=True)
-    print(f"{done:,} inputs; {len(failed)} of {len(chosen)} fuzzers found a failure")
+    tried = min(len(chosen), done // arguments.inputs)
+    untried = f"; {len(chosen) - tried} not tried, for want of time" * (tried < len(chosen))
+    print(f"{done:,} inputs; {len(failed)} of {tried} fuzzers found a failure{untried}")
     for name in sorted(failed):
         print(f"  {name}")
     return 1 if failed else 0
