@@ -88,7 +88,8 @@ def fused(call: Call) -> Tensor:
     seed = None
     if call.dropout_p:
         seed = torch.randint(1 << 62, (1,), device=q_BHTE.device)  # never copied to the host
-    setting = Setting(functions, call.scale, offset, call.dropout_p)
+    terms = call.masked or call.sink_H is not None or call.decay_BHS is not None
+    setting = Setting(functions, call.scale, offset, call.dropout_p, terms=terms)
     first_BT = call.first_keys()
     if first_BT is not None:
         first_BT = first_BT.int().expand(len(q_BHTE), -1).contiguous()

@@ -43,6 +43,7 @@ class Setting:
         query_offset: The position of the first query.
         dropout_p: The probability of dropping a softmax weight.
         tile_sizes: The tile sizes, or None for those in `tile_sizes.TABLE`.
+        terms: Whether there are documents, a window, a sink or a decay.
     """
 
     functions: DeviceFunctions
@@ -50,6 +51,7 @@ class Setting:
     query_offset: int = 0
     dropout_p: float = 0.0
     tile_sizes: TileSizes | None = None
+    terms: bool = False
 
     def tiles(self, q_BHTE: Tensor) -> TileSizes:
         if self.tile_sizes is not None:
@@ -57,7 +59,8 @@ class Setting:
         cuda = q_BHTE.is_cuda
         capability = torch.cuda.get_device_capability(q_BHTE.device) if cuda else (0, 0)
         f, dropout = self.functions, self.dropout_p > 0.0
-        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], f.heavy, dropout, f.num_theta)
+        needs = (f.heavy, dropout, f.num_theta, self.terms)
+        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], *needs)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
         """Return a dictionary of the numeric arguments that all Triton kernels share."""

@@ -109,6 +109,15 @@ MANY = {(90, 128): {"query": Tile(64, 32, 8, 3)}}
 The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.
 """
 
+TERMS = {
+    (90, 64, False): {"key": Tile(64, 128, 8, 3)},
+    (80, 128, True): {"key": Tile(32, 64, 8, 1)},
+}
+"""These tiles replace those of `TABLE` for 16-bit kernels with documents, a sink or a decay.
+
+The keys are (GPU family, largest padded head size, heavy).
+"""
+
 
 def padded(head_size: int) -> int:
     """Return the head size padded to a power of two of at least 16.
@@ -130,7 +139,7 @@ def family(capability: tuple[int, int]) -> int:
 
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int,
-    heavy: bool = False, dropout: bool = False, columns: int = 0,
+    heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for a GPU, a dtype and a head size.
 
@@ -139,15 +148,17 @@ def choose(
             table, or more than two parameters.
         dropout: Whether there is dropout, which needs extra registers, too.
         columns: The number of the distance kernel's parameters.
+        terms: Whether there are documents, a window, a sink or a decay.
     """
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
-    return look_up(family(capability), dtype.itemsize, padded(head_size), heavy, dropout, columns)
+    where = (family(capability), dtype.itemsize, padded(head_size))
+    return look_up(*where, heavy, dropout, columns, terms)
 
 
 def look_up(
     family: int, itemsize: int, size: int,
-    heavy: bool = False, dropout: bool = False, columns: int = 0,
+    heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
@@ -160,6 +171,7 @@ def look_up(
         heavy: Whether the distance kernel needs extra registers (see `choose`).
         dropout: Whether there is dropout, which needs extra registers, too.
         columns: The number of the distance kernel's parameters.
+        terms: Whether there are documents, a window, a sink or a decay.
     """
     rows = TABLE[family]
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
@@ -167,4 +179,5 @@ def look_up(
     if itemsize != 2:
         return found
     special = DROPOUT.get((family, listed), {}) if dropout else {}
+    special = (TERMS.get((family, listed, heavy or dropout), {}) if terms else {}) | special
     return replace(found, **special | (MANY.get((family, listed), {}) if columns > 4 else {}))
