@@ -20,8 +20,8 @@ according to the PTX of the costliest loop.
 
 The tool fails if a variant needs more shared memory than the GPU has, if its products are
 serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Other
-spills are only recorded, and so are all on Blackwell (sm_100, sm_120), for which no tile sizes have
-been chosen. The tool needs torch and triton. Triton's wheel contains ptxas and cuobjdump.
+spills are only recorded, and so are those on Blackwell, for which no tile sizes have been chosen.
+The CSV has no row of variants that have not been compiled yet.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ import torch
 
 try:
     import triton
+    from triton import knobs
 except ImportError:
     raise SystemExit("tools/compile_kernels.py needs triton (requirements-dev.txt)") from None
 from triton.backends.compiler import GPUTarget
@@ -66,8 +67,7 @@ from tools.machine_code import resources, special_functions
 CSV = Path(__file__).with_name("compiled_kernels.csv")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALF = ("bf16", "fp16")
-SIZES = (16, 32, 64, 80, 96, 128, 256)
-USUAL = (64, 128)
+SIZES, USUAL = (16, 32, 64, 80, 96, 128, 256), (64, 128)
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
 # These are compiled for fewer head sizes. Other embeddings compile to the same code as one of the
@@ -76,14 +76,14 @@ OTHERS = ("kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned"
 AMPERE_AND_HOPPER = (90, 80, 86)
 BLACKWELL = (100, 120)
 # Each entry is (targets, distance kernels, dtypes, head sizes, dropout).
-LISTED = (
+LISTED: Any = (
     (AMPERE_AND_HOPPER, KERNELS, HALF, SIZES, False),
     (AMPERE_AND_HOPPER, KERNELS, ("fp32",), (16, 64, 128, 256), False),
     (AMPERE_AND_HOPPER, KERNELS, HALF, USUAL, True),
     (AMPERE_AND_HOPPER, OTHERS, HALF, USUAL, False),
     (BLACKWELL, KERNELS, ("bf16",), USUAL, False),
 )
-SAMPLE = (
+SAMPLE: Any = (
     ((90,), ("kerple_log", "rpe"), ("bf16",), (64,), False),
     ((90,), ("kerple_log",), ("bf16",), (128,), True),
     ((90,), ("kerple_power_add_mul",), ("fp16",), (128,), False),
@@ -141,8 +141,8 @@ class Row:
 
     @property
     def variant(self) -> Variant:
-        *named, dropout = astuple(self)[2:7]
-        return Variant(int(self.target.removeprefix("sm_")), *named, bool(dropout))
+        target, *named, dropout = astuple(self)[1:7]
+        return Variant(int(target.removeprefix("sm_")), *named, dropout=bool(dropout))
 
     @property
     def wrong(self) -> str | None:
@@ -184,7 +184,7 @@ def tile_of(variant: Variant) -> Tile:
 def read_rows(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         _, *lines = csv.reader(file)
-    convert: list[Any] = [{"int": int, "float": float}.get(f.type, str) for f in fields(Row)]
+    convert: list[Any] = [{"int": int, "float": float}.get(str(f.type), str) for f in fields(Row)]
     return [Row(*(to(x) for to, x in zip(convert, line, strict=True))) for line in lines]
 
 
@@ -226,9 +226,9 @@ def build(variant: Variant) -> Row:
     options = {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
     source = ASTSource(function, signature, values, attributes)
     target, notes = GPUTarget("cuda", variant.target, 32), io.StringIO()
-    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
-        triton.knobs.compilation.always_compile = True  # a cached kernel comes without notes
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.compilation.always_compile = True  # a cached kernel comes without notes
+        knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(notes):
             compiled = compile_kernel(source, target=target, options=options)
     cubin, scores = compiled.asm["cubin"], tile.M * (tile.M if variant.which == "table" else tile.N)

@@ -21,6 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 import triton
+from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 
 from tools import compile_kernels as tool
@@ -47,7 +48,7 @@ def digest(variant: tool.Variant) -> str:
         kept.append(make(*arguments, **options))
         raise Made
 
-    cache = triton.knobs.cache
+    cache = knobs.cache
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(CUDABackend, "make_ptx", keep):
         earlier, cache.dir = cache.dir, folder  # a cached kernel would not be compiled
         try:
