@@ -103,7 +103,7 @@ DROPOUT = {  # 16-bit kernels with dropout need still more registers than the he
 The keys are (GPU family, largest padded head size).
 """
 
-MANY = {(90, 128): {"query": Tile(64, 32, 8, 3)}}
+MANY = {(90, 128): {"query": Tile(128, 16, 8, 2)}}
 """These tiles replace those of `TABLE` for 16-bit kernels with more than four parameters.
 
 The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.

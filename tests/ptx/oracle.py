@@ -40,6 +40,11 @@ def terms(kind: str, theta, d):
         p, a = theta
         x, y = powers(p)
         return -a * x, one, [-a * y, -x], [zero, zero]
+    if kind == "kerple_sum":  # one logarithm, two powers
+        p, a, p1, a1, p2, a2 = theta
+        (x1, y1), (x2, y2) = powers(p1), powers(p2)
+        db = [-np.log1p(a * d), -p * d / (1 + a * d), -a1 * y1, -x1, -a2 * y2, -x2]
+        return -p * np.log1p(a * d) - a1 * x1 - a2 * x2, one, db, [zero] * 6
     if kind == "kerple_power_mul":
         p, a = theta
         x, y = powers(p)
