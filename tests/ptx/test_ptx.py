@@ -50,3 +50,7 @@ def test_ptx_is_as_committed():
     """If a kernel was meant to change, write `ptx_digests.csv` anew (`ptx_digests.py --write`)."""
     lines = emulate("ptx_digests.py", "--only", "sm_90 kerple_log (forward|key) bf16 64")
     assert lines == ["2 compiled, 0 changed"]
+
+
+def test_sink_decay_and_documents_as_compiled():
+    assert emulate("verify_terms.py", "--queries", "70")[-1] == "right"
