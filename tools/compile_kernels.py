@@ -206,7 +206,7 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 def build(variant: Variant) -> Row:
     """Compile one variant for pointers and strides that are divisible by 16, as at run time."""
     tile, (pos, functions) = tile_of(variant), kernel_of(variant.kernel)
-    flags = {"dropout": variant.dropout, "theta": pos.learnable}
+    flags: dict[str, Any] = {"dropout": variant.dropout, "theta": pos.learnable}
     fixed = constants(variant.which, functions, tile, variant.head_size, **flags) | {"group": 1}
     function = PASSES[variant.which]
     pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "sums_ptr": "*fp32",
