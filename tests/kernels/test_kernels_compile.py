@@ -45,7 +45,7 @@ def test_the_committed_table_is_clean_and_has_the_usual_variants():
     known = {row.variant for row in rows}
     assert [row.variant for row in rows] == [v for v in listed if v in known]
     usual = {v for v in listed if v.name.startswith("sm_90") and v.head_size in tool.USUAL}
-    usual = {v for v in usual if v.dtype == "bf16"} | set(tool.variants(sample=True))
+    usual = {v for v in usual if v.dtype != "fp32"} | set(tool.variants(sample=True))
     assert usual <= known, "run tools/compile_kernels.py --changed"
     assert not [row.wrong for row in rows if row.wrong]
     assert len({row.triton for row in rows}) == 1
