@@ -75,7 +75,7 @@ def test_which_terms_are_served(term, backend, on, compiled):
     for dtype in DTYPES:
         for training in (True, False):
             use = {"device_type": on, "dtype": dtype, "training": training, **options}
-            served = serves(backend, "none", dtype, on, training) and backend != "fused"
+            served = serves(backend, "none", dtype, on, training)
             if backend == "sdpa":  # a trained mask of all scores
                 served &= term == "masked" or not training
             if served:

@@ -117,7 +117,9 @@ class EdgeCases:
             inputs = (*case.inputs[:3], case.pos, case.inputs[3])
             out = attend(*inputs, scale=0.35, backend="fused")
             (only,) = torch.autograd.grad(out, case.inputs[wanted], case.grad)
-            assert torch.equal(out, full[0]) and torch.equal(only, full[1 + wanted])
+            assert torch.equal(out, full[0])
+            # With theta's gradient, the other gradients have no error from the output's rounding.
+            torch.testing.assert_close(only, full[1 + wanted], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("name", KINDS)
     def test_ways_of_calling(self, name):

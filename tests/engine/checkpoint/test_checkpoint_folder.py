@@ -21,6 +21,7 @@ from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import prune, set_aside_foreign
 from megatron.engine.errors import CheckpointError, FailedElsewhereError
 from megatron.parallel.groups import build_groups
+from megatron.positional import load
 from tests.helpers.paths import FIXTURES
 
 
@@ -261,7 +262,7 @@ def test_what_differs_is_named_with_a_way_out(tmp_path):
 
 def test_weights_that_do_not_fit_are_all_listed(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    model.pos = None
+    model.pos = load("none")
     model.shape = SimpleNamespace(block=SimpleNamespace(gpt_j_residual=False))
     stored = {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "9.bias": torch.zeros(1)}
     saved = make(tmp_path, 1, stored)
