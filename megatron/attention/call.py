@@ -151,6 +151,8 @@ def check(call: Call) -> None:
                 f"{name} must be {list(shape)} on {q_BHTE.device}, not {list(x.shape)} on "
                 f"{x.device}"
             )
+    if call.pos.has("gate") and call.decay_BHS is None:
+        raise AttentionError(f"{call.pos.name} needs decay_BHS, which its layer computes")
     if call.window is not None and call.window < 0:
         raise AttentionError(f"window must be 0 or more, not {call.window}")
     if call.has_kernel or call.pos.parameters:

@@ -68,11 +68,15 @@ def positional_name(value: Any) -> str:
     """Return the name of an embedding, or of a combination such as `rotary + kerple_log`.
 
     Raises:
-        ValueError: A name is unknown.
+        ValueError: A name is unknown or occurs twice.
     """
     if not isinstance(value, str):
         return _positional_term(value)
-    return " + ".join(_positional_term(term.strip()) for term in value.split("+"))
+    terms = [_positional_term(term.strip()) for term in value.split("+")]
+    for term in terms:
+        if terms.count(term) > 1:
+            raise ValueError(f"{term} occurs twice in {value!r}; write it once")
+    return " + ".join(terms)
 
 
 PositionalName = Annotated[Any, BeforeValidator(per_layer(positional_name))]

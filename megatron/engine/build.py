@@ -6,7 +6,7 @@ config object, so that those modules need not import `megatron.config`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -117,18 +117,23 @@ def _positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
     """Return the options of the embedding called `name`, one of those in `pos_emb`.
 
     Raises:
-        PositionalError: `pos_emb_options` names a term that `pos_emb` does not have.
+        PositionalError: `pos_emb_options` names a term that `pos_emb` does not have, or a term's
+            options are no mapping.
     """
     terms = name.split(" + ")
     options = {term: m.pos_emb_options[term] for term in terms if term in m.pos_emb_options}
+    used = {term for each in values_of(m.pos_emb) for term in each.split(" + ")}
     if m.pos_emb == name and len(terms) == 1:  # the options themselves, without the name
         options = {name: m.pos_emb_options}
-    used = {term for each in values_of(m.pos_emb) for term in each.split(" + ")}
-    if len(used) > 1 and (unknown := sorted(set(m.pos_emb_options) - used)):
+    elif unknown := sorted(set(m.pos_emb_options) - used):
         raise PositionalError(
             f"pos_emb_options has {unknown[0]}, which is no term of pos_emb: write the options of "
             f"each term under its name, such as {{{terms[0]}: {{...}}}}"
         )
+    for term, values in options.items():
+        if not isinstance(values, Mapping) or "numerics" in values:
+            example = f"{{{term}: {{...}}}}, with options of {term}"
+            raise PositionalError(f"pos_emb_options: {term} has {values!r}; write {example}")
     if "rpe" in terms:
         table = {
             "num_buckets": m.rpe_num_buckets,
@@ -253,6 +258,7 @@ def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[
     multiplied = config.optimizer.theta_lr_multiplier != 1.0
     if not pos.trained_parameters:
         given = {"theta_init": init, "theta_frozen": frozen, "theta_lr_multiplier": multiplied}
+        given |= {"theta_per_layer": config.model.theta_per_layer}
         for key in (key for key, value in given.items() if value):
             yield key, f"pos_emb {pos.name} has no learned parameters; drop this key"
         return
@@ -285,6 +291,7 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
     return {
         "pos_emb": config.model.pos_emb,
         "pos_emb_options": dict(config.model.pos_emb_options),
+        "theta_per_layer": config.model.theta_per_layer,
         **shape,
         **block,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",

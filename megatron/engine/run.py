@@ -169,7 +169,7 @@ class Job:
         parameters = count_parameters(self.model, self.groups)
         c, groups, attend = self.config, self.groups, self.model.attend
         log.line(
-            f"{parameters:,} parameters, {c.model.pos_emb}, {c.training.precision}, "
+            f"{parameters:,} parameters, {self.model.pos.name}, {c.training.precision}, "
             f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
             f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel)"
             + (f", {groups.context.size} share a sequence" if groups.context.size > 1 else "")

@@ -137,6 +137,8 @@ def test_wrong_terms_are_refused():
         attend(q, k, v, pos, **use, window=-1)
     with pytest.raises(AttentionError, match=r"sink needs theta \[2, 1\], got none"):
         attend(q, k, v, load("sink"), **use)
+    with pytest.raises(AttentionError, match="forget_gate needs decay_BHS"):
+        attend(q, k, v, load("forget_gate"), **use)
     use = {"device_type": "cpu", "dtype": torch.float32, "training": False}
     chosen = choose("eager", pos, **use)
     assert math.isfinite(chosen(q, k, v, pos, scale=1.0, window=2).sum())

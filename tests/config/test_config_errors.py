@@ -276,6 +276,7 @@ def test_a_world_size_as_a_launcher_says_it(base: Path) -> None:
         ("pos_emb", "[[[rotary], 3]]", "names 3 layers, but num_layers is 2"),
         ("pos_emb", "[[[rotary, rotery], 1]]", "unknown value 'rotery'; did you mean rotary?"),
         ("pos_emb", "[[[rotary], all], [[none], 1]]", "all must stand alone"),
+        ("pos_emb", "rotary + none + rotary", "rotary occurs twice"),
         ("pos_emb", "[[rotary, 2]]", "expected a list of values, got 'rotary'"),
         ("pos_emb", "[[rotary], 2]", "expected pairs of values and repeats"),
         ("pos_emb", "rotary + kerpel_log", "did you mean kerple_log?"),

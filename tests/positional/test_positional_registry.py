@@ -94,8 +94,11 @@ def test_works_where_only_torch_is_installed():
             pos = load(name)
             theta = pos.initial_theta(2).requires_grad_() if pos.parameters else None
             qkv = [torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3)]
+            decay = pos.decay(torch.randn(1, 2, 5)) if pos.kind == "gate" else None
             for backend in ("eager", "auto"):
-                attend(*qkv, pos, theta, scale=0.5, backend=backend).sum().backward()
+                attend(
+                    *qkv, pos, theta, scale=0.5, backend=backend, decay_BHS=decay
+                ).sum().backward()
         print("ran", len(names()))
     """
     script = textwrap.dedent(script)

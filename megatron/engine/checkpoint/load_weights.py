@@ -53,7 +53,8 @@ def load_weights(
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
     problems = unreadable + _merged_for_another_residual(saved, block.gpt_j_residual)
     problems += wrong_buffers(block, model.pos, buffers)
-    names = theta_names(model.pos)
+    trained = (p.name.rpartition(".")[2] for p in model.pos.trained_parameters)
+    names = theta_names(model.pos) or tuple(trained)  # those of a combination have prefixes
     if kernel and names and kernel != names:
         problems.append(
             f"{THETA}: {', '.join(kernel)} in the checkpoint, but pos_emb {model.pos.name} has "

@@ -48,7 +48,7 @@ ADVICE = {
     ),
 }
 """Maps a field of `RunDescription` to advice for the case that run and checkpoint differ in it."""
-_ADDED = ("content",)
+_ADDED = ("content", "theta_per_layer")
 """Entries that checkpoints of earlier versions lack. They are compared only if they exist."""
 
 

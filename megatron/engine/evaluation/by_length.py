@@ -240,7 +240,7 @@ def evaluate_lengths(
         }
     if groups.is_main:
         train_length = config.model.seq_length
-        title = f"{config.model.pos_emb}, trained at {train_length}"
+        title = f"{model.pos.name}, trained at {train_length}"
         if scale != 1.0:
             title += f", distances x {scale:g}"
         say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
