@@ -82,8 +82,9 @@ def run_job(groups: Groups, config: Path) -> None:
 
 
 def rows(run: Path, name: str = "train/loss") -> dict[int, float]:
-    """Return step -> value of a metric."""
-    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Return step -> value of a metric. The run may be writing: only whole lines are read."""
+    whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
+    read = [json.loads(line) for line in whole.splitlines()]
     return {row["step"]: row[name] for row in read if name in row}
 
 

@@ -244,11 +244,9 @@ def test_the_kernels_columns_must_be_those_of_the_embedding(tmp_path, imported):
     if imported:
         import_checkpoint(saved.path, tmp_path, summed_biases=False)
         saved = newest(tmp_path)
-    match = "bias_p, bias_a in the checkpoint, but pos_emb gaussian has gauss_a, gauss_r"
-    with pytest.raises(CheckpointError, match=match):
-        load_weights(model("gaussian"), saved)
-    with pytest.raises(CheckpointError, match="rotary \\+ gaussian has gauss_a, gauss_r"):
-        load_weights(model("rotary + gaussian"), saved)
+    for name in ("gaussian", "rotary + gaussian"):
+        with pytest.raises(CheckpointError, match="bias_p, bias_a in the .* has gauss_a, gauss_r"):
+            load_weights(model(name), saved)
 
 
 def test_an_imported_checkpoint_gives_the_weights_of_the_published_one(tmp_path):
