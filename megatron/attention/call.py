@@ -43,10 +43,7 @@ class Call:
 
     @property
     def theta(self) -> Tensor:
-        """The parameters theta [heads, columns] of the distance kernel.
-
-        This property may be used only if `has_kernel` is true.
-        """
+        """The embedding's parameters theta [heads, columns]. The embedding must have some."""
         assert self.theta_HN is not None
         return self.theta_HN
 
@@ -93,6 +90,13 @@ class Call:
             return None
         c_BHS = self.decay_BHS
         return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
+
+    def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
+        """Return the logits with a last column for the sink's null key, if there is a sink."""
+        if self.sink_H is None:
+            return logits_BHTS
+        null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
+        return torch.cat((logits_BHTS, null_H11.expand(*logits_BHTS.shape[:3], 1)), dim=-1)
 
     @property
     def layout(self) -> tuple:

@@ -59,10 +59,7 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
     if (lost_BHTS := call.lost(dtype)) is not None:
         scores_BHTS = scores_BHTS - lost_BHTS
     scores_BHTS = scores_BHTS.masked_fill(call.hidden(distance_TS), -torch.inf)
-    if call.sink_H is not None:
-        null_BHT1 = call.sink_H.to(dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
-        scores_BHTS = torch.cat((scores_BHTS, null_BHT1), dim=-1)
-    probs_BHTS = torch.softmax(scores_BHTS, dim=-1)[..., : len(key_S)]
+    probs_BHTS = torch.softmax(call.with_null_key(scores_BHTS), dim=-1)[..., : len(key_S)]
     probs_BHTS = F.dropout(probs_BHTS, call.dropout_p)
     return (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
 

@@ -52,10 +52,8 @@ def sdpa(call: Call) -> Tensor:
         mask_BHTS = bias_HTS[None]
     if (lost_BHTS := call.lost(dtype)) is not None:
         mask_BHTS = mask_BHTS - lost_BHTS
-    mask_BHTS = torch.where(hidden_BHTS, -torch.inf, mask_BHTS)
+    mask_BHTS = call.with_null_key(torch.where(hidden_BHTS, -torch.inf, mask_BHTS))
     if call.sink_H is not None:
-        null_BHT1 = call.sink_H.to(dtype)[:, None, None].expand(*mask_BHTS.shape[:3], 1)
-        mask_BHTS = torch.cat((mask_BHTS, null_BHT1), dim=-1)
         k_BHSE, v_BHSE = (F.pad(x, (0, 0, 0, 1)) for x in (k_BHSE, v_BHSE))
     inputs = (x.to(dtype) for x in (q_BHTE, k_BHSE, v_BHSE))
     return _sdpa(*inputs, attn_mask=mask_BHTS, **options).to(q_BHTE.dtype)

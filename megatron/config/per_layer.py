@@ -54,16 +54,20 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
     """Return the value of each layer, from a checked value without a problem (`problem_of`)."""
     if not isinstance(value, tuple):
         return [value] * num_layers
-    groups = (
-        list(values) * (num_layers // len(values) if repeats == ALL else repeats)
-        for values, repeats in value
-    )
+    groups = (list(values) * _times(values, repeats, num_layers) for values, repeats in value)
     return [each for group in groups for each in group]
 
 
 def problem_of(value: Any, num_layers: int) -> str | None:
-    """Return what is wrong with a checked value for `num_layers` layers, or None."""
-    found = len(layers_of(value, num_layers))
+    """Describe why a checked value does not fit `num_layers` layers; return None if it fits."""
+    if not isinstance(value, tuple):
+        return None
+    found = sum(len(values) * _times(values, repeats, num_layers) for values, repeats in value)
     if found == num_layers:
         return None
     return f"names {found} layers, but num_layers is {num_layers}; write repeats that add up to it"
+
+
+def _times(values: tuple[Any, ...], repeats: Any, num_layers: int) -> int:
+    """Return how many times the values of a group occur."""
+    return num_layers // len(values) if repeats == ALL else repeats

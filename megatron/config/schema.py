@@ -167,7 +167,7 @@ class LrConfig(Section):
 
 class TrainingConfig(Section):
     train_iters: Count  # 0: do not train, only evaluate
-    eod_mask_loss: Flag = False  # do not count what is predicted from an end-of-document token
+    eod_mask_loss: Flag = False  # the first token of a document does not count in the loss
     eval_interval: Positive = 1000
     eval_iters: Count = 100
     log_interval: Positive = 100

@@ -2,7 +2,7 @@
 
     y_ij = s_ij w(d) + b(d) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
 
-First keys: row i sees the keys from first_i on, because documents or a window limit what it sees.
+First keys: documents and a window hide the keys before first_i from row i.
 first_i never falls from a row to the next, so a tile of rows sees one range of keys, and a tile of
 keys is seen by one range of rows. Tiles outside of it are skipped. Only tiles that contain the
 first key of one of their rows are masked.

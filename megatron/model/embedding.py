@@ -119,13 +119,14 @@ class EmbeddingLayer(nn.Module):
             table = skip_init(nn.Embedding, shape.max_positions, hidden)
             self.position_embeddings = cast(nn.Embedding, table)
         trained, fixed = (columns_of(pos, trained=which) for which in (True, False))
+        start_HN = initial_theta(plan)
         if trained:
-            self.theta = nn.Parameter(initial_theta(plan)[:, trained])
+            self.theta = nn.Parameter(start_HN[:, trained])
             mark_sharding(self.theta, BY_HEADS, tp)
             frozen = [p.name in plan.theta_frozen for p in pos.trained_parameters]
             self.frozen_N = torch.tensor(frozen) if any(frozen) else None
         if fixed or (pos.has("distance") and not trained):
-            self.fixed_theta = FixedTheta(pos, initial_theta(plan))
+            self.fixed_theta = FixedTheta(pos, start_HN)
         self._order = sorted(range(len(pos.parameters)), key=[*trained, *fixed].__getitem__)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
 

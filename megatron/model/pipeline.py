@@ -36,7 +36,10 @@ Flow = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (x, theta, starts), with None for what is not passed. Only the starts are integers."""
+    """Return (x, theta, starts). An entry is None if `flow` does not contain it.
+
+    The starts are the only tensor of integers.
+    """
     x, *others = flow if isinstance(flow, tuple) else (flow,)
     theta = next((each for each in others if each.is_floating_point()), None)
     starts = next((each for each in others if not each.is_floating_point()), None)

@@ -1,16 +1,18 @@
 """Define the base class of all positional embeddings.
 
-An embedding is one class in one file. It has one of these kinds, which differ in what they change:
+An embedding is one class in one file. Its kind says what it does:
 
-- `distance`: the attention scores, by a distance kernel. A distance kernel is a bias b (`bias`), a
-  factor w (`weight`), or both. b and w depend only on the query-key distance and the parameters
-  theta;
-- `temperature`: the attention scores, by a factor t that depends only on the query's position;
-- `gate`: the attention scores, by a decay c. The model computes c from the hidden states;
-- `sink`: the softmax, by a null key with a logit of its own;
-- `rotary`: queries and keys, which are rotated;
-- `input`: the token embedding, to which a vector is added;
-- `none`: nothing.
+- `distance` changes the attention scores by a distance kernel. A distance kernel is a bias b
+  (`bias`), a factor w (`weight`), or both. b and w depend only on the query-key distance and the
+  parameters theta;
+- `temperature` multiplies the attention scores by a factor t that depends only on the query's
+  position;
+- `gate` adds the differences of a decay c to the attention scores. A layer computes c from its
+  hidden states;
+- `sink` adds a null key with a logit of its own to the softmax;
+- `rotary` rotates queries and keys;
+- `input` adds a vector to the token embedding;
+- `none` does nothing.
 
 Embeddings of different kinds can be combined, see `combination`. The attention logit of query
 position i and key position j <= i in head h, at distance d = i - j, is
@@ -44,14 +46,14 @@ class PositionalError(ValueError):
 
 @dataclass(frozen=True)
 class ThetaParameter:
-    """One column of theta: a parameter of a distance kernel, with one number per head.
+    """One column of theta: a parameter of an embedding, with one number per head.
 
     Attributes:
         name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
         low, high: The closed bounds. A bound of +-inf means that there is none. Theta is projected
             into the bounds after each optimizer step.
-        trained: Whether training changes the column.
         scale: Initial values are drawn as `scale * U(0, 1)` and projected into the bounds.
+        trained: Whether training changes the column.
     """
 
     name: str
@@ -89,7 +91,7 @@ class PositionalEmbedding:
 
     `bias` and `weight` are pure torch formulas. They are the specification against which every
     attention backend is tested. They never clamp theta, because the training loop clamps theta to
-    `bounds()` after each step. Therefore the gradient at a bound is that of the formula, not 0.
+    its bounds after each step. Therefore the gradient at a bound is that of the formula, not 0.
 
     Attributes:
         numerics: Prescribes where biases, factors, distances, angles and constants (slopes,
@@ -153,7 +155,7 @@ class PositionalEmbedding:
         return other
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return the kernel's initial parameters theta [num_heads, columns] of all heads, in fp32.
+        """Return the initial parameters theta [num_heads, columns] of all heads, in fp32.
 
         Under tensor parallelism the caller slices the rows.
         """
@@ -188,6 +190,9 @@ class PositionalEmbedding:
 
         Args:
             position: The positions i, whole numbers >= 0.
+
+        Raises:
+            NotImplementedError: The embedding has another kind.
         """
         raise NotImplementedError(f"{self.name} has no temperature")
 
@@ -196,11 +201,18 @@ class PositionalEmbedding:
 
         Args:
             gate_BHT: What the layer computes for each position and head from its hidden state.
+
+        Raises:
+            NotImplementedError: The embedding has another kind.
         """
         raise NotImplementedError(f"{self.name} has no gate")
 
     def sink(self, theta_HN: Tensor) -> Tensor:
-        """Return the logit of each head's null key, [heads], for the kind `sink`."""
+        """Return the logit of each head's null key, [heads], for the kind `sink`.
+
+        Raises:
+            NotImplementedError: The embedding has another kind.
+        """
         raise NotImplementedError(f"{self.name} has no sink")
 
     def rotate(

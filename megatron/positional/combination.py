@@ -7,14 +7,14 @@ has one theta, whatever its layers combine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, PositionalError
+from megatron.positional.base import NOTHING, Kind, PositionalEmbedding, PositionalError
 
 
 class Combination(PositionalEmbedding):
@@ -61,24 +61,23 @@ class Combination(PositionalEmbedding):
         return torch.cat([term.initial_theta(num_heads, generator) for term in self._terms], dim=1)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        values = (term.bias(own_HN, d) for term, own_HN in self._with_theta(theta_HN))
+        values = (term.bias(own_HN, d) for term, own_HN in self._with_theta(theta_HN).items())
         return _joined(values, torch.add)
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN))
+        values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN).items())
         return _joined(values, torch.mul)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        term, own_HN = self._only("temperature", theta_HN)
-        return term.temperature(own_HN, position)
+        term = self._only("temperature")
+        return term.temperature(self._with_theta(theta_HN)[term], position)
 
     def decay(self, gate_BHT: Tensor) -> Tensor:
-        (term,) = (term for term in self._terms if term.kind == "gate")
-        return term.decay(gate_BHT)
+        return self._only("gate").decay(gate_BHT)
 
     def sink(self, theta_HN: Tensor) -> Tensor:
-        term, own_HN = self._only("sink", theta_HN)
-        return term.sink(own_HN)
+        term = self._only("sink")
+        return term.sink(self._with_theta(theta_HN)[term])
 
     def turn(
         self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
@@ -88,8 +87,7 @@ class Combination(PositionalEmbedding):
         return x_BHTE
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        (term,) = (term for term in self._terms if term.kind == "input")
-        return term.table(positions, dim, dtype)
+        return self._only("input").table(positions, dim, dtype)
 
     @cached_property
     def _kernel(self) -> tuple[PositionalEmbedding, list[int]]:
@@ -102,7 +100,7 @@ class Combination(PositionalEmbedding):
             start += len(term.parameters)
         if len(terms) == 1:
             return terms[0], columns
-        return Combination(terms) if terms else PositionalEmbedding(self.numerics), columns
+        return Combination(terms) if terms else NOTHING, columns
 
     def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
         kernel, columns = self._kernel
@@ -110,21 +108,23 @@ class Combination(PositionalEmbedding):
             return self, theta_HN
         return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
 
-    def _with_theta(self, theta_HN: Tensor) -> list[tuple[PositionalEmbedding, Tensor]]:
+    def _with_theta(self, theta_HN: Tensor) -> dict[PositionalEmbedding, Tensor]:
+        """Map each term to its columns of theta."""
         sizes = [len(term.parameters) for term in self._terms]
-        return list(zip(self._terms, theta_HN.split(sizes, dim=1), strict=True))
+        return dict(zip(self._terms, theta_HN.split(sizes, dim=1), strict=True))
 
-    def _only(self, kind: str, theta_HN: Tensor) -> tuple[PositionalEmbedding, Tensor]:
-        (found,) = (pair for pair in self._with_theta(theta_HN) if pair[0].kind == kind)
+    def _only(self, kind: Kind) -> PositionalEmbedding:
+        """Return the only term of this kind."""
+        (found,) = (term for term in self._terms if term.kind == kind)
         return found
 
 
-def _joined(values, operation) -> Tensor | None:
-    result = None
-    for value in values:
-        if value is not None:
-            result = value if result is None else operation(result, value)
-    return result
+def _joined(
+    values: Iterable[Tensor | None], operation: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
+    """Join the values that are not None by `operation`; return None if all are None."""
+    present = [value for value in values if value is not None]
+    return reduce(operation, present) if present else None
 
 
 def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:

@@ -17,7 +17,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.groups import build_groups
 from megatron.positional import load
-from tests.helpers.jobs import cell, rewind, rows, run_job, write_config, write_shards
+from tests.helpers.jobs import cell, rows, train_run, write_shards
 from tests.helpers.launch import call, run_ranks
 from tools.reshape_checkpoint import reshape
 
@@ -71,15 +71,10 @@ def train(groups, folder, prefix, cells):
     """Train each of `cells`: (name of the run, layout, run to continue at step 5, or None)."""
     torch.set_num_threads(1)
     for name, layout, source in cells:
-        run = folder / name
-        if groups.is_main:
-            if source:
-                rewind(folder / source, run, step=5)
-            keys = BASE | LAYOUTS[layout] | {"save": str(run), "load": str(run)}
-            write_config(folder / f"{name}.yml", prefix, **keys)
-        groups.barrier()
+        source = folder / source if source else None
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            run_job(groups, folder / f"{name}.yml")
+            keys = BASE | LAYOUTS[layout]
+            train_run(groups, folder / name, prefix, keys, source=source, step=5)
         if groups.is_main:
             (folder / f"{name}.log").write_text(printed.getvalue())
 

@@ -5,7 +5,15 @@ Each model has several of them, so that few models suffice.
 
 import pytest
 
-from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
+from tests.helpers.jobs import (
+    cell,
+    digest,
+    rows,
+    run_job,
+    train_run,
+    write_config,
+    write_shards,
+)
 from tests.helpers.launch import run_ranks
 
 BASE = {
@@ -48,14 +56,9 @@ CHANGES = {"cross": ("pp2", "zero3"), "layers": ("zero1", "pp2"), "own theta": (
 def train(groups, folder, prefix, cells):
     """Train each of `cells`: (run, model, layout, run to continue at step 3, or None)."""
     for name, model, layout, source in cells:
-        run = folder / name
-        if groups.is_main:
-            if source:
-                rewind(folder / source, run, step=3)
-            keys = BASE | MODELS[model] | LAYOUTS.get(layout, {})
-            write_config(folder / f"{name}.yml", prefix, save=str(run), load=str(run), **keys)
-        groups.barrier()
-        run_job(groups, folder / f"{name}.yml")
+        source = folder / source if source else None
+        keys = BASE | MODELS[model] | LAYOUTS.get(layout, {})
+        train_run(groups, folder / name, prefix, keys, source=source, step=3)
 
 
 @pytest.fixture(scope="module")

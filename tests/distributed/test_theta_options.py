@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from megatron.engine.checkpoint.saved import newest
-from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
+from tests.helpers.jobs import (
+    cell,
+    digest,
+    rows,
+    train_run,
+    write_shards,
+)
 from tests.helpers.launch import run_ranks
 
 HEADS_A = [0.2, 0.3, 0.4, 0.5]
@@ -39,14 +45,8 @@ def train(groups, folder, prefix, cells):
     """Train each of `cells`: (run, config keys, run to continue at step 3, or None)."""
     torch.set_num_threads(1)
     for name, keys, source in cells:
-        run = folder / name
-        if groups.is_main:
-            if source:
-                rewind(folder / source, run, step=3)
-            keys = OPTIONS | {"save": str(run), "load": str(run)} | keys
-            write_config(folder / f"{name}.yml", prefix, **keys)
-        groups.barrier()
-        run_job(groups, folder / f"{name}.yml")
+        source = folder / source if source else None
+        train_run(groups, folder / name, prefix, OPTIONS | keys, source=source, step=3)
 
 
 @pytest.fixture(scope="module")

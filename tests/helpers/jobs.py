@@ -103,6 +103,25 @@ def rewind(source: Path, target: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
+def train_run(
+    groups: Groups,
+    run: Path,
+    prefix: str,
+    keys: dict[str, Any],
+    *,
+    source: Path | None = None,
+    step: int = 0,
+) -> None:
+    """Train `run` with these config keys. A run with a `source` continues that run at `step`."""
+    config = run.with_name(f"{run.name}.yml")
+    if groups.is_main:
+        if source:
+            rewind(source, run, step)
+        write_config(config, prefix, **keys, save=str(run), load=str(run))
+    groups.barrier()
+    run_job(groups, config)
+
+
 def tensors_digest(path: Path) -> str:
     """Return a SHA-256 of all tensors and numbers in a file that `torch.save` wrote."""
     hasher = hashlib.sha256()

@@ -47,7 +47,7 @@ def test_theta_gradient_in_bf16():
 
 
 def test_ptx_is_as_committed():
-    """If a kernel was meant to change, write `ptx_digests.csv` anew (`ptx_digests.py --write`)."""
+    """After an intended change of a kernel, `ptx_digests.py --write` writes new digests."""
     lines = emulate("ptx_digests.py", "--only", "sm_90 kerple_log (forward|key) bf16 64")
     assert lines == ["2 compiled, 0 changed"]
 

@@ -96,7 +96,7 @@ def seen_by_all(
     Every rank must call this function.
 
     Args:
-        look: a function that returns what it finds in `folder`, such as file names.
+        look: a function that reads `folder`, and returns for example the names of its files.
         folder: the folder that error messages name.
         expected: the value to wait for; None waits until all ranks have the value of rank 0.
 
