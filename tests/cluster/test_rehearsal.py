@@ -7,6 +7,7 @@ of four ranks that meet no fault.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -60,9 +61,10 @@ def test_cuts_and_the_death_of_a_host_change_no_weight(tmp_path):
     assert rehearsal.returncode == 0, said
     print(said)
     texts = [(tmp_path / host / "output").read_text() for host in ("a", "b")]
-    heard = "error: nothing heard for 10 s (heartbeat_timeout) of rank "
-    assert f"{heard}2 on host-b, rank 3 on host-b" in texts[0], texts[0]
-    assert f"{heard}0 on host-a, rank 1 on host-a" in texts[1], texts[1]
+    # The first message names the ranks that are silent so far: one or both of the other host.
+    heard = r"error: nothing heard for 10 s \(heartbeat_timeout\) of rank "
+    assert re.search(f"{heard}[23] on host-b", texts[0]), texts[0]
+    assert re.search(f"{heard}[01] on host-a", texts[1]), texts[1]
     assert "resuming from" in texts[0]
     assert digest(tmp_path / "run") == digest(tmp_path / "alone" / "run")
 

@@ -21,9 +21,10 @@ from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.helpers.shards import add_document, write_documents
 
-# Writes data sets repeatedly, each with one more document; prints "ready" when it begins.
+# Writes data sets repeatedly, each with one more document, and rests while one is whole, so that a
+# kill often meets a whole one; prints "ready" when it begins.
 WRITER = """
-import sys
+import sys, time
 import numpy as np
 from megatron.data.shards.writer import ShardWriter
 print("ready", flush=True)
@@ -32,6 +33,7 @@ for n in range(1, 10**6):
         writer.manifest = str(n).encode()
         for i in range(n % 50 + 1):
             writer.add_documents(np.full(300, n, np.int32), np.array([300]))
+    time.sleep(0.02)
 """
 # Writes one data set that never ends.
 SLOW_WRITER = """
@@ -117,7 +119,9 @@ def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
     """After a kill at any moment, an existing .idx belongs to the .bin beside it."""
     prefix, index, whole = tmp_path / "x", tmp_path / "x.idx", 0
     rng = np.random.RandomState(0)
-    for _ in range(8):
+    for kills in range(100):
+        if kills >= 8 and whole:
+            break
         process = start(WRITER, prefix)
         while not index.exists():
             time.sleep(0.01)
@@ -130,7 +134,7 @@ def test_killed_at_any_moment_an_index_has_its_tokens(start, tmp_path):
         assert len(shards) == n % 50 + 1 and (shards.tokens == n).all()
         assert Path(f"{prefix}.json").read_text() == str(n)
         whole += 1
-    assert whole > 0
+    assert whole
 
 
 def test_an_earlier_data_set_survives_until_the_new_one_is_whole(start, make_shards, tmp_path):
