@@ -31,8 +31,8 @@ SHELVES = {
     "config": {
         "errors": 0, "layouts": 0, "per_layer": 0, "reader": 1, "sizes": 1,
         "positional_checks": 1, "checks": 2, "fields": 2,
-        "choices": 3, "paths": 3, "theta": 3, "flat": 3, "schema": 4, "neox": 5, "describe": 5,
-        "load": 6, "command_line": 7,
+        "choices": 3, "paths": 3, "theta": 3, "flat": 3, "sections": 4,
+        "schema": 5, "neox": 6, "describe": 6, "load": 7, "command_line": 8,
     },
     "data": {
         "errors": 0, "locks": 0,

@@ -16,7 +16,7 @@ from megatron.attention import AttentionFn, choose
 from megatron.config import Config, ConfigError
 from megatron.config.errors import Mark, Problem
 from megatron.config.per_layer import layers_of, values_of
-from megatron.config.schema import ModelConfig
+from megatron.config.sections.model import ModelConfig
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.model import BlockShape, Documents, GPTShape, LayerAttention, Plan

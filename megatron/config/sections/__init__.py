@@ -1,0 +1,1 @@
+"""Define the sections of the configuration, by what they describe."""

@@ -1,0 +1,16 @@
+"""Define the base class of the configuration's sections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+DERIVED: Any = None
+"""The default of fields that `load_config` computes from other fields if they are not given."""
+
+
+class Section(BaseModel):
+    """The base class of the sections: an immutable group of fields that rejects unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -1,0 +1,70 @@
+"""Define the section of the model: what determines its function and its size."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from megatron.config.choices import (
+    Activation,
+    AttentionBackend,
+    Init,
+    Norm,
+    PositionalName,
+    Side,
+    Width,
+)
+from megatron.config.fields import (
+    Count,
+    Epsilon,
+    Flag,
+    Frozen,
+    FrozenDict,
+    Positive,
+    PositiveNumber,
+    Probability,
+    number,
+)
+from megatron.config.sections.base import DERIVED, Section
+from megatron.config.theta import ThetaInit
+
+
+class ModelConfig(Section):
+    num_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    num_kv_heads: Positive = DERIVED  # default: num_attention_heads
+    seq_length: Positive
+    seq_length_val: Positive = DERIVED  # default: seq_length
+    max_position_embeddings: Positive = DERIVED  # rows of `learned`; default: seq_length
+    pos_emb: PositionalName = "learned"
+    pos_emb_options: Frozen = Field(default_factory=FrozenDict)
+    theta_init: ThetaInit = Field(default_factory=FrozenDict)  # not in GPT-NeoX: start values
+    theta_per_layer: Flag = False  # else layers with the same embedding share theta
+    sliding_window_width: Width = None  # the largest distance of a key, or distances per layer
+    reset_attention_mask: Flag = False  # Megatron's name: a token sees only its own document
+    reset_position_ids: Flag = False  # Megatron's name: positions restart at each document
+    rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
+    rotary_emb_base: PositiveNumber = 10000.0
+    rpe_num_buckets: Positive = 32
+    rpe_max_distance: Positive = 128
+    opt_pos_emb_offset: Count = 0
+    norm: Norm = "layernorm"
+    layernorm_epsilon: Epsilon = 1e-5
+    rms_norm_epsilon: Epsilon = 1e-8
+    scalenorm_epsilon: Epsilon = 1e-8
+    no_weight_tying: Flag = False
+    gpt_j_residual: Flag = False
+    activation: Activation = "gelu"
+    bias_gelu_fusion: Flag = False  # true: tanh approximation of gelu, as in the published code
+    init_method: Init = "normal"
+    output_layer_init_method: Init = "scaled_normal"
+    init_method_std: PositiveNumber = 0.02
+    attention_dropout: Probability = 0.0  # gpt-neox; the published code's default is 0.1
+    hidden_dropout: Probability = 0.0  # gpt-neox; the published code's default is 0.1
+    make_vocab_size_divisible_by: Positive = 128
+    attention_backend: AttentionBackend = "auto"
+    published_numerics: Flag = False  # not in GPT-NeoX: round 16-bit numbers as the published code
+    checkpoint_activations: Flag = False
+    output_layer_parallelism: Side = "column"  # published: row; both compute the same function
