@@ -1,8 +1,8 @@
 """Implement differentiable collectives over a group of ranks.
 
 A value is either the same on every rank of the group (S) or different on each rank (D). The
-backward pass f* of each collective is the adjoint of its forward pass f, <f(x), y> = <x, f*(y)>. In
-this definition, the inner product counts an S value once and sums a D value over the ranks. In the
+backward pass f* of each collective is the adjoint of its forward pass f: <f(x), y> = <x, f*(y)>.
+Inner products of D values are summed over the ranks. Inner products of S values are not. In the
 table, x is the input, and dy is the gradient of the output.
 
     name            from  to   forward                            backward
@@ -141,28 +141,28 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the hidden states of all positions, for a layer that is sharded by outputs.
+    """Return hidden states of all positions, as input of a layer that is sharded by outputs.
 
-    Under sequence parallelism, the positions of all ranks are gathered. Otherwise every rank
-    already has all positions.
+    Under sequence parallelism, `x_BTD` holds only this rank's positions, and those of all ranks are
+    gathered. Otherwise `x_BTD` is returned as it is. The backward pass sums the ranks' gradients.
     """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 
 
 def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Sum the partial hidden states over the group.
+    """Return the sum of all ranks' partial hidden states `x_BTD`.
 
-    Under sequence parallelism, each rank gets its own positions of the sum. Otherwise every rank
-    gets the full sum.
+    Under sequence parallelism, each rank gets only its own positions of the sum. Otherwise every
+    rank gets the full sum.
     """
     return reduce_scatter(x_BTD, tp, 1) if tp.splits_sequence else reduce_from(x_BTD, tp)
 
 
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
-    """Return x plus the sum of all tensors `partial` of all ranks of the group.
+    """Return `x` plus the tensors `partial`, which are summed over all ranks of `tp`.
 
-    Each rank first adds up its own tensors, so that there is only one reduction over ranks. See
-    `leave_sharded` for sequence parallelism.
+    Each rank first adds its own tensors `partial`, so that only one tensor is reduced over the
+    ranks. Under sequence parallelism, `x` and the result hold only this rank's positions.
     """
     first, *others = partial
     for each in others:

@@ -1,6 +1,7 @@
-"""Describe a job's process groups as frozen dataclasses, which are passed as arguments.
+"""Describe a job's process groups in frozen dataclasses.
 
-Ranks are counted as in GPT-NeoX and in DeepSpeed's topology. Tensor-parallel ranks are innermost:
+Functions receive their groups as arguments. Ranks are numbered as in GPT-NeoX and in DeepSpeed's
+topology. Tensor-parallel ranks are innermost:
 
     rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * model_size
            + model_rank
@@ -69,14 +70,14 @@ class Groups:
         data: The data-parallel process group. None stands for the group of all ranks of the job.
         data_rank, data_size: This rank's position in the data-parallel group, and the group's size.
         device: The device of this rank's tensors.
-        replicas: The group of all data- and context-parallel ranks. None stands for the group of
-            all ranks of the job.
+        replicas: The group of all ranks that hold the same weights (all data- and context-parallel
+            ranks). None stands for the group of all ranks of the job.
         model: The tensor-parallel group.
         context: The context-parallel group, which splits the sequence (Ulysses).
         pipe: The group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
-        job: The group of all ranks of the job. None stands for torch's default group. A thread that
-            communicates while training continues must use a separate group of all ranks.
+        job: The group of all ranks of the job. None stands for torch's default group. A background
+            thread that communicates during training must use a separate group of all ranks.
     """
 
     rank: int
@@ -110,7 +111,7 @@ class Groups:
             sequence_parallel: Whether the tensor-parallel groups also split the sequence.
 
         Raises:
-            ValueError: The number of ranks is not a multiple of the product of the sizes.
+            ValueError: The number of ranks is not a multiple of the product of the three sizes.
         """
         replica_ranks = model_size * pipe_size * context_size
         if replica_ranks == 1:

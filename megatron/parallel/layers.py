@@ -9,8 +9,8 @@ Shoeybi et al. 2019 (Megatron-LM):
 The index r counts the ranks of the group. Under sequence parallelism, each rank passes only its own
 positions to ColumnLinear, and RowLinear and VocabEmbedding return only these positions. In a group
 of one rank, each layer computes the same as torch's layer. Weights are created uninitialised. The
-model then draws each full tensor from a generator named after the parameter, and each rank keeps
-its slice.
+model then draws each full tensor with a seed made of the parameter's name, and each rank keeps its
+slice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RowLinear(nn.Linear):
 
         Args:
             partial: Whether to return only this rank's term of the sum. The caller must then sum
-                these terms over the ranks.
+                the terms over the ranks.
         """
         if self.scatter:
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
@@ -90,12 +90,12 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Token embedding with sharded rows, which is also the output layer if weights are tied.
+    """Token embedding with sharded rows. It is also the output layer if weights are tied.
 
-    `forward` returns the vectors of token ids. With `project=True` it multiplies hidden states by
-    the same matrix and returns this rank's slice of the logits. A tied output layer must call this
-    module instead of reading its weight, because an engine that shards parameters (ZeRO-3) gathers
-    the weight only during a call.
+    `forward(ids)` returns the embedding vectors. `forward(hidden, project=True)` multiplies hidden
+    states by the same matrix and returns this rank's slice of the logits. A tied output layer must
+    call this module instead of reading `weight`, because ZeRO-3 gathers a module's parameters only
+    while the module is called.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
@@ -117,9 +117,10 @@ class VocabEmbedding(nn.Embedding):
 
 
 class HiddenDropout(nn.Dropout):
-    """Dropout of hidden states. Ranks of `tp` with the same positions drop the same entries.
+    """Dropout of hidden states.
 
-    Under sequence parallelism the ranks hold different positions, so each rank draws its own mask.
+    Without sequence parallelism, the ranks of `tp` hold the same hidden states and draw the same
+    mask. Under sequence parallelism, they hold different positions, and each draws its own mask.
     """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):

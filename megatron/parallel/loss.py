@@ -26,10 +26,12 @@ UNCOUNTED = -1
 def token_losses(
     logits_BTW: torch.Tensor, targets_BT: torch.Tensor, tp: TensorGroup = ALONE
 ) -> torch.Tensor:
-    """Return the loss [batch, positions] of each target in nats, on every rank.
+    """Return the loss of each target in nats, [batch, positions], on every rank.
 
-    Logits are cast to fp32 as in GPT-NeoX, but float64 logits stay float64. `targets_BT` is int64
-    and indexes the full vocabulary, or is `UNCOUNTED`.
+    Logits are cast to fp32 as in GPT-NeoX, but float64 logits stay float64.
+
+    Args:
+        targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:
@@ -45,7 +47,7 @@ def token_losses(
 
 
 def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the losses whose targets count, or 0 if no target counts."""
+    """Return the mean loss of all targets except `UNCOUNTED`, or 0 if there are no others."""
     return losses_BT.sum() / (targets_BT != UNCOUNTED).sum().clamp(min=1)
 
 
@@ -82,5 +84,5 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), which is infinite for a loss above 709.78."""
+    """Return exp(loss), or infinity if the loss is above 709.78, where float64 overflows."""
     return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)

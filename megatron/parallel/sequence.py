@@ -19,7 +19,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 class SequenceSplit:
     """The split of a sequence over the context group and then the tensor-parallel group.
 
-    The slices are equal and in rank order.
+    All slices have the same length. They are in rank order.
     """
 
     tp: TensorGroup = ALONE
@@ -36,18 +36,22 @@ class SequenceSplit:
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return the sequence, padded at the end with zeros to a multiple of `slices`.
+        """Return `tokens_BT`, padded at the end with zeros to a multiple of `slices` positions.
 
         Causal attention never reads the padding.
         """
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return this rank's context slice of the padded sequence, for the token embedding."""
+        """Return this rank's context slice of `padded(tokens_BT)`, the token embedding's input."""
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions [length] of this rank's slice, which has `length` positions."""
+        """Return the indices [length] of this rank's positions in the full sequence.
+
+        Args:
+            length: The number of positions in this rank's slice.
+        """
         tp_rank = self.tp.rank if self.tp.splits_sequence else 0
         first = (self.cp.rank * self.tp_slices + tp_rank) * length
         return torch.arange(first, first + length, device=device)

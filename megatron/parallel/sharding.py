@@ -1,9 +1,8 @@
 """Describe how a parameter is sharded over the tensor-parallel ranks.
 
 A sharded parameter has a `Sharding` as an attribute. A parameter without a `Sharding` is the same
-on every rank. Initial values are drawn for the full parameter and then sliced. The slices
-in a checkpoint can be joined to the full parameter again. Therefore no value depends on the
-parallel layout.
+on every rank. Initial values are drawn for the full parameter and then sliced, so they do not
+depend on the number of ranks. The slices in a checkpoint can be joined to the full parameter again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Sharding:
     blocks: int = 1
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """Return slice number `rank` of `size` slices of the tensor `full`, as a copy."""
+        """Divide `full` into `size` slices, and return a copy of the one for `rank`."""
         blocks = full.chunk(self.blocks, self.dim)
         slices = [block.chunk(size, self.dim)[rank] for block in blocks]
         return torch.cat(slices, self.dim).contiguous()
@@ -60,7 +59,7 @@ class _Marked(nn.Parameter):
 def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
     """Store, as attributes of `param`, how `param` is sharded over the ranks of `tp`.
 
-    `sharding` is also stored in a group of one rank, where `param` is complete.
+    The attributes are also stored if `tp` has only one rank, where `param` is not divided.
     """
     marked = cast(_Marked, param)
     marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size
@@ -97,7 +96,7 @@ def local_slice(param: Tensor, full: Tensor) -> Tensor:
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
     """Return the full tensor, joined from the slices `shard` of all ranks of `tp`.
 
-    The full tensor must be sharded in the same way as `param`.
+    The slices are joined as `param` is sharded. They may hold, for example, its optimizer state.
     """
     sharding = sharding_of(param)
     return shard if sharding is None or tp.size == 1 else sharding.join(tp.gather(shard))
