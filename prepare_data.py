@@ -97,7 +97,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Check the arguments, and exit with an error message if one is wrong.
 
-    Set `arguments.name` to the data set's name, and `arguments.partition` to the pair (I, N).
+    Set `arguments.name` to the data set's name, and `arguments.partition` to the pair of integers
+    (I, N) that `--partition I/N` gives.
     """
     dataset, name, mirror = arguments.dataset, arguments.name or arguments.dataset, arguments.mirror
     if mirror and "://" not in mirror:

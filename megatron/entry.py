@@ -41,9 +41,8 @@ def run(main: "Callable[[], int]") -> "NoReturn":
     """Call `main` and exit with the code that it returns.
 
     If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command exits
-    with the code `NOBODY_READS` and prints no traceback. Python ignores the signal SIGPIPE, and
-    this function does not change that, because the signal's default action would kill a training
-    job whenever a connection breaks.
+    with the code `NOBODY_READS` (141) and prints no traceback. The signal SIGPIPE stays ignored, as
+    is Python's default. Otherwise any broken network connection would kill a training job.
     """
     try:
         try:
@@ -87,8 +86,8 @@ def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callab
     """Return a decorator that makes `main` print expected errors without a traceback.
 
     If `main` raises an OSError or an exception of a type in `known`, the decorated `main` prints
-    `error: MESSAGE` and returns exit code 1. It raises a BrokenPipeError again, because `run`
-    handles that error.
+    `error: MESSAGE` and returns exit code 1. A BrokenPipeError is raised again, because `run`
+    handles it.
     """
 
     def decorate(main: "Callable[..., int]") -> "Callable[..., int]":

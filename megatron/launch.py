@@ -1,9 +1,9 @@
 """Find out which launcher started this process, join its job, or start one process for each GPU.
 
 torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT, which torch reads. srun and mpirun set other variables, which number their tasks.
-`join` computes torch's variables from these numbers. Otherwise each task would be a job of its own,
-and all these jobs would write the same folder.
+and MASTER_PORT, which torch reads. srun and mpirun set other variables instead, such as
+SLURM_PROCID. `join` computes torch's variables from them. Without this, each task would run as a
+job of its own, and all these jobs would write the same folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _launcher: list[Process] = []
 
 
 class LaunchError(Exception):
-    """The processes of a job cannot find each other. The message tells what to set."""
+    """The processes of a job cannot find each other. The message names the variables to set."""
 
 
 class Task(NamedTuple):
@@ -91,9 +91,9 @@ def is_alone() -> bool:
 
 
 def stay_out() -> None:
-    """Keep this process out of the job that its environment variables describe.
+    """Remove the variable RANK, so that this process does not join its launcher's job.
 
-    The variable RANK is removed, and WORLD_SIZE is kept.
+    WORLD_SIZE is kept, so `world_size` still returns the job's number of processes.
     """
     os.environ.pop("RANK", None)
 
@@ -136,14 +136,14 @@ def launcher_has_ended() -> bool:
 
 
 def outlive_launcher() -> None:
-    """Let `launcher_has_ended` return False from now on, because this process ends soon anyway."""
+    """Make `launcher_has_ended` return False from now on, because this process ends soon anyway."""
     _launcher.clear()
 
 
 def start_ranks(count: int) -> int:
     """Run this command in `count` processes on this machine, and return the job's exit code.
 
-    Meanwhile this process passes the signals `SAVING_SIGNALS` on to those processes.
+    While they run, this process passes SIGINT, SIGTERM and SIGUSR1 on to them.
     """
     import psutil
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

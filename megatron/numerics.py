@@ -1,4 +1,4 @@
-"""Define strategies that decide where numbers are rounded to 16 bits. A run uses only one of them.
+"""Define the rules for where a 16-bit model rounds numbers. A run uses one of two sets of rules.
 
 With `WIDE`, the default, positional embeddings, norms and softmax are computed at least in fp32.
 `PublishedNumerics` (config key `published_numerics`) rounds where the released KERPLE code rounds,
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Numerics:
-    """The default strategy, which computes at least in fp32.
+    """The default rounding rules: compute at least in fp32.
 
     Attributes:
         published: Whether numbers are rounded where the released KERPLE code rounds them.
@@ -41,9 +41,9 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return a constant tensor, such as slopes or frequencies, after any rounding.
+        """Return the constant tensor `value` (slopes, frequencies), rounded if the rules round it.
 
-        The result has the dtype of `value`. By default, constants are not rounded.
+        The result has the dtype of `value`. The default rules do not round constants.
         """
         return value
 
@@ -52,13 +52,13 @@ class Numerics:
         return torch.log1p(x)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x weight^T + bias."""
+        """Return x @ weight.T + bias."""
         return F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True)
 class PublishedNumerics(Numerics):
-    """The strategy that rounds to `dtype` after each operation, as the released KERPLE code does.
+    """The rounding rules of the released KERPLE code: round to `dtype` after each operation.
 
     Attributes:
         dtype: The dtype in which the run trains: bf16, fp16 or fp32.

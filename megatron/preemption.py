@@ -2,9 +2,10 @@
 
 To "leave" means here to end the whole job early, after a checkpoint if training is not finished.
 
-Before training starts, a signal ends the process at once, because there is nothing to save. Later
-a signal is only recorded, and all ranks leave at the same safe point: after an optimizer step, or
-between two batches of an evaluation. So no signal interrupts a step or a checkpoint.
+Before training starts, a signal ends the process at once, because there is nothing to save. After
+that, a signal is only recorded, and all ranks leave at the same safe point. Safe points are after
+an optimizer step and between two batches of an evaluation. So no signal interrupts a step or a
+checkpoint.
 
 Python runs a signal's handler in the main thread, which may be inside a collective for minutes. The
 handlers therefore do nothing. Instead, a thread reads the signals from a pipe, to which Python
@@ -216,8 +217,8 @@ def reason() -> str:
 def finish() -> int:
     """Ignore signals from now on, and return the exit code of this process.
 
-    While Python exits, it resets its handlers: a signal would then end the process with another
-    code, although all is saved.
+    Python resets its signal handlers while it exits. Without this function, a signal at that time
+    would end the process with another exit code, although everything is saved.
     """
     if not _current:
         return 0

@@ -1,1 +1,1 @@
-"""Translate GPT-NeoX's config keys into fields of the schema, by tables of all known keys."""
+"""Translate GPT-NeoX's config keys into fields of `config/schema.py`, with tables of known keys."""

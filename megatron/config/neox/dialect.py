@@ -1,4 +1,4 @@
-"""Translate config keys of GPT-NeoX, and of KERPLE's fork of GPT-NeoX, into fields of the schema.
+"""Translate config keys of GPT-NeoX, and of KERPLE's fork of it, into fields of `config/schema.py`.
 
 Each key belongs to one of five groups: keys that set a field, keys that are read together with
 other keys (`spellings.py`), keys without effect (`no_effect.py`), refused keys (`refused.py`) and
@@ -33,7 +33,7 @@ from megatron.config.reader import Given, Settings, dotted
 
 
 def translate(settings: Settings) -> Translation:
-    """Translate the merged settings of all files and overrides into values of fields."""
+    """Translate `settings`, merged from all config files and overrides, into values of fields."""
     out = Translation()
     others = _sort_keys(_by_key(settings), out)
     read_zero(others, out)
@@ -45,10 +45,10 @@ def translate(settings: Settings) -> Translation:
 
 
 def _by_key(settings: Settings) -> dict[str, Given]:
-    """Return a dict from dotted key to setting.
+    """Return `settings` as a dict from dotted key, such as "fp16.enabled", to setting.
 
-    `settings` has a separate entry for each value inside a mapping. If the key of the mapping is in
-    `OPAQUE`, these entries are joined into one setting, whose value is the mapping.
+    `settings` has a separate entry for each value inside a mapping. For a mapping whose key is in
+    `OPAQUE`, such as `theta_init`, these entries are joined: the whole mapping is one setting.
     """
     by_key: dict[str, Given] = {}
     mappings: dict[str, dict[str, Any]] = {}
@@ -69,9 +69,9 @@ def _by_key(settings: Settings) -> dict[str, Given]:
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
     """Handle every key that can be read by itself, and return the other known keys.
 
-    A key that sets a field is written into `out.given`. Keys that are refused or unknown become
-    problems in `out`, and keys without effect become notes. The returned keys are those that
-    `translate` reads together.
+    The value of a key that sets a field is written into `out.given`. A refused or unknown key adds
+    a problem to `out`, and a key without effect adds a note. The returned keys must be read
+    together (`spellings.py`).
     """
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}
@@ -100,7 +100,7 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
 def _refuse_both_schedulers(by_key: dict[str, Given], out: Translation) -> None:
     """Report a problem if both `override_lr_scheduler` and `use_checkpoint_lr_scheduler` are true.
 
-    The first key alone has no effect, but it contradicts the second.
+    `override_lr_scheduler` alone has no effect, but it contradicts `use_checkpoint_lr_scheduler`.
     """
     name, other = "override_lr_scheduler", "use_checkpoint_lr_scheduler"
     if all(key in by_key and by_key[key].value is True for key in (name, other)):

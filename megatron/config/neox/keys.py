@@ -1,4 +1,4 @@
-"""List every known config key with the field that it sets, and describe unknown keys."""
+"""List the known config keys, map them to the fields that they set, and explain unknown keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)
 
 
 def _members(group: str) -> set[str]:
-    """Return the keys that are written directly inside the mapping of the key `group`."""
+    """Return the known keys directly inside the mapping `group`, such as "enabled" in "fp16"."""
     inside = (key.removeprefix(group + ".") for key in KNOWN_KEYS if key.startswith(group + "."))
     return {key.split(".")[0] for key in inside}
 
@@ -35,8 +35,7 @@ def _members(group: str) -> set[str]:
 def unknown_name(key: str) -> str:
     """Return the name under which to report an unknown dotted key.
 
-    If no known key begins with the part before the first dot, only that part is returned. Otherwise
-    the complete key is returned.
+    For a key `a.b`, the name is `a` if there is no known key `a` or `a.*`, otherwise `a.b`.
     """
     top = key.partition(".")[0]
     return key if top in _TOP_LEVEL else top

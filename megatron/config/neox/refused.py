@@ -1,9 +1,9 @@
 """List the GPT-NeoX keys that are refused, because they would change what a run computes or stores.
 
 Each key has a reason, a text that tells the user what to write instead, and a test for harmless
-values. A harmless value asks for what happens anyway, and is accepted without a note to the user.
-Keys inside a mapping are dotted. If the value of a listed key is a mapping, the mapping is refused
-as a whole.
+values. A value is harmless if it asks for what happens anyway, such as `z_loss: 0.0`. Such a value
+is accepted without a note to the user. A key inside a mapping is written with a dot, as
+MAPPING.KEY. If the value of a listed key is a mapping, the mapping is refused as a whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Refusal:
     Attributes:
         reason: Why the key is refused.
         instead: What the user should write instead.
-        harmless: A function (value of the key, all settings) that returns whether to accept the
-            value, because it asks for what happens anyway.
+        harmless: A function of (value of the key, all settings). It returns whether the value asks
+            only for what happens anyway. Such a value is accepted.
     """
 
     reason: str
@@ -36,7 +36,7 @@ class Refusal:
     harmless: Callable[[Any, Flat], bool]
 
     def text(self, value: Any) -> str:
-        """Return the error text for `value`, which is not harmless."""
+        """Return the error text for the refused value `value`."""
         instead = self.instead if self.instead == _LEAVE else f"write {self.instead} instead"
         return f"{show(value)} is refused: {self.reason}; {instead}"
 

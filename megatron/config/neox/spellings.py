@@ -1,8 +1,8 @@
 """Read the keys that must be read together, because GPT-NeoX has several ways to write one setting.
 
 For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` takes
-`others`, the known keys that do not set a field by themselves. The function writes
-into a `Translation`: notes, problems, and the values of fields.
+`others`, the known keys that do not set a field by themselves. The function adds values of fields,
+notes and problems to the `Translation` called `out`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Translation:
     """The result of translating GPT-NeoX's keys.
 
     Attributes:
-        given: Maps fields to the values that are given for them.
-        inner: If the value of a field is a mapping, this maps `field.entry` to the place where the
-            entry is written.
+        given: Maps the name of a field to its value and the place where the value is written.
+        inner: Maps "FIELD.ENTRY" to the place where the entry is written, for fields whose values
+            are mappings.
         notes: Remarks for the user about keys that are accepted.
         problems: What is wrong with the keys and values.
     """
@@ -157,8 +157,8 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 def read_intervals(others: dict[str, Given], out: Translation) -> None:
     """Read `checkpoint_factor` and `lr_decay_fraction`.
 
-    `checkpoint_factor` is gpt-neox's name for save_interval. `lr_decay_fraction` sets
-    lr_decay_iters as a fraction of train_iters.
+    `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
+    `lr_decay_iters` as a fraction of `train_iters`.
     """
     factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")
     if factor and interval and factor.value != interval.value:
@@ -213,7 +213,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code."""
+    """Add a note if `pos_emb` is `kerple`: so the code of the DAPE paper calls `kerple_log`."""
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
         out.notes.append(
@@ -227,7 +227,7 @@ def _attention_types(value: Any, num_layers: int) -> tuple[list[Any], int]:
 
     Args:
         value: The value of the key.
-        num_layers: The number that replaces `all` as a number of layers.
+        num_layers: The number of layers for which `all` stands.
 
     Returns:
         (attention types, number of layers). The types are empty if the value has a wrong form.
