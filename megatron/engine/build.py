@@ -1,4 +1,4 @@
-"""Build what a config describes: the tokenizer, and the plan of the model.
+"""Build what a config describes: the tokenizer, and the `Plan` from which `GPT` builds the model.
 
 The model, attention and data modules take plain values. This module reads these values from the
 config object, so that those modules need not import `megatron.config`.
@@ -114,7 +114,11 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 
 
 def _positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
-    """Return the options of the embedding called `name`, one of those in `pos_emb`.
+    """Return the options of the embedding `name`, as keyword arguments of `load_positional`.
+
+    Args:
+        m: the config's section with `pos_emb` and `pos_emb_options`.
+        name: one embedding that `pos_emb` names: a term, such as `rpe`, or terms joined by " + ".
 
     Raises:
         PositionalError: `pos_emb_options` names a term that `pos_emb` does not have, or a term's
@@ -156,7 +160,7 @@ def attention_of(
 
     Args:
         pos: the positional embedding of a layer.
-        masked: whether documents or a window limit the keys that a query sees.
+        masked: whether document boundaries or a sliding window limit the keys that a query sees.
 
     Raises:
         AttentionError: the selected backend does not support this model on this device.
@@ -229,7 +233,9 @@ def plan_of(
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
-    """Return the fields of `Plan` that set theta, the learned parameters of `pos`.
+    """Return the fields `theta_init` and `theta_frozen` of `Plan`.
+
+    Theta contains the learned parameters of the positional embedding `pos`.
 
     Raises:
         ConfigError: a config key names a parameter that `pos` does not have, a start value lies
@@ -248,7 +254,7 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
 
 
 def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[str, str]]:
-    """Yield (config key, problem) for each key that sets theta or scales distances wrongly."""
+    """Yield (config key, problem) for each key about theta or distances that does not fit `pos`."""
     init, frozen = config.model.theta_init, config.optimizer.theta_frozen
     try:
         if config.evaluation.eval_distance_scale != 1.0:

@@ -82,7 +82,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
 
 
 class Job:
-    """One training job: the text, the model, the starting point and the engine, built in order."""
+    """One training job: its text, its model, the checkpoint that it starts from, and its engine."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Job:
             write_text(self.run_dir / "config.yml", c.to_yaml())
 
     def _train(self, log: RunLog) -> None:
-        """Train to the last step; after a bad loss, go back to a checkpoint if the config asks."""
+        """Train to the last step. After a bad loss, go back to a checkpoint or raise the error."""
         done = False
         while not done:
             left = self.config.training.train_iters - self.progress.step
@@ -213,8 +213,8 @@ class Job:
             bad: the error that the training loop raised.
 
         Raises:
-            BadLossError: the config does not ask to go back, or there is no checkpoint. The error
-                is `bad`.
+            BadLossError: `on_bad_loss` is not `roll_back`, or there is no checkpoint. The error
+                raised is `bad`.
             DivergedError: the run has gone back to this checkpoint MOST_ROLL_BACKS times already.
         """
         c = self.config

@@ -27,7 +27,7 @@ from megatron.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class Corpus:
-    """A range of documents, and the weight with which a split draws samples from it.
+    """A range of documents, and the weight with which a split draws samples from this range.
 
     Attributes:
         shards: the opened token shards that hold the documents.
@@ -46,7 +46,7 @@ class Text:
 
     Attributes:
         shards: all documents of the three splits; the evaluation by length reads them.
-        splits: train, valid and test, each as a range of documents [start, end) of `shards`.
+        splits: the ranges of documents [start, end) of `shards` for train, valid and test.
         corpora: maps each split's name to the corpora from which its samples are drawn.
     """
 
@@ -58,9 +58,9 @@ class Text:
 def open_text(config: Config, tokenizer: Tokenizer) -> Text:
     """Open every token shard that the config names, each file once.
 
-    If the config sets `data_path`, this single corpus is divided by `split`. Otherwise the config
-    sets `train_data_paths`, `valid_data_paths` and `test_data_paths`, so each split has its own
-    corpora. The result's `shards` then contain train, valid and test, in this order.
+    If the config sets `data_path`, `split` divides this corpus into train, valid and test.
+    Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` give each split its own
+    corpora. The result's `shards` then contain those of train, valid and test, in this order.
 
     Raises:
         DataError: the shards cannot be read or were made with another tokenizer, or the config's
@@ -104,7 +104,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
 
 
 def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
-    """Check that documents end with the end-of-document token if the config needs that.
+    """If the config needs it, check that documents end with the end-of-document token.
 
     Raises:
         DataError: the shards were made without end-of-document tokens.
@@ -152,7 +152,8 @@ class JobData:
         identity: the values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: maps each split's name to the number of samples that the run reads from it.
-        uncounted_after: the id of an input token whose target does not count in the loss, or None.
+        uncounted_after: with `eod_mask_loss`, the id of the end-of-document token. A target that
+            follows this token does not count in the loss. None counts all targets.
     """
 
     def __init__(self, config: Config, groups: Groups):
@@ -180,8 +181,8 @@ class JobData:
         """Return this rank's training batches, or None if the run reads no training sample.
 
         Args:
-            index_samples: the number of samples for which the sample index was first built. The
-                order of the samples depends on this number, as in GPT-NeoX.
+            index_samples: the number of samples for which the sample index was built when the run
+                began. The order of the samples depends on this number, as in GPT-NeoX.
             consumed: the number of samples already read; the batches start after them.
             least: the least number of samples that the batches must contain.
         """
@@ -206,9 +207,9 @@ class JobData:
     def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
         """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
 
-        The result is None if there are no batches. A resumed GPT-NeoX counts micro-batches as
-        steps. With gradient accumulation, the batches of the split `valid` therefore come from
-        later samples than those that the method `held_out` returns.
+        The result is None if there are no batches. After resuming, GPT-NeoX counts micro-batches as
+        steps. With gradient accumulation, its batches of the split `valid` therefore begin at later
+        samples than the batches that `held_out` returns.
 
         Args:
             name: the split, `valid` or `test`.
@@ -231,7 +232,9 @@ class JobData:
         """Return the samples of split `name`; None if the run reads none or the split is empty.
 
         Args:
-            index_samples: the number of samples for which the sample index was first built.
+            index_samples: the number of samples for which the sample index was built when the run
+                began.
+            least: the least number of samples that the result must have.
         """
         corpora = self.text.corpora[name]
         total = max(index_samples, self.wanted[name])

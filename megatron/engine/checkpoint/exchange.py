@@ -36,7 +36,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
-    """Convert a published (GPT-NeoX) checkpoint to our layout, and save it in the folder `target`.
+    """Convert a published (GPT-NeoX) checkpoint to this project's layout, and save it in `target`.
 
     Args:
         source: the published checkpoint's folder, `global_stepN`.
@@ -46,7 +46,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
 
     Raises:
         CheckpointError: `target` already has a checkpoint of this step, or `source` is not
-            complete. In the latter case, the error message lists every problem.
+            complete. The error message lists every problem of an incomplete `source`.
     """
     found = read(source, summed_biases=summed_biases)
     if found.problems:
@@ -81,7 +81,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
 
     Raises:
         CheckpointError: `source` has no checkpoint, `target` already has the new folder, or the
-            published code does not support the model.
+            released KERPLE code does not support the model.
     """
     saved = newest(source)
     if saved is None:
@@ -131,7 +131,7 @@ def _placed(
 ) -> dict[tuple[int, str], Tensor]:
     """Return a dict from (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensor.
 
-    As in GPT-NeoX, the distance kernel's tensors occur once in every transformer block.
+    As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
     """
     placed = {}
     in_all_blocks = dict(buffers)
@@ -153,13 +153,16 @@ def _write_layers(
     placed: dict[tuple[int, str], Tensor],
     imported_shards: dict[str, list[Tensor]],
 ) -> None:
-    """Write the files `layer_XX-model_YY-model_states.pt`, which contain the weights, to `folder`.
+    """Write the weights to the files `layer_XX-model_YY-model_states.pt` in `folder`.
+
+    XX is the position in GPT-NeoX's pipeline, and YY is the tensor-parallel rank.
 
     Args:
         placed: maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensors.
-        imported_shards: the original tensor-parallel shards of those imported tensors that cannot
-            be split into these shards again, with the keys "position.name". They are written
-            unchanged if the new checkpoint has as many ranks as the imported one.
+        imported_shards: maps "position.name" to the original tensor-parallel shards of a tensor
+            that `layout.split` would not split into the same shards again (see
+            `Published.shards`). The shards are written unchanged if the new checkpoint has as many
+            ranks as the imported one.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -216,7 +219,7 @@ def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the settings that an export records. GPT-NeoX compares them with its config."""
+    """Return the settings that GPT-NeoX compares with its config when it loads an export."""
     m = config.model
     return {
         "num_layers": m.num_layers,

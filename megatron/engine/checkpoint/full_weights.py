@@ -78,7 +78,7 @@ def _tensors(path: Path, content: Any) -> Weights:
     """Return `content`, which was read from `path`, after checking that it maps names to tensors.
 
     Raises:
-        CheckpointError: `content` is anything else.
+        CheckpointError: `content` does not map names to tensors.
     """
     if isinstance(content, dict) and all(isinstance(each, Tensor) for each in content.values()):
         return content
@@ -124,9 +124,9 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy this tensor-parallel rank's slice of each full weight into `model`.
+    """Copy this tensor-parallel rank's slice of each unsharded weight into `model`.
 
-    Call this function before an engine is built from `model`.
+    Call this function before a DeepSpeed engine is built from `model`.
     """
     for name, param in model.named_parameters():
         param.copy_(local_slice(param, weights[name]))

@@ -30,12 +30,12 @@ def load_weights(
 
     If `model` is one rank's shard, only this rank's slices of the weights are copied. Call this
     function before an engine casts or shards the model, so that the optimizer's fp32 copies start
-    from the stored values. Theta (the parameters of the distance kernel) is clamped to its bounds,
-    because checkpoints of the released KERPLE code may exceed them.
+    from the stored values. Theta (the learned parameters of the positional embedding) is clamped to
+    its bounds, because values in checkpoints of the released KERPLE code may exceed them.
 
     Args:
-        run: the description of this run. If this project trained the checkpoint, the checkpoint
-            must have the same model. None skips this check.
+        run: the description of this run. If this project trained the checkpoint, `run.model` must
+            equal the description of the model in the checkpoint. None skips this check.
         groups: the job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
 
@@ -74,9 +74,10 @@ def load_weights(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
-    """Return weights, buffers, theta's published names, problems and notes; see `Published`.
+    """Return (weights, buffers, GPT-NeoX's names of theta's columns, problems, notes) of `saved`.
 
-    If the checkpoint is not from the published code, the names are empty.
+    `Published` describes these values. The names are empty unless the checkpoint was written by
+    GPT-NeoX or imported from it.
     """
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
@@ -96,9 +97,8 @@ def _read(
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
     """Return a list with one error line if the import of `saved` used another `gpt_j_residual`.
 
-    If the import used the given value, the list is empty. The value matters because the import sums
-    the tensor-parallel shards of some biases if `gpt_j_residual` (parallel attention and MLP) is
-    set.
+    Otherwise the list is empty. The value matters because an import with `gpt_j_residual` (parallel
+    attention and MLP) sums the tensor-parallel shards of some biases.
     """
     if saved.kind is not Kind.IMPORTED:
         return []
@@ -141,8 +141,8 @@ def _refusal(
 def _project_theta(model: Model, weights: Weights) -> list[str]:
     """Clamp theta in `weights` to its bounds; return a line for the user if values changed.
 
-    Theta contains the parameters of the distance kernel. It is clamped in the model's dtype. Every
-    rank clamps the unsharded theta, so all ranks return the same line.
+    Theta contains the learned parameters of the positional embedding. It is clamped in the model's
+    dtype. Every rank clamps the unsharded theta, so all ranks return the same line.
     """
     if THETA not in weights:
         return []

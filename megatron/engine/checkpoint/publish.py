@@ -45,8 +45,8 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
     """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`.
 
     Args:
-        confirm: a function that raises an error if this job has lost its right to write `folder`
-            (its lease, see `job/lease.py`).
+        confirm: a function that raises an error if this job no longer holds the lease of `folder`
+            (see `job/lease.py`).
     """
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
     for path in (*unfinished.rglob("*"), unfinished):
@@ -68,11 +68,12 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
 def remove_unfinished(folder: Path) -> list[str]:
     """Delete what a killed run left in `folder`, and return the names of the deleted folders.
 
-    Leftovers are the folders `.unfinished-NAME` and `.replaced-NAME`, and the temporary files that
-    `megatron.files` writes. There are two exceptions. If there is a folder `.replaced-NAME` but
-    none called `NAME`, the run was killed between two renames, and the folder is named `NAME`
-    again. If only the last action of a save is missing, the renaming of a temporary file to
-    `latest`, this function renames that file.
+    A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files of
+    `megatron.files`. Two things are kept:
+
+    - `.replaced-NAME`, if there is no folder `NAME`. It is renamed to `NAME` again.
+    - The temporary file for `latest`, if the checkpoint that it names is complete. It is renamed to
+      `latest`, which was the only missing action of the save.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

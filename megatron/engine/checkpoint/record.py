@@ -82,8 +82,8 @@ class TrainingProgress:
     Attributes:
         step: the number of optimizer steps taken.
         consumed_samples: the number of training samples read.
-        train_samples: the number of samples for which the index of training samples was first
-            built. The order of the samples depends on this number, so a resumed run keeps it.
+        train_samples: the number of samples for which the index of training samples was built when
+            the run began. The order of the samples depends on it, so a resumed run keeps it.
         interval: the state of the training loop, as JSON values. It holds the sums of the losses
             since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). If the
             run ended before the validation that was due after `step`, it holds `owes_validation`.
@@ -104,8 +104,8 @@ class RunDescription:
         data: the values that determine the order of the samples.
         layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: maps each parameter's name to its unsharded shape.
-        cuts: maps each sharded parameter's name to [dimension, blocks]. The class `Sharding` in
-            `megatron.parallel` defines both numbers.
+        cuts: maps each sharded parameter's name to [dimension, blocks], the fields of `Sharding` in
+            `megatron.parallel`: along this dimension, each of `blocks` equal blocks is split.
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: the resolved configuration, as flat keys.

@@ -3,7 +3,7 @@
 DeepSpeed's converter writes one folder for each parameter, with the unsharded fp32 weight and
 optimizer moments. Every rank of the new layout reads its slices from these folders. The converter
 must be given patterns that assign each parameter name to a way of sharding. If the converter does
-not support a pair of layouts, the run is refused before any file is read.
+not support the change from the old to the new layout, the run is refused before any file is read.
 
 This module also works around three faults of DeepSpeed 0.19:
 
@@ -55,7 +55,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def conversion_info(run: RunDescription) -> dict[str, Any]:
     """Return the dictionary that tells DeepSpeed's converter how each parameter is sharded.
 
-    It maps each way of sharding to a list of patterns, each of which matches one parameter's name.
+    It maps each way of sharding to a list of patterns. Each pattern matches one parameter's name.
     """
     cuts, layers = run.cuts, run.layers or []
 
@@ -77,7 +77,7 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
 
 
 def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return why a run of layout `old` cannot go on in layout `new`, or None if it can go on."""
+    """Return why a run of layout `old` cannot be resumed in layout `new`; None if it can be."""
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)
@@ -183,9 +183,10 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Replace the counter files of the old ranks by two copies of the first rank's file.
+    """Replace the `*_model_states.pt` files by two copies of the first one, without weights.
 
-    The two copies have different names: ZeRO-1 and ZeRO-2 read one of them, and ZeRO-3 the other.
+    These files hold the counters of the run. The copies have different names: ZeRO-1 and ZeRO-2
+    read one of them, and ZeRO-3 reads the other.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)
@@ -205,7 +206,9 @@ def restore(
     cuts: Mapping[str, Any],
     changed: str,
 ) -> None:
-    """Load the checkpoint `saved`, which has another layout. Every rank must call this function.
+    """Convert the checkpoint `saved` to this run's parallel layout, and load it into `engine`.
+
+    Every rank must call this function. Dropout then uses new random streams.
 
     Args:
         scratch: the folder in which the checkpoint is converted; it is removed afterwards.

@@ -81,7 +81,7 @@ class Start:
         groups: Groups,
         run: RunDescription,
     ) -> TrainingProgress:
-        """Load the state of the engine and of the learning-rate schedule; return the counters.
+        """Load the state of the engine and of the learning-rate schedule; return `progress`.
 
         Every rank must call this method.
         """
@@ -108,7 +108,7 @@ def restore(
     random streams.
 
     Args:
-        work: a writable folder in which a checkpoint of another layout is converted.
+        work: a writable folder, in which a checkpoint of another layout is converted.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the layouts cannot be converted.
@@ -184,7 +184,7 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint in `folder` to start from (or None), and the damage found (or "").
 
-    The checkpoint is normally the one that the file `latest` names. Every rank must call this
+    Without damage, this is the checkpoint that the file `latest` names. Every rank must call this
     function.
 
     Args:
@@ -231,8 +231,8 @@ def _decide(
     """Decide where to start, by the rules in the module docstring.
 
     Args:
-        usable: a function from a folder to the newest usable checkpoint in it, or to None if it has
-            none.
+        usable: a function that returns the newest usable checkpoint in a folder, or None if the
+            folder has none.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))

@@ -54,7 +54,7 @@ _ADDED = ("content", "theta_per_layer")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk. Each property reads the files that it needs when it is first used.
+    """A checkpoint on disk. Its files are read only when a property or method needs them.
 
     Attributes:
         folder: the run folder.
@@ -89,8 +89,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The schedule is
-        None for other checkpoints, and if the recorded one is incomplete.
+        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The result has
+        None for other checkpoints, and for an incomplete schedule.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
@@ -104,7 +104,7 @@ class Saved:
     def weights(self) -> Weights:
         """Read all weights as a dict from name to unsharded weight.
 
-        The checkpoint must not be in GPT-NeoX's layout.
+        This method cannot read a checkpoint in the published (GPT-NeoX) layout.
 
         Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32
         copies that the optimizer updates, so the result contains these copies.
@@ -115,10 +115,9 @@ class Saved:
         return read_full(self.path, self.record)
 
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
-        """Read the `buffers` and the tensor-parallel `shards` that an import stored.
+        """Return the dictionaries `buffers` and `shards` that an import from GPT-NeoX stored.
 
-        The class `Published` describes both dictionaries. They are empty if the checkpoint was not
-        imported.
+        The class `Published` describes them. They are empty if the checkpoint was not imported.
         """
         if self.kind is not Kind.IMPORTED:
             return {}, {}

@@ -102,10 +102,10 @@ class Saver:
         self._warn_if_slow(seconds)
 
     def check(self) -> None:
-        """If the thread has completed a save since the last call, print a line about it.
+        """If the thread has completed a save since the last call, print the time that it took.
 
         Raises:
-            CheckpointError: the checkpoint could not be written.
+            CheckpointError: the thread could not write the checkpoint.
         """
         if not self.writes():
             self.wait()
@@ -153,7 +153,7 @@ class Saver:
     def _buffer_for(self, files: Files) -> Buffer | None:
         """Return the staging buffer. The first call allocates a buffer large enough for `files`.
 
-        Return None if the ranks' buffers do not fit into some machine's memory. From then on, all
+        If some machine has too little memory for its ranks' buffers, return None. From then on, all
         saves are synchronous.
         """
         if self._buffer is None:
@@ -184,7 +184,7 @@ class Saver:
 
 
 class Collector(TorchCheckpointEngine):
-    """A checkpoint engine for DeepSpeed that writes no files, but lists them in `found`."""
+    """A checkpoint engine for DeepSpeed that lists (state, path) in `found` and writes no files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,8 +215,9 @@ class Buffer:
     def stage(self, files: Files) -> Files:
         """Copy the state in `files` into the buffer, and return `files` with the copied state.
 
-        Storages that tensors share are copied once and stay shared, so `torch.save` writes the same
-        bytes. State that does not fit into the buffer is copied into other memory.
+        A storage that several tensors share is copied once, and the copies share it too, so
+        `torch.save` writes the same bytes. State that does not fit into the buffer is copied into
+        other memory.
         """
         copies, start = {}, 0
         for key, storage in _storages(files).items():
@@ -244,7 +245,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return a dict from `_key` to storage (block of memory), for all tensors in `files`."""
+    """Return the storages (blocks of memory) of all tensors in `files`, by their `_key`."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

@@ -40,8 +40,8 @@ class Destination:
         folder: the run folder; a checkpoint becomes its subfolder `global_stepN`.
         run: the description of the run, which each checkpoint records.
         keep_last: the number of newest checkpoints to keep; None keeps all.
-        confirm: a function that raises an error if this job has lost its right to write `folder`
-            (its lease, see `job/lease.py`).
+        confirm: a function that raises an error if this job no longer holds the lease of `folder`
+            (see `job/lease.py`).
     """
 
     folder: Path
@@ -73,10 +73,11 @@ def write_state(
 
 @contextmanager
 def removed_if_it_fails(saved: Saved) -> Iterator[None]:
-    """If the `with` block fails to write `saved`, remove its unfinished files to free disk space.
+    """If the `with` block fails, remove the unfinished files of `saved` to free disk space.
 
     Raises:
-        CheckpointError: the block has raised an OSError, or a RuntimeError of torch's writer.
+        CheckpointError: the block has raised an OSError or a RuntimeError (torch's file writer
+            raises these).
         FailedElsewhereError: the block failed because another rank has removed the files.
     """
     try:
@@ -117,7 +118,7 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the folder of `saved` if it exists and the run that wrote it is not `lineage`."""
+    """If the folder of `saved` exists and another run than `lineage` wrote it, rename it."""
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
         saved.path.rename(aside)
@@ -142,8 +143,8 @@ def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm =
     Args:
         keep_last: the number of checkpoints to keep; None or 0 keeps all.
         lineage: the id of this run, as in `RunDescription`.
-        confirm: a function that raises an error if this job has lost its right to write the run
-            folder (its lease, see `job/lease.py`).
+        confirm: a function that raises an error if this job no longer holds the lease of the run
+            folder (see `job/lease.py`).
     """
     if not keep_last:
         return
