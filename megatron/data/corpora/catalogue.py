@@ -1,14 +1,13 @@
 """The downloadable corpora with their addresses, licences and alternatives.
 
 The catalogue gives the size and SHA-256 of a file only where these are certain. For other files,
-the length of the download is compared with the size that the server reports. The manifest of the
-token shards that are made from a file always records the file's SHA-256.
+the length of the download is compared with the size that the server reports. The SHA-256 of each
+archive is also recorded in the manifest of the token shards that are made from the archive.
 
-Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore each
-corpus lists mirrors, and data sets of the Hugging Face hub that `prepare_data.py --input hub:ID`
-can read.
-A corpus with a `pile_set` is a part of the complete Pile: the records with this `pile_set` as their
-`meta.pile_set_name`. Such a corpus can be extracted from the archives of the complete Pile.
+Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore a
+corpus may list mirrors, and data sets of the Hugging Face hub that `prepare_data.py --input hub:ID`
+can read. A corpus with a `pile_set` can also be extracted from the archives of the complete Pile:
+it is the records whose `meta.pile_set_name` is this `pile_set`.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ The keys are the names under which GPT-NeoX stores the files in the data folder.
 
 
 def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
-    """Return the corpus with this name.
+    """Return the corpus `CORPORA[name]`.
 
     Args:
         others: Names that the error message lists in addition to those in `CORPORA`.

@@ -1,10 +1,11 @@
 """Download files, verify them, and resume downloads that were interrupted.
 
-A download is written to NAME.part. NAME.part.version stores the version of the file that the server
-reported (an ETag or a date). A later attempt requests only the missing rest if the server still has
-that version, and otherwise the complete file. NAME.part is renamed to NAME when its length and, if
-known, its SHA-256 are correct. Where the catalogue has no SHA-256, the first download of the file
-is trusted. Its SHA-256 is stored in .NAME.sha256, and later downloads must have the same SHA-256.
+The file NAME is downloaded to NAME.part. The server reports the version of the file (an ETag or a
+date), which is stored in NAME.part.version. If the server still has this version at a later
+attempt, only the missing rest is requested. Otherwise the complete file is requested. NAME.part is
+renamed to NAME if its length is correct and its SHA-256, where known, is correct too. If
+`catalogue.py` gives no SHA-256, the first download of the file is trusted. Its SHA-256 is stored in
+.NAME.sha256, and later downloads must have the same SHA-256.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def download(
         path: The path to write.
         mirror: The address of a folder that contains the file. It is tried first.
         force: Download the file even if `path` exists.
-        advice: Text for the end of the error message if no address has the file.
+        advice: The last part of the error message for a file that no address has.
 
     Returns:
         The SHA-256 (hex) of the downloaded file, or "" if `path` existed.
@@ -175,8 +176,8 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
         The length of the complete file, or None if the server does not report it.
 
     Raises:
-        _WrongFile: the server sends another part of the file than was requested. `part` is then
-            removed, so that the next attempt requests the complete file.
+        _WrongFile: the server sends other bytes than the requested range. `part` is then removed,
+            so that the next attempt requests the complete file.
     """
     have = _size(part)
     known = version.read_text() if version.exists() else ""

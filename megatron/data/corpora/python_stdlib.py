@@ -2,10 +2,10 @@
 
 The documents are the `.py` files of the standard library, about 10 MB in total. Not included are
 tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, and files that
-differ between machines. The config key `split` divides the documents into consecutive ranges.
-Therefore documents are ordered by a hash of their path: each range is then a random mixture, and
-the order is the same on every machine. The file names of the shards contain the version of Python
-and the tokenizer's fingerprint.
+differ between machines. The documents are ordered by a hash of their path. This order is the same
+on every machine, and each of the consecutive ranges into which the config key `split` divides the
+documents is a random mixture. The file names of the shards contain the version of Python and the
+tokenizer's fingerprint.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SKIPPED_FILES = ("_sysconfigdata*.py", "sitecustomize.py", "pydoc_data/topics.p
 def resolve_data_path(
     data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Replace a `data_path` "builtin:NAME" by the prefix of the shards of the built-in corpus NAME.
+    """Replace a `data_path` "builtin:NAME" by the path prefix of that corpus's token shard.
 
-    The corpus is tokenised first if its shards do not exist. Any other path is returned unchanged.
+    The shard is created first if it does not exist. Any other `data_path` is returned unchanged.
 
     Raises:
         CorpusError: there is no built-in corpus NAME.
@@ -53,13 +53,13 @@ def resolve_data_path(
 
 
 def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
-    """Tokenise the built-in corpus `name` into `data_dir`, unless the corpus's shards exist.
+    """Tokenise the built-in corpus `name` into `data_dir`, unless its token shard exists.
 
     If several processes call this function at once, one process does the work and shows a progress
     bar, and the others wait.
 
     Returns:
-        The prefix of the shards.
+        The path of the shard without .bin or .idx.
 
     Raises:
         CorpusError: there is no built-in corpus of this name, or `data_dir` is a file.

@@ -86,10 +86,10 @@ class Place:
             )
 
     def check_size(self, size: int) -> None:
-        """Check the size of a document or record in bytes.
+        """Check that a document or record may have `size` bytes.
 
         Raises:
-            Fault: the document or record is larger than the limit.
+            Fault: `size` is larger than `limits.document_bytes`.
         """
         if size > self.limits.document_bytes:
             raise Fault(
@@ -102,7 +102,7 @@ class Place:
         """Return the rest of `stream`, which is one document.
 
         Raises:
-            Fault: the document is larger than the limit.
+            Fault: the document is larger than `limits.document_bytes`.
         """
         pieces, size = [], 0
         while piece := stream.read(_PIECE):
@@ -141,11 +141,11 @@ def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
 
     Args:
-        place: The place of the stream. If the stream cannot be read further, `:` and the number of
-            the line that could not be read are appended to `place.name`.
+        place: The place of the stream. If the stream is damaged in line 7, ":7" is appended to
+            `place.name`.
 
     Raises:
-        Fault: a line is longer than the limit.
+        Fault: a line is longer than `place.limits.document_bytes`.
         Exception: the stream is damaged. The lines before the damage are yielded first.
     """
     held: list[bytes] = []
@@ -210,21 +210,19 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Turn any error of the `with` block, except a DataError, into a `Fault`.
+    """Turn almost any error of the `with` block into a `Fault`.
 
-    If memory runs out, raise a CorpusError instead.
-
-    The block parses bytes of unknown origin, and the libraries that parse archives and tables raise
-    many more types of errors than they document.
+    The libraries that parse archives and tables raise many more types of errors than they document.
 
     Args:
-        place: The position of the reader, which the text of the fault names.
-        message: The first words of the fault's message. The error's text follows them.
+        place: The position of the reader. The fault's text names it.
+        message: The first words of the fault's text. The text of the original error follows them.
 
     Raises:
-        Fault: the block raised an error.
-        DataError: the block raised this error, which already has a text for the user.
-        CorpusError: memory ran out. The input may be intact, so it is never skipped.
+        Fault: the block raised an error other than the following two.
+        DataError: the block raised this error. It is passed on, since its text is for the user.
+        CorpusError: memory ran out. No `Fault` is raised, because a run may skip an input with a
+            `Fault`, and this input may be intact.
     """
     try:
         yield
@@ -241,10 +239,10 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
 
 
 def positioned(chunks: Iterable[Chunk], position: Callable[[], int]) -> Iterator[Chunk]:
-    """Yield the chunks with their `position` set.
+    """Set the attribute `position` of each chunk to `position()`, and yield the chunk.
 
     Args:
-        position: The function that returns the number of bytes of the input read so far.
+        position: Returns the number of bytes of the input that were read so far.
     """
     for chunk in chunks:
         chunk.position = position()

@@ -93,8 +93,8 @@ class ZstdStream(_Readable):
 class _Counted(_Readable):
     """A stream that counts the bytes that it returns, and reads its source with many small reads.
 
-    At the end of a truncated file a read fails, and the decompressors of Python's standard library
-    lose the data of that read. With small reads (`readinto1`), little data is lost.
+    At the end of a truncated file, the last read fails. The decompressors of Python's standard
+    library then lose the data of that read. With small reads (`readinto1`), little data is lost.
     """
 
     def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
@@ -115,8 +115,8 @@ def decompressed(
     `read(n)` returns fewer than n bytes only at the end.
 
     Args:
-        name: The name of the file, whose suffix determines the compression. With another suffix,
-            the stream returns the bytes of `source` unchanged.
+        name: The name of the file. Its suffix determines the compression. If the suffix is not that
+            of a compressed file, the stream returns the bytes of `source` unchanged.
         count: A function that is called with the number of new bytes whenever the stream produces
             bytes. The function may raise an error if the stream produces too many bytes.
     """

@@ -1,10 +1,10 @@
 """The journal of a preparation run, a file that lets an interrupted run continue.
 
 PREFIX.journal records the inputs, tokenizer and options of the run. The run writes its tokens to
-.part files, the unfinished shards. Every few seconds the journal is updated with the number of the
-last chunk in the .part files, and with the numbers of documents and tokens in these files. A
-resumed run truncates the .part files to these numbers and continues with the next chunk. Therefore
-its shards equal those of an uninterrupted run.
+.part files, the unfinished shards. Every few seconds, the run stores in the journal the number of
+the last chunk in the .part files, and the numbers of documents and tokens in these files. A resumed
+run truncates the .part files to these numbers and continues with the next chunk. Therefore the
+shards of a resumed run equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Journal:
     """The journal file of a run.
 
     Args:
-        prefix: The prefix of the shards; the file is PREFIX.journal.
+        prefix: The path of the shards without suffix. The journal is the file PREFIX.journal.
         job: A JSON object that identifies the run. A run can continue another run only if both have
             equal jobs.
         seconds: The time between two updates of the journal.
@@ -41,7 +41,7 @@ class Journal:
         self.refused: str | None = None
 
     def read(self) -> dict | None:
-        """Return the last state in the journal, or None if no journal of an equal `job` exists."""
+        """Return the state that was last written, or None if there is no journal of this job."""
         if not self.exists:
             return None
         try:

@@ -36,7 +36,7 @@ def read_source(
         source: The source to read.
         keys: The keys of a record that will be encoded. Other keys may be left out of the chunks.
         facts: A dict to which the SHA-256 of the input is added when all chunks have been read.
-        limits: The limits that the input must keep.
+        limits: The limits that the input must not exceed.
 
     Raises:
         Fault: the source is damaged or truncated, or exceeds the limits.
@@ -114,8 +114,8 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
 def _member_chunks(members: Iterator[Member], path: str, place: Place) -> Iterator[Chunk]:
     """Yield the chunks of an archive.
 
-    A member named .jsonl, .json or .ndjson contains one record per line. Any other member is one
-    document.
+    A member whose name ends in .jsonl, .json or .ndjson contains one record per line. Any other
+    member is one document.
     """
     for is_records, group in groupby(members, lambda member: kind_of(member[0]) == "jsonl"):
         if is_records:

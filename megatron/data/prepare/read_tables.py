@@ -24,18 +24,17 @@ def read_parquet(
 ) -> Iterator[Chunk]:
     """Yield the chunks of a parquet file. Each row becomes one JSON record.
 
-    The record contains the columns that are named in `keys`. If the file has a column named `meta`,
-    the record contains that column in addition.
+    The record contains the columns `keys`, and the column `meta` if the file has one.
 
     Args:
-        source: The source to read, whose path is that of the parquet file.
+        source: The source to read, a parquet file.
         keys: The names of the columns that will be encoded.
         facts: A dict to which the SHA-256 of the file is added at the end.
-        place: The position in the file, with the limits that the file must keep.
+        place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: the file is damaged or exceeds the limits, or one of the columns that are named in
-            `keys` is missing or has no text.
+        Fault: the file is damaged or exceeds the limits, or a column in `keys` is missing or is not
+            a text column.
         CorpusError: `pyarrow` is not installed.
     """
     with needs_package("pyarrow", f"{source.path}: reading parquet", CorpusError):
@@ -88,7 +87,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
         source: The source to read. Its path is `hub:ID[:SPLIT]` for a data set of the Hugging Face
             hub, or otherwise the path of a folder that `datasets` wrote.
         facts: A dict to which the number of rows is added at the end.
-        place: The position in the data set, with the limits that it must keep.
+        place: The position in the data set, with the limits that the data set must not exceed.
 
     Raises:
         Fault: the data set cannot be opened or read, or the folder contains several splits.
@@ -143,8 +142,8 @@ def _record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterato
 def _json_value(value: Any) -> Any:
     """Convert a value that JSON cannot express.
 
-    Bytes become text, and any other value becomes a dict. The encoder later reports a record as
-    faulty if its text is such a dict, or comes from bytes that are not valid UTF-8.
+    Bytes become text, and any other value becomes a dict. The encoder later reports a faulty record
+    if the value to encode is such a dict, or came from bytes that are not valid UTF-8.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

@@ -3,7 +3,7 @@
 Readers split the inputs into chunks, worker processes encode the chunks, and the main process
 writes the tokens in order. Empty documents are left out and counted, as in GPT-NeoX's
 `preprocess_data.py`. If a run is killed, stops at a fault or fills the disk, the same command
-continues that run. The number of workers and any interruptions do not change the files.
+continues that run. The number of workers and any interruptions do not change the shards.
 
 A run can encode one of N partitions. The bytes of the inputs are divided into N equal ranges, and
 partition I takes the chunks that end in range I. Merging the shards of all partitions gives the
@@ -41,7 +41,7 @@ class PrepareOptions:
     Attributes:
         encode: The options for encoding a record.
         workers: The number of worker processes. If it is 1, the main process encodes the text.
-        on_error: "stop" to stop at a faulty record or file, or "skip" to skip and list it.
+        on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
         partition: (i, n) selects partition i of n. Partitions are numbered from 1.
         checkpoint_seconds: The time between two updates of the journal.
         quiet: Show no progress bar.
@@ -70,7 +70,7 @@ def write_shards(
 
     Args:
         sources: The inputs, in the order of their documents.
-        prefixes: The prefix of the shard for each key.
+        prefixes: For each key, the path of its shard without suffix.
         tokenizer: The tokenizer that encodes the text.
         options: The options of the run.
         about: Facts about the corpus, which are added to the entry `source` of each manifest.
@@ -81,7 +81,7 @@ def write_shards(
 
     Raises:
         CorpusError: an input is faulty (unless faults are skipped), no document has text, or the
-            shards cannot be written. Any .idx file that exists then belongs to a complete shard.
+            shards cannot be written. An incomplete shard never has an .idx file.
     """
     paths = [os.fspath(prefix) for prefix in prefixes]
     return _Run(sources, paths, tokenizer, options, about or {}, label).run()
@@ -251,7 +251,7 @@ class _Run:
         return manifests
 
     def _report_no_documents(self, faults: int) -> None:
-        """Raise CorpusError if this is the only partition, otherwise only print a warning."""
+        """Raise CorpusError, or only print a warning if the run has several partitions."""
         causes = {
             "faulty records skipped": faults,
             "without text": self.counts["empty_documents"],
@@ -283,7 +283,7 @@ class _Run:
         ]
 
     def _described(self, error: OSError | DataError) -> DataError:
-        """Return a copy of `error` whose text adds how many documents the next run can keep.
+        """Return a DataError that adds to the text of `error` how many documents the journal keeps.
 
         If `error` is an OSError that names no file, the text starts with the first shard's prefix.
         """

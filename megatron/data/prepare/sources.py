@@ -10,10 +10,11 @@
 | parquet | .parquet | each row |
 | hub | `hub:ID[:SPLIT]`, or a folder that the `datasets` library wrote | each row |
 
-The suffixes .gz, .zst, .xz and .bz2 may follow, except after .zip and .parquet. A folder means all
-its files in the order of their paths, except hidden files and `__pycache__`. In a folder, a file
-with an unknown suffix has the kind text. Consecutive text files form one source. In a folder, a
-link out of the folder is an error, since it could add any file of the machine to the data.
+One of the suffixes .gz, .zst, .xz and .bz2 may follow the suffix in the table, except after .zip
+and .parquet. A folder means all its files in the order of their paths, except hidden files and
+`__pycache__`. A file in a folder has the kind text if its suffix is unknown. Consecutive text files
+form one source. If a folder contains a link that leads out of the folder, this is an error, because
+the link could add any file of the machine to the data.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Source:
 
     Attributes:
         path: A file, a folder, or `hub:ID[:SPLIT]`.
-        kind: One of the kinds in the module docstring.
+        kind: One of "jsonl", "tar", "dat", "text", "zip", "parquet" and "hub".
         size: The number of bytes, or 0 if it is unknown.
         paths: The files of the source in order if its kind is text, otherwise an empty list.
     """
@@ -60,7 +61,7 @@ class Source:
     paths: list[str] = field(default_factory=list)
 
     def identity(self) -> list:
-        """Return a JSON value that changes when the input changes.
+        """Return a JSON value that identifies the input and changes when the input changes.
 
         The value contains a hash of the names, sizes and modification times of the input's files.
         """
@@ -75,7 +76,7 @@ class Source:
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a file by the suffix of its name, or None if the suffix is unknown."""
+    """Return the kind ("jsonl", ...) of the file `name`, or None if its suffix is unknown."""
     path = Path(name.lower())
     compressed = path.suffix in COMPRESSIONS
     kind = KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)
@@ -83,7 +84,7 @@ def kind_of(name: str) -> str | None:
 
 
 def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
-    """Return the sources that the inputs name, in the same order.
+    """Return the sources that `inputs` name, in the order of `inputs`.
 
     Args:
         inputs: Paths of files or folders, glob patterns, and `hub:ID[:SPLIT]`.

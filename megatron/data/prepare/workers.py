@@ -1,8 +1,8 @@
 """Apply a function to a stream of items in worker processes and keep the order of the results.
 
 At most three items per worker are in progress, so memory is bounded for a stream of any length.
-Workers are forked, so they share objects of the function, such as a vocabulary, with the parent
-process. Enter the `with` block, which forks the workers, before any thread starts.
+Workers are forked, so they share large objects, such as a vocabulary, with the parent process.
+Enter the `with` block before any thread starts, because entering it forks the workers.
 
 Each worker has two pipes, one for items and one for results. The worker's ends of both pipes are
 open in that worker only, so when the worker dies, its pipes are closed. The parent's next read or
@@ -40,7 +40,7 @@ _Answer = tuple[bool, Any]  # (True, result) or (False, the error that the funct
 
 
 class Workers:
-    """A pool of `count` processes that apply `function` to items; use it in a `with` block.
+    """A pool of `count` processes that apply `function` to items. Use it in a `with` block.
 
     If `count` is 1, there is no pool, and `function` runs in this process.
     """
@@ -81,8 +81,8 @@ class Workers:
 
         Raises:
             CorpusError: a worker died.
-            Exception: `function` raised this error. The results of all earlier items are yielded
-                first.
+            Exception: `function` raised an error. It is raised again here, after the results of all
+                earlier items were yielded.
         """
         if not self._workers:  # one process
             yield from map(self.function, items)
@@ -221,9 +221,9 @@ def _work(
 
 
 def _receive_items(items: Connection, queue: SimpleQueue) -> None:
-    """Move items from the pipe to the queue.
+    """Move items from the pipe `items` to `queue`, in a thread of the worker process.
 
-    End the process if the pipe closes or memory runs out.
+    End the process if the pipe is closed or memory runs out.
     """
     try:
         while True:
