@@ -114,11 +114,7 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 
 
 def _positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
-    """Return the options of the embedding `name`, as keyword arguments of `load_positional`.
-
-    Args:
-        m: the config's section with `pos_emb` and `pos_emb_options`.
-        name: one embedding that `pos_emb` names: a term, such as `rpe`, or terms joined by " + ".
+    """Return the options of `name`, one embedding of `pos_emb`, as arguments of `load_positional`.
 
     Raises:
         PositionalError: `pos_emb_options` names a term that `pos_emb` does not have, or a term's
@@ -233,9 +229,7 @@ def plan_of(
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
-    """Return the fields `theta_init` and `theta_frozen` of `Plan`.
-
-    Theta contains the learned parameters of the positional embedding `pos`.
+    """Return `Plan`'s fields about theta (the learned parameters of `pos`) as a dict.
 
     Raises:
         ConfigError: a config key names a parameter that `pos` does not have, a start value lies
