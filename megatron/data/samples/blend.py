@@ -1,7 +1,7 @@
 """Blend several corpora by weight into one order of samples, as GPT-NeoX does.
 
-Sample i of the blend is taken from the corpus d that lags most behind its weight w_d. The weights
-are normalised to the sum 1, and c_d counts how often corpus d was chosen before sample i:
+The weights w_d of the corpora d are normalised to the sum 1, and c_d counts how often corpus d was
+chosen before sample i. Sample i comes from the corpus that lags most behind its weight:
 
     d        = the first corpus with the largest  w_d max(i, 1) - c_d    in float64
     sample i = sample number c_d of corpus d
@@ -16,7 +16,7 @@ documents n_d of each corpus:
     p_d = n_d / sum n;   q_d = p_d^alpha / sum p^alpha;   w_d = q_d (1 - p_d), normalised
 
 The results equal those of GPT-NeoX (`data_utils.py`, `blendable_dataset.py`, `helpers.cpp`) bit for
-bit, but need no compiled helper.
+bit. No compiled helper is needed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Return the normalised weights that follow from the numbers of documents in the corpora.
+    """Return the weights of corpora for `weight_by_num_documents`, normalised to the sum 1.
 
     The module docstring gives the formula.
 
@@ -70,6 +70,8 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
     """Return, for each corpus, the number of samples for which its sample index is built.
 
+    This number is 0.5% larger than `num_samples` times the weight of the corpus, as in GPT-NeoX.
+
     Args:
         num_samples: The number of samples of the blend.
         weights: The weights of the corpora, normalised to the sum 1.
@@ -80,16 +82,19 @@ def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     """Return, for each sample, the number of the corpus from which it is taken.
 
-    The result equals that of a plain loop over the samples. The loop is slow, because each choice
-    depends on the counts of all earlier choices. Therefore a long order is cut into segments, which
-    are computed in parallel:
+    Each choice depends on how often each corpus was chosen before (its count). A plain loop over
+    the samples is therefore slow. Instead, the samples are cut into segments, and all segments are
+    computed in parallel:
 
-    1. For each segment, go back to an earlier sample, guess how often each corpus was chosen before
-       that sample, and apply the rule from there to the start of the segment. This corrects most
-       wrong guesses, because the rule always takes the corpus that most lacks samples.
-    2. Compute all segments from the resulting counts.
-    3. The counts at the start of a segment must be those at the end of the segment before it. If
-       they differ, compute the segment again from the correct counts, until none differ.
+    1. Guess the counts 256 samples before the start of each segment. Choose corpora for these 256
+       samples. This corrects most wrong guesses, because the corpus with the largest lack of
+       samples is always chosen next. The result is the counts at the start of each segment.
+    2. Choose corpora for the samples of each segment.
+    3. Compare the counts at the end of each segment with those at the start of the next segment.
+       Where they differ, compute the next segment again from the correct counts. Repeat this step
+       until all counts agree.
+
+    The result equals that of the plain loop.
 
     Args:
         weights: float64, normalised to the sum 1.
@@ -132,11 +137,11 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
 def _lockstep(
     weights: np.ndarray, counts_BD: np.ndarray, step_B: np.ndarray, length: int
 ) -> np.ndarray:
-    """Choose corpora for B segments of the order in parallel, `length` samples each.
+    """Choose corpora for `length` samples in each of B segments, all segments in parallel.
 
     Args:
-        counts_BD: How often each of D corpora was chosen before each segment; updated in place.
-        step_B: The number of the first sample of each segment.
+        counts_BD: How often each of D corpora was chosen before these samples. Updated in place.
+        step_B: The number of the first sample in each segment.
 
     Returns:
         The number of the corpus chosen for each sample, uint8 [B, length].
@@ -152,18 +157,16 @@ def _lockstep(
 
 
 class BlendedDataset:
-    """A data set that implements `Samples` and takes its samples from several corpora by weight.
+    """A data set that takes its samples from several corpora by weight. It implements `Samples`.
 
     Args:
-        build: The function that builds the data set of corpus d when it is called with
-            (d, num_samples, extend_to).
+        build: `build(d, num_samples, extend_to)` returns the data set of corpus d.
         weights: The weights of the corpora, with any sum above 0.
-        num_samples: The number of samples of the blend, which determines how many samples the
-            index of each corpus holds.
+        num_samples: The number of samples of the blend. The lengths of the corpora's sample indices
+            follow from this number.
         name: The name of the split ("train", ...), for error messages.
-        extend_to: If this number is larger than `num_samples`, it is the length of the data set.
-            Otherwise the length is `num_samples`. Samples beyond `num_samples` are chosen by the
-            same rule and do not change earlier samples.
+        extend_to: The length of the data set, if this is larger than `num_samples`. The additional
+            samples do not change the first `num_samples` samples.
 
     Attributes:
         choices: uint8 [length], the number of the corpus from which each sample is taken.

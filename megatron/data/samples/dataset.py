@@ -4,7 +4,7 @@ Sample i = 0, 1, ... of `TokenDataset` holds seq_length + 1 tokens. Its inputs a
 the last, and its labels are all tokens except the first.
 
 `TokenDataset` always has at least `num_samples` samples. GPT-NeoX's data set omits the last sample
-of its index. GPT-NeoX may therefore have one sample too few, and then training ends a batch early.
+of its index, so it may have one sample too few. Its training then ends one batch early.
 `published_length` is the length of GPT-NeoX's data set.
 
 GPT-NeoX's order depends on the number of samples for which its index was built. An index for a
@@ -13,7 +13,8 @@ the `num_samples` that the checkpoint records, and a larger `extend_to`. The dat
 with the samples of the index for `num_samples`, and blocks 1, 2, ... of further samples follow.
 Block k is GPT-NeoX's order of one epoch, shuffled with the run's seed plus k. (If one epoch is
 shorter than a sample, the block has more epochs.) Increasing `extend_to` never changes earlier
-samples. No sample occurs twice in the index or twice in a block.
+samples. Each sample of the index occurs only once in it, and each sample of a block only once in
+the block.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ class TokenDataset:
 
     @property
     def index(self) -> SampleIndex:
-        """The index that GPT-NeoX builds for `num_samples` samples.
+        """The sample index that GPT-NeoX builds for `num_samples` samples.
 
-        It does not include the blocks that `extend_to` adds (see the module docstring).
+        The samples that `extend_to` adds are not in this index.
         """
         return self._blocks[0]
 

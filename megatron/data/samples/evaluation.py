@@ -22,7 +22,7 @@ def eval_sequences(
 ) -> np.ndarray:
     """Return n evaluation sequences of some documents, as int64 [n, length + 1].
 
-    n is the largest number for which n * length + 1 tokens are in the documents and n * length is
+    n is as large as possible. The documents must hold n * length + 1 tokens, and n * length must be
     at most `max_tokens`.
 
     Args:
@@ -51,12 +51,11 @@ def eval_sequences(
 def eval_span(
     shards: Shards, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
 ) -> int:
-    """Return the largest number of targets that is a multiple of every length in `lengths`.
+    """Return a number of targets for which sequences of all `lengths` cover the same targets.
 
-    The number is at most `max_tokens`, and the documents have that many targets. Sequences of every
-    length then cover the same targets. If the text is too short for a common multiple, return the
-    largest multiple of the longest length, which may be 0. Shorter lengths then leave out some of
-    the last targets.
+    This is the largest common multiple of `lengths` that is at most `max_tokens` and at most the
+    number of targets in the documents. If there is none, return the largest such multiple of the
+    longest length, which may be 0. Shorter lengths may then leave out some of the last targets.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

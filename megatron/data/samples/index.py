@@ -16,8 +16,8 @@ last token is also the first token of the next cut. A second shuffle gives the t
 `numpy.random.RandomState(seed)` shuffles first doc_idx and then shuffle_idx. The first entry of
 `sample_idx` is always (0, 0). No other entry refers to a document without tokens.
 
-The arrays equal those of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers.cpp`) bit for bit,
-but need no compiled helper.
+The arrays equal those of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers.cpp`) bit for bit.
+No compiled helper is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ _CHUNK = 1 << 17
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The three arrays of a sample index; the module docstring describes them."""
+    """The order of training samples (see the module docstring).
+
+    Attributes:
+        doc_idx: [epochs * documents], the shuffled document numbers.
+        sample_idx: [samples + 1, 2], where each cut starts: (place in doc_idx, offset in that
+            document).
+        shuffle_idx: [samples], the number of the cut that is sample i.
+    """
 
     doc_idx: np.ndarray
     sample_idx: np.ndarray
@@ -44,7 +51,7 @@ class SampleIndex:
 
     @property
     def num_built(self) -> int:
-        """The number of samples in the index, called S in the module docstring."""
+        """The number of samples in the index (S in the module docstring)."""
         return len(self.shuffle_idx)
 
 
@@ -115,13 +122,12 @@ def sample_idx_dtype(num_built: int, num_places: int) -> type:
 def cut_samples(
     sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, total_tokens: int
 ) -> np.ndarray:
-    """Find every `seq_length`-th token in the concatenated documents.
+    """Cut the concatenated documents at every `seq_length`-th token, and return the cuts.
 
-    Token t belongs to the first document that ends after t. So the place of token t in `doc_idx` is
-    the number of documents that end at or before t. If there are few cuts, a binary search finds
-    the places. If there are many, the documents that end between neighbouring cuts are counted
-    (`bincount`) and the counts are summed. Documents are handled in chunks, so the extra memory is
-    constant.
+    Token t belongs to the first document that ends after t. Therefore, the place of token t in
+    `doc_idx` is the number of documents that end at or before t. Few cuts are found by binary
+    search. For many cuts, the documents that end between neighbouring cuts are counted (`bincount`)
+    and the counts are summed. Documents are handled in chunks, so the extra memory is constant.
 
     Args:
         sizes: The number of tokens in each document of the shards.

@@ -92,7 +92,7 @@ def _load(folder: Path) -> SampleIndex | None:
 
 
 def _store(index: SampleIndex, folder: Path) -> SampleIndex:
-    """Store `index` in `folder`, and return it memory-mapped. If that fails, return `index`."""
+    """Store `index` in `folder`, and return it memory-mapped. Return `index` if storing fails."""
     # `files.replacing` is not used, because its temporary names contain only the process id. Two
     # machines that share the folder may have processes with the same id.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")

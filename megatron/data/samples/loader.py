@@ -25,8 +25,8 @@ from megatron.data.samples.interface import Samples
 class TrainLoader:
     """An iterator over this rank's micro-batches, each int64 [micro_batch, seq_length + 1].
 
-    Its only state is `consumed_samples`, the number of samples that all ranks have consumed in
-    total.
+    The iterator's only state is `consumed_samples`, the number of samples that all ranks have
+    consumed in total.
 
     Args:
         global_batch: The number of samples in a global batch.
@@ -127,16 +127,16 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    GPT-NeoX computes the number of micro-steps to skip. An iteration has `micro_steps` of them:
+    GPT-NeoX computes the number of micro-steps to skip. A micro-step has `loader.step_samples`
+    samples, and an iteration has `loader.micro_steps` micro-steps:
 
         train   iteration * micro_steps
         valid   (iteration * micro_steps // eval_interval) * eval_iters
         test    0
 
-    These are GPT-NeoX's formulas, including a mistake: the validation formula divides micro-steps
-    by an interval in iterations, so it is correct only for `micro_steps` = 1. The numbers for train
-    and valid are taken modulo the number of complete micro-steps in the data set. A micro-step has
-    `loader.step_samples` samples.
+    The numbers for train and valid are taken modulo the number of complete micro-steps in the data
+    set. The formula for valid repeats a mistake of GPT-NeoX: it divides micro-steps by an interval
+    in iterations, so it is correct only for `micro_steps` = 1.
 
     Args:
         loader: The loader whose data set, batch sizes and `micro_steps` are used.

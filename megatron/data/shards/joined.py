@@ -21,7 +21,7 @@ DataPath = str | os.PathLike | Sequence[str | os.PathLike]
 
 
 def find_prefixes(data_path: DataPath) -> list[str]:
-    """Return the prefixes of the shards that `data_path` names.
+    """Return the prefixes (paths without .bin or .idx) of the shards that `data_path` names.
 
     The prefixes keep the order of `data_path`. The matches of a glob pattern are sorted.
 
@@ -52,8 +52,8 @@ def find_prefixes(data_path: DataPath) -> list[str]:
 def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
     """Check that no partition of a preparation run is missing among the token shards.
 
-    Each process of `prepare_data.py --partition I/N` writes one partition, and one process may
-    still be running. Shards that are not partitions are always accepted.
+    Each process of `prepare_data.py --partition I/N` writes the shard of one partition. One of the
+    processes may still be running. Shards that are not partitions are always accepted.
 
     Raises:
         ShardError: a partition is missing.

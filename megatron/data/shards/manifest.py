@@ -20,7 +20,7 @@ def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source:
 
     Args:
         append_eod: Whether each document ends with the tokenizer's end-of-document token.
-        counts: The numbers of documents, tokens and so on.
+        counts: Maps each name in `COUNTS`, such as "documents", to a number.
         source: The corpus or files that were encoded, and the number of skipped records. If the
             shard is one of several partitions, the key `partition` describes that partition.
     """
@@ -71,7 +71,7 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
 
 
 def _is_partition(value: object) -> bool:
-    """Return whether `value` has the form that `partition_of` describes, or is None."""
+    """Return whether `value` is None or a valid entry `partition` (see `partition_of`)."""
     match value:
         case None:
             return True

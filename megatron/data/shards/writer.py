@@ -34,8 +34,8 @@ class ShardWriter:
 
     Attributes:
         documents, tokens: The numbers of documents and tokens written so far.
-        manifest: The content of PREFIX.json as bytes, or None. `finalize` writes it before it
-            renames the .idx.
+        manifest: The content of PREFIX.json as bytes, or None. `finalize` writes PREFIX.json before
+            the .idx file gets its final name.
         keep_parts: Whether the .part files stay if the block raises an error.
         shared_name: Whether a later writer of the same PREFIX will find the .part files. False on
             file systems without locks, where each writer uses file names of its own.
@@ -87,9 +87,9 @@ class ShardWriter:
                 self.abort()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether the .part files contained at least these documents when they were opened.
+        """Return whether the .part files of an earlier writer contain at least these documents.
 
-        `rewind` can continue the files of an earlier writer only if this is True.
+        Call `rewind` with the same arguments only if the result is True.
 
         Args:
             documents: The number of documents.
@@ -178,7 +178,7 @@ class ShardWriter:
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Append pointers and doc_idx to the sizes in PREFIX.idx.part, then write its header.
+        """Complete PREFIX.idx.part: append `pointers` and `doc_idx`, then write the header.
 
         The memory use does not grow with the number of documents.
         """
@@ -230,7 +230,8 @@ class ShardWriter:
     def _owns_part(self) -> bool:
         """Return whether the open file still has its .part name.
 
-        Before this writer locked the file, another writer may have renamed or removed the file.
+        After this writer opened the file and before it locked the file, another writer may have
+        renamed or removed the file.
         """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))
