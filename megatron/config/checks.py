@@ -165,9 +165,11 @@ def _seed(seed: int) -> Found | None:
         return "seed", f"{seed} is above 2^32 - 1, the largest seed; write a smaller one"
 
 
-@relation("warmup")
-def _warmup(warmup: float) -> Found | None:
-    if warmup > 0.5:
+@relation("warmup", "decay_style", "wsd_decay_ratio")
+def _warmup(warmup: float, style: str, decay: float) -> Found | None:
+    if style == "wsd" and warmup + decay > 1:
+        return "warmup", f"{warmup} + wsd_decay_ratio {decay} is above 1; write at most {1 - decay:g}"
+    if style != "wsd" and warmup > 0.5:
         return (
             "warmup",
             f"{warmup} of lr_decay_iters: the schedule also freezes for that fraction at its end, "

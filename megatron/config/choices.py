@@ -140,8 +140,11 @@ OptimizerType = Annotated[
     _choice(_Optimizer, aliases={"adamw": "adam"}, refused=_not_built(*_OTHERS)),
 ]
 
-_Decay = Literal["constant", "linear", "cosine", "exponential"]
+_Decay = Literal["constant", "linear", "cosine", "exponential", "wsd"]
 DecayStyle = Annotated[_Decay, _choice(_Decay)]
+
+_WsdDecay = Literal["cosine", "linear", "exponential", "minus_sqrt"]
+WsdDecay = Annotated[_WsdDecay, _choice(_WsdDecay)]
 
 _Precision = Literal["fp32", "bf16", "fp16"]
 _LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -17,6 +17,7 @@ BASE = {
 }
 REFUSED = [
     ({"warmup": 0.6}, "warmup", "write at most 0.5"),
+    ({"lr_decay_style": "wsd", "warmup": 0.95}, "warmup", "write at most 0.9"),
     ({"hidden_dropout": 1.0}, "hidden_dropout", "below 1"),
     ({"attention_dropout": 1.0}, "attention_dropout", "below 1"),
     ({"seed": 2**32}, "seed", "smaller"),

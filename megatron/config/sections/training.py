@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from megatron.config.choices import DecayStyle, OnBadLoss, OptimizerType, Precision
+from megatron.config.choices import DecayStyle, OnBadLoss, OptimizerType, Precision, WsdDecay
 from megatron.config.fields import (
     Amount,
     Betas,
@@ -59,6 +59,13 @@ class LrConfig(Section):
         BeforeValidator(number(0, 1, write="the fraction of lr_decay_iters to warm up, e.g. 0.01")),
     ] = 0.01
     min_lr: Amount = 0.0
+    # Only for lr_decay_style wsd: the part of lr_decay_iters that decays (gpt-neox's PR 1375), and
+    # the form of the decay (Megatron-LM's key; gpt-neox's PR has cosine).
+    wsd_decay_ratio: Annotated[
+        float,
+        BeforeValidator(number(0, 1, above=True, write="the fraction of lr_decay_iters, e.g. 0.1")),
+    ] = 0.1
+    wsd_decay_style: Annotated[WsdDecay, Key("lr_wsd_decay_style")] = "cosine"
     use_checkpoint_lr_scheduler: Flag = False
 
 

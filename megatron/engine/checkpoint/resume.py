@@ -8,6 +8,8 @@
 | any checkpoint, with `finetune: true` | step 0 and its weights |
 | any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
 
+`load` names a run folder, whose file `latest` names the checkpoint, or one checkpoint in it.
+
 With `finetune: true`, if the folder `save` holds a checkpoint, the job resumes from it instead.
 """
 
@@ -24,12 +26,14 @@ import deepspeed
 
 from megatron.config import Config
 from megatron.engine.checkpoint import relayout
+from megatron.engine.checkpoint.checksums import RECORD
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.publish import UNFINISHED, remove_unfinished
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.saved import Kind, Saved, find_newest, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.agreement import require_one_folder, seen_by_all
+from megatron.engine.neox.read import is_published
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
@@ -184,8 +188,8 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint in `folder` to start from (or None), and the damage found (or "").
 
-    Without damage, this is the checkpoint that the file `latest` names. Every rank must call this
-    function.
+    Without damage, this is the checkpoint that the file `latest` names, or `folder` itself if it is
+    a checkpoint. Every rank must call this function.
 
     Args:
         allow_fallback: whether to skip damaged checkpoints. If the checkpoint named in `latest` is
@@ -198,6 +202,8 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
     """
 
     def look() -> tuple[list[Saved], Saved | None, str]:
+        if (folder / RECORD).is_file() or is_published(folder):  # it is itself a checkpoint
+            return [], Saved(folder.resolve().parent, folder.resolve().name), ""
         return finished(folder)[::-1], *find_newest(folder)
 
     candidates, latest, problem = seen_by_all(look, folder, groups)
@@ -239,6 +245,8 @@ def _decide(
     fresh = TrainingProgress(0, 0, train_samples)
     continues = save is not None and load is not None and save.resolve() == load.resolve()
     saved = usable(save) if trains or continues else None
+    if trains and saved and save and saved.path == save.resolve():
+        raise CheckpointError(f"save: {save} is one checkpoint; name the folder that holds it")
     if saved and c.finetune and trains:
         return Start(fresh, f"resuming the finetuning from {saved.path}", saved, resumes=True)
     loaded = saved if continues else usable(load)

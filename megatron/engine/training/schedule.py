@@ -11,11 +11,19 @@ E = lr_decay_iters, n = min(step, E - W) and m = n - W:
 
 After the warm-up, the learning rate is at least min_lr. It is constant from step E - W on, so a
 cosine ends slightly above zero. The released checkpoints were trained with these formulas.
+
+`wsd` (warm-up, stable, decay; arXiv 2404.06395) stays at start until the last R = wsd_decay_ratio of
+E, and reaches min_lr at step E. With r = 1 - (E - step) / (R E), the part of the decay that is over:
+
+    wsd                   min_lr + (start - min_lr) c(r)
+    c(r)                  cosine (cos(pi r) + 1) / 2, as in gpt-neox's PR 1375; linear 1 - r;
+                          exponential 2 * 0.5^r - 1; minus_sqrt 1 - sqrt(r) (Megatron's names)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +31,13 @@ import torch
 
 from megatron.config import Config
 
-STYLES = ("constant", "linear", "cosine", "exponential")
+STYLES = ("constant", "linear", "cosine", "exponential", "wsd")
+_WSD_DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda r: (math.cos(math.pi * r) + 1) / 2,
+    "linear": lambda r: 1 - r,
+    "exponential": lambda r: 2 * 0.5**r - 1,
+    "minus_sqrt": lambda r: 1 - math.sqrt(r),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,8 @@ class Schedule:
         warmup_iter: the number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
         decay_style: one of `STYLES`.
         min_lr: the least learning rate after the warm-up.
+        wsd_decay_ratio: the part of `end_iter` in which the style `wsd` decays, at its end.
+        wsd_decay_style: the form of that decay, one of `_WSD_DECAYS`.
     """
 
     start_lr: float
@@ -43,6 +59,8 @@ class Schedule:
     warmup_iter: float = 0.0
     decay_style: str = "linear"
     min_lr: float = 0.0
+    wsd_decay_ratio: float = 0.1
+    wsd_decay_style: str = "cosine"
 
     def __post_init__(self):
         if self.decay_style not in STYLES:
@@ -53,7 +71,9 @@ class Schedule:
 
         The first optimizer step uses the learning rate of `step` 0.
         """
-        n = min(step, self.end_iter - self.warmup_iter)
+        n = step
+        if self.decay_style != "wsd":
+            n = min(step, self.end_iter - self.warmup_iter)
         if self.warmup_iter > 0 and step <= self.warmup_iter:
             return self.start_lr * n / self.warmup_iter
         m = n - self.warmup_iter
@@ -63,6 +83,10 @@ class Schedule:
             lr = self.start_lr / 2.0 * (math.cos(math.pi * m / self.end_iter) + 1)
         elif self.decay_style == "exponential":
             lr = self.start_lr * math.exp(-0.693 * m / self.end_iter)
+        elif self.decay_style == "wsd" and step > self.end_iter * (1 - self.wsd_decay_ratio):
+            left = max(0, self.end_iter - step) / (self.end_iter * self.wsd_decay_ratio)
+            factor = _WSD_DECAYS[self.wsd_decay_style](max(0.0, 1 - left))
+            lr = self.min_lr + (self.start_lr - self.min_lr) * factor
         else:
             lr = self.start_lr
         return max(lr, self.min_lr)
@@ -77,6 +101,8 @@ def schedule_of(config: Config) -> Schedule:
         warmup_iter=config.lr.warmup * decay_iters,
         decay_style=config.lr.decay_style,
         min_lr=config.lr.min_lr,
+        wsd_decay_ratio=config.lr.wsd_decay_ratio,
+        wsd_decay_style=config.lr.wsd_decay_style,
     )
 
 

@@ -86,3 +86,17 @@ def test_a_resumed_schedule_goes_on_with_this_runs_curve_or_the_checkpoints():
     kept, optimizer = make(Schedule(0.5, 20, 2, "cosine"), use_checkpoint=True)
     kept.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == Schedule(1.0, 10, 2, "linear")(4)
+
+
+def test_wsd_is_stable_and_then_decays_to_its_end():
+    rates = {"cosine": 0.55, "linear": 0.55, "exponential": 0.1 + 0.9 * (2**0.5 - 1)}
+    for style, middle in (rates | {"minus_sqrt": 0.1 + 0.9 * (1 - 0.5**0.5)}).items():
+        schedule = Schedule(1.0, 100, 10, "wsd", 0.1, wsd_decay_ratio=0.2, wsd_decay_style=style)
+        assert schedule(5) == 0.5
+        assert {schedule(step) for step in range(10, 81)} == {1.0}
+        assert 0.1 < schedule(99) < schedule(90) < schedule(81) < 1
+        assert schedule(90) == pytest.approx(middle)
+        assert schedule(100) == schedule(130) == pytest.approx(0.1)
+    gpt_neox = Schedule(1.0, 100, 0, "wsd")  # PR 1375: the last tenth, a cosine
+    assert gpt_neox(90) == 1 and gpt_neox(95) == pytest.approx(0.5) and gpt_neox(100) == 0
+    assert Schedule(1.0, 100, 90, "wsd")(45) == 0.5  # the warm-up may be longer than half
