@@ -168,7 +168,10 @@ def _seed(seed: int) -> Found | None:
 @relation("warmup", "decay_style", "wsd_decay_ratio")
 def _warmup(warmup: float, style: str, decay: float) -> Found | None:
     if style == "wsd" and warmup + decay > 1:
-        return "warmup", f"{warmup} + wsd_decay_ratio {decay} is above 1; write at most {1 - decay:g}"
+        return (
+            "warmup",
+            f"{warmup} + wsd_decay_ratio {decay} is above 1; write at most {1 - decay:g}",
+        )
     if style != "wsd" and warmup > 0.5:
         return (
             "warmup",

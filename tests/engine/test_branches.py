@@ -9,7 +9,9 @@ def test_a_branch_decays_from_a_stable_checkpoint_of_another_run(tmp_path):
     prefix = write_shards(tmp_path)
 
     def config_at(name, **changes):
-        return write_run_config(tmp_path / name, prefix, train_micro_batch_size_per_gpu=4, **changes)
+        return write_run_config(
+            tmp_path / name, prefix, train_micro_batch_size_per_gpu=4, **changes
+        )
 
     wsd = {"lr_decay_style": "wsd", "warmup": 0, "train_iters": 4, "wsd_decay_ratio": 0.5}
     config, whole = config_at("whole", **wsd)

@@ -12,8 +12,8 @@ E = lr_decay_iters, n = min(step, E - W) and m = n - W:
 After the warm-up, the learning rate is at least min_lr. It is constant from step E - W on, so a
 cosine ends slightly above zero. The released checkpoints were trained with these formulas.
 
-`wsd` (warm-up, stable, decay; arXiv 2404.06395) stays at start until the last R = wsd_decay_ratio of
-E, and reaches min_lr at step E. With r = 1 - (E - step) / (R E), the part of the decay that is over:
+`wsd` (warm-up, stable, decay; arXiv 2404.06395) stays at start until the last part of E, of length
+R E with R = wsd_decay_ratio, and reaches min_lr at step E. With r = 1 - (E - step) / (R E):
 
     wsd                   min_lr + (start - min_lr) c(r)
     c(r)                  cosine (cos(pi r) + 1) / 2, as in gpt-neox's PR 1375; linear 1 - r;
