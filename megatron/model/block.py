@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.model.cache import LayerCache
 from megatron.model.norm import build_norm
 from megatron.model.shape import Plan
 from megatron.parallel.collectives import add_partial, all_to_all
@@ -38,7 +39,8 @@ class SelfAttention(nn.Module):
     """Causal self-attention, from x [batch, positions, hidden size] to an output of the same shape.
 
     It also takes theta [heads, columns], the distance kernel's parameters, or None, and the start
-    of each token's document [batch, all positions], or None if a sequence is one document.
+    of each token's document [batch, all positions], or None if a sequence is one document. If a
+    cache is given, x follows the positions in the cache, and the cache knows the documents.
 
     Args:
         index: The number of the layer, from 0.
@@ -62,6 +64,7 @@ class SelfAttention(nn.Module):
         theta_HN: torch.Tensor | None,
         starts_BS: torch.Tensor | None = None,
         partial: bool = False,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         s = self.shape
         qkv = self.query_key_value(x_BTD)
@@ -73,6 +76,8 @@ class SelfAttention(nn.Module):
         positions_BT = None
         if self.documents is not None and starts_BS is not None:
             positions_BT = self.documents.positions(starts_BS)
+        if cache is not None:
+            positions_BT = cache.positions(x_BTD.shape[1])
         q_BHTE, k_BHTE = self.pos.rotate(
             q_BHTE,
             k_BHTE,
@@ -80,6 +85,10 @@ class SelfAttention(nn.Module):
             rotary_ndims=s.rotary_ndims,
             base=s.rotary_base,
         )
+        decay_BHS, query_offset = self._decay(x_BTD), 0
+        if cache is not None:
+            kept = cache.extend(k_BHTE, v_BHTE, decay_BHS)
+            k_BHTE, v_BHTE, decay_BHS, starts_BS, query_offset = kept
         dropout_p = s.attention_dropout if self.training else 0.0
         with rank_dropout(self.tp, x_BTD.device) if dropout_p else nullcontext():
             out_BHTE = self.attend(
@@ -90,7 +99,8 @@ class SelfAttention(nn.Module):
                 theta_HN,
                 scale=1.0 / math.sqrt(s.head_size),
                 dropout_p=dropout_p,
-                decay_BHS=self._decay(x_BTD),
+                query_offset=query_offset,
+                decay_BHS=decay_BHS,
                 starts_BS=starts_BS,
                 window=self.window,
                 positions_BT=positions_BT,
@@ -164,7 +174,7 @@ _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
 class Block(nn.Module):
     """One transformer block, from x [batch, positions, hidden size] to x of the same shape.
 
-    It also takes theta and the starts of documents, as `SelfAttention` does.
+    It also takes theta, the starts of documents and a cache, as `SelfAttention` does.
     """
 
     def __init__(self, plan: Plan, index: int):
@@ -184,11 +194,12 @@ class Block(nn.Module):
         x_BTD: torch.Tensor,
         theta_HN: torch.Tensor | None,
         starts_BS: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
+        partial, normed_BTD = self.gpt_j_residual, self.input_layernorm(x_BTD)
+        attention = self.attention(normed_BTD, theta_HN, starts_BS, partial, cache)
         if self.gpt_j_residual:
-            attention = self.attention(self.input_layernorm(x_BTD), theta_HN, starts_BS, True)
             mlp = self.mlp(self.post_attention_layernorm(x_BTD), partial=True)
             return add_partial(x_BTD, self.dropout(attention), self.dropout(mlp), tp=self.tp)
-        attention = self.attention(self.input_layernorm(x_BTD), theta_HN, starts_BS)
         x_BTD = x_BTD + self.dropout(attention)
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))

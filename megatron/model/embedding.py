@@ -24,7 +24,7 @@ from megatron.parallel.collectives import copy_to
 from megatron.parallel.layers import HiddenDropout, VocabEmbedding
 from megatron.parallel.rng import named_generator
 from megatron.parallel.sharding import Sharding, mark_sharding
-from megatron.positional import PositionalEmbedding, within_bounds
+from megatron.positional import PositionalEmbedding, PositionalError, within_bounds
 
 THETA = "embedding.theta"
 """The name of the parameter theta in the model and in checkpoints."""
@@ -92,7 +92,8 @@ class EmbeddingLayer(nn.Module):
 
     x [batch, positions, hidden size] is the hidden states. theta [heads, columns], in fp32, is the
     distance kernel's parameters, or None if there are none. The layer also takes the start of each
-    token's document [batch, all positions], or None if a sequence is one document.
+    token's document [batch, all positions], or None if a sequence is one document, and the position
+    of each token [batch, positions], or None to count from the sequence's first token.
 
     Args:
         words: Whether this layer embeds the tokens. If False, the input is the embedded tokens. In
@@ -131,18 +132,26 @@ class EmbeddingLayer(nn.Module):
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
 
     def forward(
-        self, x: torch.Tensor, starts_BS: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        starts_BS: torch.Tensor | None = None,
+        positions_BT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x_BTD = x if self.word_embeddings is None else self.word_embeddings(x)
         if self.pos.has("input"):
-            x_BTD = x_BTD + self._position_vectors(x_BTD, starts_BS)
+            x_BTD = x_BTD + self._position_vectors(x_BTD, starts_BS, positions_BT)
         return self.dropout(x_BTD), self._theta(x_BTD.dtype)
 
     def _position_vectors(
-        self, x_BTD: torch.Tensor, starts_BS: torch.Tensor | None
+        self,
+        x_BTD: torch.Tensor,
+        starts_BS: torch.Tensor | None,
+        positions_BT: torch.Tensor | None,
     ) -> torch.Tensor:
         length = x_BTD.shape[1]
-        positions = self.split.positions(length, x_BTD.device)  # [T], or restarted [B, T]
+        positions = positions_BT  # [B, T], or [T] if all sequences have the same
+        if positions is None:
+            positions = self.split.positions(length, x_BTD.device)
         if self.documents is not None and starts_BS is not None:
             restarted_BT = self.documents.positions(starts_BS, positions)
             positions = positions if restarted_BT is None else restarted_BT
@@ -160,13 +169,13 @@ class EmbeddingLayer(nn.Module):
         """Check that a trained position table has a vector for each of `length` positions.
 
         Raises:
-            ValueError: The table has fewer vectors.
+            PositionalError: The table has fewer vectors.
         """
         if self.position_embeddings is None:
             return
         available = self.position_embeddings.num_embeddings - self.offset
         if length > available:
-            raise ValueError(
+            raise PositionalError(
                 f"pos_emb: {self.pos.name} has {available} positions, but a sequence of {length} "
                 "came in; raise max_position_embeddings or choose an embedding that extrapolates, "
                 "such as kerple_log"

@@ -16,13 +16,14 @@ layers (see `SequenceSplit`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.block import Block
+from megatron.model.cache import LayerCache
 from megatron.model.embedding import EmbeddingLayer
 from megatron.model.init import initialise
 from megatron.model.norm import build_norm
@@ -82,6 +83,39 @@ class GPT(nn.Module):
         else:
             result = self._losses_in_pieces(x_BTD, self.split.context_slice(targets_BT))
         return all_gather(result, self.cp, 1)[:, :length]
+
+    def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
+        """Return an empty cache of each layer, to continue texts of these numbers of tokens."""
+        padding_B = lengths_B.max() - lengths_B
+        attentions = (cast(Block, layer).attention for layer in self.layers)
+        return [LayerCache(padding_B, attention.window) for attention in attentions]
+
+    def extend(
+        self, tokens_BT: torch.Tensor, cache: list[LayerCache], *, last_only: bool = True
+    ) -> torch.Tensor:
+        """Return the logits of tokens that follow those in the cache, and add them to the cache.
+
+        Each text is one document. Under tensor parallelism every rank must call this method and
+        gets all logits. The ranks must not split the sequence.
+
+        Args:
+            tokens_BT: The next tokens of each text. A text that is shorter than others begins with
+                padding, any tokens (see `megatron.model.cache`).
+            last_only: Whether to return only the logits of the last tokens [batch, vocabulary].
+                Otherwise the result is [batch, positions, vocabulary].
+
+        Raises:
+            PositionalError: A trained position table has no vector for a position.
+        """
+        length = tokens_BT.shape[1]
+        self.embedding.require_positions(cache[0].columns + length)
+        positions_BT = cache[0].positions(length)
+        x_BTD, theta_HN = self.embedding(tokens_BT, positions_BT=positions_BT)
+        for layer, kept in zip(self.layers, cache, strict=True):
+            x_BTD = layer(x_BTD, theta_HN, cache=kept)
+        x_BTD = self.final_norm(x_BTD[:, -1:] if last_only else x_BTD)
+        logits_BTV = gather_from(self._logits(x_BTD), self.logits_tp, -1)
+        return logits_BTV[:, -1] if last_only else logits_BTV
 
     def _losses_in_pieces(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """Compute the losses [batch, positions] without gradients, piece by piece of the sequence.

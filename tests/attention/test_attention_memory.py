@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from unittest import mock
 
 import pytest
@@ -10,22 +9,9 @@ import torch
 
 from megatron.attention import attend, blocked_call
 from megatron.positional import load
+from tests.helpers.peak import peak_bytes
 
 MB = 1 << 20
-
-
-def peak_bytes(call, folder) -> int:
-    """Return the peak number of bytes that torch has allocated and not yet freed during a call."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        call()
-    profiler.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    live = peak = 0
-    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
 
 
 def inputs(name, heads, queries, keys, size=8):
