@@ -30,7 +30,7 @@ CONFIG = "configs/quickstart.yml"
 )
 def test_mistakes(repo_root, command, code, message):
     done = subprocess.run(
-        [sys.executable, *command], cwd=repo_root, capture_output=True, text=True, timeout=60
+        [sys.executable, *command], cwd=repo_root, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == code and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not done.stdout

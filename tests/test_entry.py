@@ -38,7 +38,7 @@ def without_reader(*command, unbuffered=""):
     os.close(reader)
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120,
+        cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240,
         env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
     )  # fmt: skip
     os.close(writer)
@@ -128,7 +128,7 @@ def test_with_another_stdout_the_exit_code_is_the_commands(does):
 
 def test_with_triton_loaded_nothing_is_printed_at_the_end():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM % "import triton"], cwd=ROOT, capture_output=True, timeout=60
+        [sys.executable, "-c", PROGRAM % "import triton"], cwd=ROOT, capture_output=True, timeout=240
     )
     assert (done.returncode, done.stderr) == (3, b"")
 

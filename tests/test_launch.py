@@ -157,7 +157,7 @@ def test_only_rank_0_says_why(environ):
 def call(*arguments, **variables):
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", CONFIG, "--check", *arguments],
-        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 

@@ -72,10 +72,10 @@ def test_an_address_without_a_password_is_taken(load: Callable) -> None:
 @pytest.mark.parametrize("content", [b"save: " + b"x" * 60_000_000, b"a: 1\n" * 15_000_000])
 def test_a_huge_file_is_refused_at_once(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "huge.yml").write_bytes(content)
-    start = time.monotonic()
+    start = time.process_time()  # the machine may be busy
     with pytest.raises(ConfigError, match="huge.yml: more than 2,000,000 bytes"):
         load_config([tmp_path / "huge.yml"])
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_an_endless_device_is_refused() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.engine.errors import CheckpointError, RunLogError
 from megatron.engine.job import failure, join
 from megatron.engine.job.exit_codes import user_errors
-from tests.helpers.loose import SOON, run
+from tests.helpers.loose import SOON, run, wait_for_heartbeats
 
 HOST = socket.gethostname()
 
@@ -23,7 +23,7 @@ def watched(rank, fault, where):
     """Make rank `where` raise or be killed, while the other hangs or waits in a collective."""
     failure.Watch()
     dist.init_process_group("gloo")
-    time.sleep(1)
+    wait_for_heartbeats()
     dist.barrier()
     with user_errors():
         if rank == where and fault == "raises":
@@ -130,20 +130,27 @@ def test_ranks_wait_long_for_what_one_does_alone(said, minutes):
     assert codes == [0, 0] and [float(text) for text in texts] == [60 * minutes] * 2
 
 
-def stops(rank, where, silence, seconds, port=None):
-    """Rank `where` is stopped for some seconds, while the other waits for it in a collective.
+def stops(rank, where, silence, seconds=None, port=None):
+    """Rank `where` is stopped, while the other waits for it in a collective.
 
-    With `port`, another process holds the store there, as torchrun does.
+    Args:
+        silence: the seconds after which a silent rank is lost.
+        seconds: how long it is stopped; None until the other rank has ended.
+        port: another process holds the store there, as torchrun does.
     """
     if port is not None:
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         os.environ["MASTER_PORT"] = str(port)
     watch = failure.Watch(silence)
     dist.init_process_group("gloo")
+    pids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    wait_for_heartbeats()
     dist.barrier()
-    time.sleep(3)
     if rank == where:
-        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        other = int(pids[1 - where])
+        waits = f"sleep {seconds}" if seconds else f"while kill -0 {other}; do sleep 0.2; done"
+        subprocess.Popen(["sh", "-c", f"({waits}) 2>/dev/null; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     with user_errors():
         dist.barrier()
@@ -154,7 +161,7 @@ def stops(rank, where, silence, seconds, port=None):
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_rank_that_is_stopped_for_too_long_is_named(where):
-    codes, texts, _ = run(stops, where, 6, 18)
+    codes, texts, _ = run(stops, where, 6)
     assert codes == [1, 1]
     says = f"rank {1 - where} on {HOST}: error: nothing heard for 6 s (heartbeat_timeout) of rank "
     assert texts[1 - where].startswith(f"{says}{where} on {HOST}"), texts
@@ -162,13 +169,13 @@ def test_a_rank_that_is_stopped_for_too_long_is_named(where):
 
 def test_rank_0_is_missed_too_where_the_launcher_holds_the_store():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    codes, texts, _ = run(stops, 0, 6, 18, store.port)
+    codes, texts, _ = run(stops, 0, 6, None, store.port)
     assert codes == [1, 1]
     assert f"nothing heard for 6 s (heartbeat_timeout) of rank 0 on {HOST}" in texts[1], texts
 
 
 def test_a_rank_that_is_stopped_for_a_while_goes_on():
-    codes, texts, _ = run(stops, 1, 30, 8)
+    codes, texts, _ = run(stops, 1, 30, 4)
     assert codes == [0, 0] and texts == ["", ""]
 
 

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from megatron import launch
+from megatron import launch, preemption
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint import relayout, write
 from megatron.engine.checkpoint.saved import newest
@@ -51,9 +51,14 @@ def prefix(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("text"))
 
 
-def job(rank, config, fault=None, options=()):
+def wait_until_ended_or_agreed():
+    """Wait until this process ends, or until all ranks have agreed where to leave."""
+    assert preemption._current and preemption._current._decided.wait(60), "nobody leaves"
+
+
+def job(rank, config, fault=None, options=(), poll=0.02):
     """Run `train.py`; `fault` is (moment, the how-manieth, ranks, signals)."""
-    failure.POLL_INTERVAL = 0.02
+    failure.POLL_INTERVAL = poll
     if fault and rank in fault[2]:
         owner, name = MOMENTS[fault[0]]
         original, calls = getattr(owner, name), []
@@ -63,7 +68,10 @@ def job(rank, config, fault=None, options=()):
             if len(calls) == fault[1]:
                 for number in fault[3]:
                     os.kill(os.getpid(), number)
-                time.sleep(30 if fault[0] in ("conversion", "loading") else 0.2)
+                if fault[3].count(INT) < preemption.IMPATIENT:
+                    wait_until_ended_or_agreed()
+                else:
+                    time.sleep(60)
             return original(*args, **kwargs)
 
         setattr(owner, name, interrupted)
@@ -140,11 +148,12 @@ def told_with_its_shell(rank, config):
         shell.terminate()
         shell.wait()
         os.kill(os.getpid(), TERM)
-        time.sleep(1)
+        time.sleep(1.2)  # longer than two polls, after which it would end
+        wait_until_ended_or_agreed()
         return written(*args)
 
     write.describe_files = told
-    job(rank, config)
+    job(rank, config, poll=0.5)  # two polls are the time until the signal must have arrived
 
 
 def test_a_signal_that_ends_the_shell_around_a_rank_too_does_not_end_the_save(tmp_path, prefix):

@@ -3,11 +3,13 @@
 import multiprocessing
 import os
 import time
+from datetime import timedelta
 from multiprocessing import connection, reduction
 
 import torch
 
 from megatron.engine.job import failure
+from megatron.engine.job.store import connect
 from tests.helpers.launch import PRELOADED, free_port
 
 SOON = 60
@@ -24,7 +26,8 @@ def run(function, *args, ranks=2, timeout=200):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = free_port()
-    started = [start(context, port, rank, ranks, function, args) for rank in range(ranks)]
+    ready = context.Barrier(ranks)
+    started = [start(context, port, rank, ready, function, args) for rank in range(ranks)]
     processes, outputs = zip(*started, strict=True)
     try:
         connection.wait([p.sentinel for p in processes], timeout)
@@ -44,30 +47,41 @@ def run(function, *args, ranks=2, timeout=200):
     return [process.exitcode for process in processes], texts, seconds
 
 
-def start(context, port, rank, ranks, function, args):
+def start(context, port, rank, ready, function, args):
     output = os.memfd_create(f"rank{rank}")
     inherited = reduction.DupFd(output)
     environ = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(ready.parties),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    process = context.Process(target=child, args=(environ, inherited, function, args))
+    process = context.Process(target=child, args=(environ, inherited, ready, function, args))
     process.start()
     return process, output
 
 
-def child(environ, output, function, args):
+def child(environ, output, ready, function, args):
     os.environ.update(environ)
     descriptor = output.detach()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    failure.GRACE, failure.CAUSE_WAIT, failure.STORE_TIMEOUT = 2.0, 1.0, 1.0
-    failure.REPORT_TIMEOUT = 5.0
+    failure.GRACE, failure.CAUSE_WAIT, failure.STORE_TIMEOUT = 3.0, 2.0, 1.0
+    failure.REPORT_TIMEOUT, failure.POLL_INTERVAL = 5.0, 0.2
+    ready.wait()  # those that fail in the same way wait for each other only CAUSE_WAIT seconds
     function(int(environ["RANK"]), *args)
+
+
+def wait_for_heartbeats():
+    """Wait until each rank of this job has heard the others: each sends two heartbeats more."""
+    store, keys = connect(SOON), [f"beat/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    store.wait(keys, timedelta(seconds=SOON))
+    for _ in range(2):
+        before = store.multi_get(keys)
+        while any(a == b for a, b in zip(before, store.multi_get(keys), strict=True)):
+            time.sleep(0.02)
 
 
 def only_line_about_it(texts):

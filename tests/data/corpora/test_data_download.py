@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,15 @@ class Server(http.server.ThreadingHTTPServer):
     """Serves `files` (name -> bytes) with ranges.
 
     `breaks`: for each of the next answers, the bytes after which the connection breaks.
+    `goes_on`: before it breaks a connection, it waits for this event.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
         self.breaks: list[int] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.asked: list[tuple[str, str, str | None]] = []
 
     @property
@@ -79,6 +83,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content[start:end])
             if end < len(content):
                 self.wfile.flush()
+                server.goes_on.wait()
                 self.connection.close()
 
 
@@ -126,16 +131,18 @@ download(RemoteFile((sys.argv[1],)), Path(sys.argv[2]))
 
 def test_a_killed_download_goes_on(server, tmp_path):
     server.files["a.bin"] = BODY
-    server.breaks = [1_000_000] + [0] * 50  # then every connection breaks without a byte
+    server.breaks = [2_000_000]
+    server.goes_on.clear()
     command = [sys.executable, "-c", KILLED, f"{server.url}/a.bin", str(tmp_path / "a.bin")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     part = tmp_path / "a.bin.part"
     while not part.exists() or part.stat().st_size < 900_000:
         assert process.poll() is None
+        time.sleep(0.01)
     process.kill()
     process.wait()
+    server.goes_on.set()
     have = part.stat().st_size
-    server.breaks = []
     server.asked.clear()
     download(remote(server), tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == BODY

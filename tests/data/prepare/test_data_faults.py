@@ -147,7 +147,7 @@ def test_ranks_that_prepare_the_corpus_at_once(start, tmp_path):
     go = tmp_path / "go"
     processes = [start(PREPARER, tmp_path / "data", go) for _ in range(3)]
     go.touch()
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=400) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], results
     assert len({out for out, _ in results}) == 1
     # One made it and showed its progress; the others waited.
@@ -162,7 +162,7 @@ def test_ranks_that_build_an_index_at_once(start, published_shards, tmp_path):
     go, cache = tmp_path / "go", tmp_path / "cache"
     processes = [start(INDEXER, cache, go, published_shards.prefix) for _ in range(3)]
     go.touch()
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=400) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], results
     assert len({out for out, _ in results}) == 1
     assert sorted(path.name[:5] for path in cache.iterdir()) == [".lock", "train"]

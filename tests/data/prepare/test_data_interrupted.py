@@ -21,7 +21,7 @@ def children(pid: int) -> list[int]:
 
 
 def wait_for_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, "a worker is alive after the run"
         time.sleep(0.02)
@@ -102,7 +102,7 @@ def test_a_worker_that_dies(unbroken, tmp_path):
     workers = children(process.pid)
     assert len(workers) == 2
     os.kill(workers[0], signal.SIGKILL)
-    _, text = process.communicate("go on\n", timeout=60)
+    _, text = process.communicate("go on\n", timeout=240)
     assert process.returncode == 1
     assert "error: a worker process died (killed by SIGKILL" in text
     assert "the same command goes on after the first " in text and "Traceback" not in text
@@ -130,7 +130,7 @@ def test_told_to_end(unbroken, tmp_path, number):
     workers = children(process.pid)
     for pid in [*workers, process.pid]:
         os.kill(pid, number)
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "the same command goes on" in text and "Traceback" not in text
     wait_for_end(workers)

@@ -109,11 +109,18 @@ def test_a_process_of_another_user_and_a_torn_lease_count_as_elsewhere(monkeypat
 
 
 def test_the_second_job_waits_for_a_silent_holder_elsewhere(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lease, "LIFETIME", 1.5)
-    begun = time.monotonic()
-    write_lease(tmp_path, **FOREIGN)
+    waits = []
+
+    def wait(seconds):
+        assert leases(tmp_path)[-1] == ".lease-1"
+        waits.append(seconds)
+        if len(waits) == 3:
+            monkeypatch.setattr(lease, "LIFETIME", 29.0)
+
+    write_lease(tmp_path, age=30, **FOREIGN)
+    monkeypatch.setattr(lease.time, "sleep", wait)
     with lease.sole_writer(tmp_path):
-        assert time.monotonic() - begun > 1
+        assert len(waits) == 3 and leases(tmp_path) == [".lease-2"]
     assert "is held by process" in capsys.readouterr().out
 
 
