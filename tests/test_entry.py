@@ -128,7 +128,10 @@ def test_with_another_stdout_the_exit_code_is_the_commands(does):
 
 def test_with_triton_loaded_nothing_is_printed_at_the_end():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM % "import triton"], cwd=ROOT, capture_output=True, timeout=240
+        [sys.executable, "-c", PROGRAM % "import triton"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=240,
     )
     assert (done.returncode, done.stderr) == (3, b"")
 
