@@ -15,7 +15,6 @@ from tests.helpers.jobs import digest, rows, write_run_config, write_shards
 from tests.helpers.launch import call, run_script
 from tests.helpers.paths import ROOT
 
-
 PAUSING = """
 import runpy, sys, time
 from pathlib import Path
