@@ -3,7 +3,7 @@
     loss(L)   = mean over sequences s and positions t of -log p(x_{s,t+1} | x_{s,<=t})   [nats]
     ppl(L)    = exp(loss(L))
     bits/byte = loss(L) * tokens / (ln 2 * bytes)
-    stderr(L) = std over sequences of their mean loss / sqrt(sequences)
+    stderr(L) = std over sequences of the sequence's mean loss / sqrt(number of sequences)
 
 Here tokens is the number of target tokens, and bytes the number of their UTF-8 bytes. Each token is
 predicted from all earlier tokens of its sequence. Sequences do not overlap, and every length reads
@@ -53,10 +53,10 @@ class MeasuredModel:
 
     Attributes:
         loss_fn: the function that returns the loss of each target token.
-        pos: the model's positional embedding. The evaluation plots only distance kernels.
+        pos: the model's positional embedding. It is plotted if it depends on query-key distances.
         tokenizer: the tokenizer with which the text was made.
-        theta_HN: the learned parameters of the distance kernel [heads, parameters per head], in
-            fp32 on the CPU; None if the embedding has no learned parameters.
+        theta_HN: the learned parameters of `pos` [heads, parameters per head], in fp32 on the CPU;
+            None if `pos` has no learned parameters.
     """
 
     loss_fn: LossFn
@@ -71,12 +71,12 @@ class Measurement:
 
     Attributes:
         loss_fn: the function that returns the loss of each target token.
-        read: a function that takes a length and returns the text in sequences of this length, int64
-            [number of sequences, length + 1]. The last token of a sequence is only a target.
+        read: a function that takes a length and returns the text in sequences, int64 [number of
+            sequences, length + 1]. The last token of each sequence is a target, but no input.
         token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: the approximate number of tokens in a forward pass.
         groups: the job's process groups; the data-parallel ranks share the sequences.
-        uncounted_after: the id of an input token whose target is not scored, or None.
+        uncounted_after: the id of a token; targets that follow it are not scored. None scores all.
     """
 
     loss_fn: LossFn
@@ -176,7 +176,7 @@ def evaluate_checkpoint(
 
 
 def scale_distances(model: nn.Module, scale: float) -> None:
-    """Make every layer of `model` see each distance times `scale`, from now on."""
+    """Multiply the query-key distances in every layer of `model` by `scale`, from now on."""
     for module in model.modules() if scale != 1.0 else ():
         pos = getattr(module, "pos", None)
         if isinstance(pos, PositionalEmbedding) and pos.has_distances:
@@ -209,7 +209,7 @@ def evaluate_lengths(
         run_dir: the folder into which the CSV and the plots are written.
 
     Raises:
-        DataError: the config's `eval_split` is shorter than one sequence of the largest length.
+        DataError: the split `eval_split` is shorter than one sequence of the largest length.
     """
     chosen, lengths = config.evaluation, sorted(set(lengths))
     documents = text.splits[SPLITS.index(chosen.eval_split)]
@@ -251,9 +251,10 @@ def evaluate_lengths(
 
 
 def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path) -> None:
-    """Plot the bias b_h(d) and the weight w_h(d) of each head up to distance `longest`.
+    """Plot the bias b_h(d) and the weight w_h(d) of each head h for distances d up to `longest`.
 
-    If layers have different kernels, each has a picture, named after the first layer that has it.
+    If layers have different kernels, there is one picture for each kernel. Its file is named after
+    the first layer with this kernel.
     """
     theta_HN = model.pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if model.theta_HN is not None:

@@ -34,13 +34,12 @@ def loss_of_batches(
 ) -> float:
     """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
 
-    It is the mean of the losses of the micro-batches, as in training.
-
-    Every rank must call this function, and every rank gets the same result.
+    All micro-batches have the same weight, as in training. Every rank must call this function, and
+    every rank gets the same result.
 
     Args:
         batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
-        uncounted_after: the id of an input token whose target does not count.
+        uncounted_after: the id of a token; targets that follow it do not count. None counts all.
     """
     engine.eval()
     loss_fn = loss_function(engine, groups)
@@ -72,9 +71,9 @@ def losses_of_sequences(
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
         batch_tokens: the approximate number of tokens in a forward pass.
         last_only: whether to score only the last position of each sequence.
-        uncounted_after: the id of an input token whose target is not scored. A sequence's result is
-            then weighted by its number of scored targets, so that the mean over all sequences is
-            the mean over all scored targets.
+        uncounted_after: the id of a token; targets that follow it are not scored. Each sequence's
+            result is then weighted by its number of scored targets, so that the mean over all
+            sequences is the mean over all scored targets. None scores all targets.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)

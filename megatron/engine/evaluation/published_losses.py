@@ -1,4 +1,4 @@
-"""Write to the log the losses that GPT-NeoX prints with `train_iters: 0`, on GPT-NeoX's batches."""
+"""Log the losses that GPT-NeoX prints with `train_iters: 0`, measured on the same batches."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NFS caches a folder for 60 seconds by default (its option `acdirmax`).
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return a dict from config key to value, without the sections in `LOCAL`."""
+    """Return a dict from config key to value, without the sections `data` and `logging`."""
     return {
         name: value
         for section, values in config.sections()

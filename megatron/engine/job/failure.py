@@ -144,7 +144,7 @@ class Watch:
             hearing.stop()
 
     def _listen(self, store: Store) -> bool:
-        """Read the job's first failure; return whether to read again sooner than usual."""
+        """Look for a failure in the store; return whether to look again sooner than usual."""
         if not _received and store.check(["end"]):
             _received.append(json.loads(store.get("end")))
         return not _received and self._exchange(store)
@@ -200,12 +200,11 @@ def lost_contact(error: BaseException | None) -> bool:
 
 
 def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
-    """Report the failure to the other ranks through the job's store; without a store, print it.
+    """Report `failure` to the other ranks through the job's store. If there is no store, print it.
 
     Args:
         lost: whether the failure is only a lost connection to another process.
-        causes: a list. If this failure was caused by that of another rank, the other rank's failure
-            is added to the list.
+        causes: a list to which another rank's failure is added if it caused this one.
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.

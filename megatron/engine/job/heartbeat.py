@@ -6,8 +6,8 @@
 If a rank's process is stopped or its machine is cut off, its count no longer changes. If the link
 to the store's machine is cut, the store no longer answers. Each rank measures the silence of
 another rank by counting its own calls of `Hearing.tick` until the other rank's count changes. So no
-rank compares the clocks of two machines, and a time in which the whole job is suspended does not
-count.
+rank compares the clocks of two machines, and time during which the whole job is suspended does not
+count as silence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Talk(threading.Thread):
     """A thread that writes and reads heartbeats over one connection to the job's store.
 
     The thread ends if the connection fails or the event `over` is set. If the store does not
-    answer, the thread blocks for ever, and `Hearing` starts another thread.
+    answer, the thread blocks for ever. `Hearing` then starts another thread.
     """
 
     def __init__(
@@ -65,7 +65,10 @@ class Talk(threading.Thread):
             self.refused = isinstance(error, ConnectionRefusedError)
 
     def _turn(self, store: Store) -> float:
-        """Write this rank's count, and read all counts if due. Return how many seconds to wait."""
+        """Write this rank's heartbeat, and read those of all ranks if due.
+
+        Return the number of seconds to wait before the next turn.
+        """
         store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
         keys = [f"beat/{rank}" for rank in range(self._ranks)]
         due = self.reads and self.answers % self._reads_every == 0
@@ -105,7 +108,10 @@ class Hearing:
         self._talk = self._new_talk()
 
     def tick(self) -> None:
-        """Read what the thread has heard; reconnect after PATIENCE ticks without an answer."""
+        """Evaluate the heartbeats that the thread has read since the last tick.
+
+        After PATIENCE ticks without an answer of the store, start a thread with a new connection.
+        """
         talk = self._talk
         new, self._answers = talk.answers > self._answers, talk.answers
         self.refused_for = 0.0 if new else self.refused_for + self._interval * talk.refused

@@ -71,7 +71,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
         verbose: whether DeepSpeed prints its log messages.
 
     Raises:
-        StartError: `backend` is "nccl", and the machine has no CUDA; or the job's port is in use.
+        StartError: `backend` is "nccl" but the machine has no CUDA, or the job's port is in use.
     """
     deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
     for handler in deepspeed.utils.logger.handlers:

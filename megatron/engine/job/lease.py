@@ -6,9 +6,9 @@ HEARTBEAT seconds. All times are from the file server's clock, because the machi
 
 A holder is dead if it ran on this machine and its process has ended, or if its heartbeat stopped
 LIFETIME seconds ago. A process that finds the holder of `.lease-N` dead creates `.lease-N+1` and
-removes `.lease-N`, so two processes cannot both take the folder over. A holder may be taken for
-dead wrongly, for example while its machine is suspended. A holder therefore checks before each
-write that its lease still exists, and otherwise writes nothing.
+removes `.lease-N`, so two processes cannot both take the folder over. A holder can be considered
+dead by mistake, for example while its machine is suspended. Before each write, a holder therefore
+checks that its lease still exists. If the lease is gone, the holder writes nothing.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _take(folder: Path) -> tuple[Path, str]:
 def _create(path: Path, text: str) -> None:
     """Create the lease file `path` with the content `text`.
 
-    If the disk is full, remove the empty file again, because it would delay later jobs.
+    If the disk is full, remove the empty file again, because later jobs would wait for its holder.
 
     Raises:
         FileExistsError: another process has created the lease.
@@ -222,7 +222,11 @@ def _who(content: str) -> str:
 
 
 def is_alive(content: str) -> bool | None:
-    """Return whether a lease's holder is alive; None if this machine cannot check the process."""
+    """Return whether a lease's holder is alive; None if this process cannot find out.
+
+    Args:
+        content: the content of the lease.
+    """
     holder, here = _parsed(content), _machine()
     pid = holder.get("pid")
     if here is None or holder.get("machine") != here or not isinstance(pid, int):

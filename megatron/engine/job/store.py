@@ -1,7 +1,7 @@
 """Open new connections to the job's key-value store, which torchrun or rank 0 holds.
 
 torch's own connection cannot be used during a collective, because another thread may be blocked on
-that connection. If the store does not answer, every operation on it blocks for ever, whatever
+that connection. If the store does not answer, every operation on it blocks for ever, even if a
 time-out is set. So use a connection only in a separate thread, and never wait for that thread
 without a time limit.
 """
@@ -21,12 +21,12 @@ from torch.distributed import (  # documented, but not in its `__all__`
 
 
 def connect(patience: float = 0.0, opens: bool = False) -> Store:
-    """Open a new connection to the job's store and return it.
+    """Open a new connection to the job's key-value store and return it.
 
     Args:
         patience: the seconds for which this call tries to connect again after a failure.
-        opens: whether this call creates the store. Rank 0 does so if it fails before torch has
-            created the store.
+        opens: whether this call creates the store. Rank 0 passes True to report an error that
+            occurred before torch created the store.
 
     Raises:
         ConnectionRefusedError: no process holds the store.
@@ -53,5 +53,5 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
 
 
 def launcher_has_store() -> bool:
-    """Return whether torchrun holds the job's store; otherwise rank 0 holds it."""
+    """Return whether torchrun holds the job's key-value store; otherwise rank 0 holds it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

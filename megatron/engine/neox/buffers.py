@@ -18,7 +18,7 @@ from megatron.positional.rotary import frequencies
 def implied_buffers(
     block: BlockShape, pos: PositionalEmbedding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Compute the buffers that GPT-NeoX's checkpoint of this model contains, rounded to `dtype`.
+    """Compute the buffers that a GPT-NeoX checkpoint of this model contains, rounded to `dtype`.
 
     Returns:
         A dict from GPT-NeoX's name to buffer.

@@ -158,8 +158,8 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 def our_name(index: int, name: str, num_layers: int) -> str | None:
     """Return this project's name for a tensor of GPT-NeoX, or None if there is no such name.
 
-    The result is None for unknown tensors. It is also None for the distance kernel's tensors,
-    because this project stores them as the columns of a single tensor, theta.
+    The result is None for unknown tensors, and for the learned tensors of a distance kernel. This
+    project stores the latter as the columns of a single tensor, theta.
 
     Args:
         index: the tensor's position in the published pipeline.
@@ -193,7 +193,10 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 
 
 def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
-    """Return the published names of the kernel's learned tensors, ordered as theta's columns."""
+    """Return GPT-NeoX's names of the learned tensors of `pos`, in the order of theta's columns.
+
+    The result is empty unless `pos` is a distance kernel with learned parameters.
+    """
     if pos.kind != "distance" or not pos.learnable:
         return ()
     return (TABLE,) if pos.name == "rpe" else tuple(p.name for p in pos.parameters)

@@ -71,12 +71,12 @@ class Published:
         buffers: maps GPT-NeoX's names to stored slopes or frequencies. These values follow from the
             configuration, so they are only checked and exported again, never trained.
         shards: maps "pipeline position.GPT-NeoX's name" to the original tensor-parallel shards of
-            that tensor. A tensor has an entry only if splitting its merged value does not restore
-            its shards: if replicas differ slightly, or if the summed biases are not equal.
+            that tensor. A tensor has an entry only if splitting its merged value would not give
+            the same shards: replicas that differ slightly, and summed biases that are not equal.
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
-        problems: one line for each thing that is missing, unknown or inconsistent. The weights are
-            complete only if there is no line.
+        problems: one line for each file or tensor that is missing, unknown or inconsistent. The
+            weights are complete only if there is no line.
         notes: lines that are printed for the user.
     """
 
@@ -158,7 +158,7 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
 
 
 def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool) -> Shape:
-    """Infer the model's `Shape` from the first rank's tensors, except for the field `theta`."""
+    """Infer the model's `Shape`, except its field `theta`, from the first rank's tensors."""
 
     def matrices(*tensors: Any) -> bool:
         return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)

@@ -4,7 +4,7 @@ A step is bad if its loss or the norm of its gradient is not finite, or if its l
 `loss_spike_threshold` nats above the average of the good steps before it. In this average, a step
 counts 0.9 times as much as the step after it.
 
-A skipped step does not change weights, moments and learning rate; only the step counter advances.
+A skipped step changes no weights, no moments and no learning rate. Only the step counter advances.
 To skip a step, the loss of its last micro-batch is multiplied by NaN. DeepSpeed then finds on every
 rank, in every ZeRO stage, that the gradient is not finite, and skips the update as it does after an
 fp16 overflow.
@@ -99,7 +99,7 @@ class LossGuard:
         return problem
 
     def state(self) -> dict[str, Any]:
-        """Return the average loss as JSON values, which a checkpoint records for a resumed run."""
+        """Return {"average_loss": value} for the checkpoint, or {} if there is no average yet."""
         return {} if self._average is None else {"average_loss": self._average}
 
     def _problem(self, mean: float) -> str:
@@ -122,7 +122,7 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
 
     The block takes one training step. After an overflow, DeepSpeed skips the step and lowers the
     loss scale. If the scale is already the least one, DeepSpeed raises an unclear error under ZeRO.
-    Without ZeRO it would silently skip every later step.
+    Without ZeRO, DeepSpeed raises no error and skips every later step.
 
     Args:
         step: the number of the step, for the error message.

@@ -151,7 +151,7 @@ def build_engine(
     """Wrap model, optimizer and learning-rate scheduler in a DeepSpeed engine.
 
     To allocate the optimizer's state, DeepSpeed takes an empty step, that is, one with zero
-    gradients. This function sets the learning rate to zero for it, so that no weight changes.
+    gradients. In that step the learning rate is zero, so that no weight changes.
     Without ZeRO the empty step would also count in Adam's bias correction. Adam's state is
     therefore cleared after the empty step, unless `numerics.counts_empty_step` is set.
 

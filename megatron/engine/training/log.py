@@ -51,8 +51,8 @@ class RunLog:
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
             from `metrics.jsonl`. With None, rows are only added, because another job may be writing
             the file.
-        validates_again: whether the run evaluates step `last_step` again; the row of an earlier
-            evaluation of this step is dropped.
+        validates_again: whether the run validates after `last_step` again. If so, the row of the
+            earlier validation is dropped.
         confirm: a function to call before each line of metrics is written. It raises an exception
             if another job has taken `run_dir` over.
 
@@ -131,8 +131,8 @@ class RunLog:
         """Remove the rows of steps after `step`, because the run continues from `step`.
 
         Args:
-            validates_again: whether the run evaluates `step` again. If so, the row of the earlier
-                evaluation of `step` is removed, too.
+            validates_again: whether the run validates after `step` again. If so, the row of the
+                earlier validation is removed, too.
         """
         if self._path is not None:
             again = step if validates_again else None
@@ -156,7 +156,7 @@ class RunLog:
         """Append `row` to the file `path`. Return whether `row` was written.
 
         Rows that an earlier call could not write are written before `row`. If the write fails, the
-        file stays as it was, memory keeps all these rows for the next call, and training continues.
+        file stays as it was, the next call tries to write the same rows, and training continues.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:

@@ -1,9 +1,9 @@
 """Run the training loop.
 
 One step accumulates gradients over the micro-batches, clips them, updates the weights, advances the
-learning-rate schedule, and clamps theta (the parameters of the distance kernel) to its bounds. All
-state of the loop is in the checkpoints, so a resumed run takes the same steps as an uninterrupted
-run.
+learning-rate schedule, and clamps theta (the learned parameters of the positional embedding) to its
+bounds. Checkpoints record all state of the loop, so a resumed run takes the same steps as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def next_batches(
 
     Args:
         batches: this rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
-        uncounted_after: the id of an input token whose target does not count in the loss. Such
-            targets are `UNCOUNTED`. None counts all targets.
+        uncounted_after: the id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
+            that they do not count in the loss. None counts all targets.
     """
     for _ in range(count):
         tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)
@@ -66,7 +66,7 @@ def train_step(
 
     Args:
         guard: the object that makes DeepSpeed skip the update of a bad step; None skips no step.
-        uncounted_after: the id of an input token whose target does not count in the loss.
+        uncounted_after: the id of a token; targets that follow it do not count in the loss.
 
     Returns:
         This rank's mean loss (a 0-d tensor, not averaged over the data-parallel ranks), and the L2
@@ -148,10 +148,10 @@ class TrainingLoop:
         Args:
             batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
             first_step: the number of steps that were taken before.
-            validate: a function from the step to the validation loss, or to None if there is none
-                to log. It is called every `eval_interval` steps. It may raise `Leave`.
-            save: a function of the step and the loop's state that writes a checkpoint with both. It
-                is called every `save_interval` steps, after `extra_save_iters`, and at the end.
+            validate: a function that takes the step and returns the validation loss, or None if
+                there is none. It is called every `eval_interval` steps. It may raise `Leave`.
+            save: a function of (step, the loop's state) that writes a checkpoint with both. It is
+                called every `save_interval` steps, after `extra_save_iters`, and at the end.
             check: a function to call before each step. An error that it raises ends the run.
 
         Raises:

@@ -29,14 +29,14 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Divide the trained parameters into two groups: with weight decay, and without.
 
-    If the learning rate of theta (the positional embedding's learned parameters) differs, theta is
-    a third group. On a pipeline stage without theta, the third group holds another parameter, with
-    the usual learning rate, because ZeRO accepts no empty group, and all stages must have the same
-    number of groups.
+    If theta (the positional embedding's learned parameters) has another learning rate than the
+    rest, theta is a third group. All pipeline stages must have the same number of groups, and ZeRO
+    accepts no empty group. On a stage without theta, the third group therefore holds another
+    parameter, with the usual learning rate.
 
     Args:
         decay_theta: whether theta has weight decay.
-        theta_lr_multiplier: the factor by which theta's learning rate differs from the others'.
+        theta_lr_multiplier: theta's learning rate divided by the usual learning rate.
 
     Returns:
         The groups in this order, each {"params", "weight_decay", "name"}. The third group also has
@@ -156,7 +156,7 @@ def mark_sharded_gradients(model: nn.Module) -> None:
     DeepSpeed's 16-bit optimizer clips by a gradient norm summed over the tensor-parallel ranks. The
     first rank adds all of its gradients. Every other rank adds only gradients with the attribute
     `model_parallel`, so that replicated gradients count once. But DeepSpeed sets this attribute on
-    parameters, not on gradients, so without this function only the first rank would count.
+    parameters, not on gradients. Without this function, the other ranks would add nothing.
     """
     for param in model.parameters():
         if param.grad is not None and sharding_of(param) is not None:

@@ -1,9 +1,9 @@
 """Build this rank's shard of the model, as a plain model or as a stage of a DeepSpeed pipeline.
 
-`Pipeline` has the interface of the plain model. `PipelineLosses` has the interface of the plain
-model's engine. Each stage holds complete transformer blocks. The training loop gives every stage
-the same batches, so that all ranks count the same samples. Only the first stage uses the inputs,
-and only the last stage uses the targets.
+`Pipeline` has the interface of the plain model, `GPT`. `PipelineLosses` can be called as the
+DeepSpeed engine of a plain model. Each stage holds complete transformer blocks. The training loop
+gives every stage the same batches, so that all ranks count the same samples. Only the first stage
+uses the inputs, and only the last stage uses the targets.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Pipeline(PipelineModule):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The learned parameters of the distance kernel [this rank's heads, parameters per head].
+        """The positional embedding's learned parameters [this rank's heads, parameters per head].
 
-        Only the first stage holds them. The value is None on other stages, and if the model has no
-        such parameters.
+        Only the first stage holds them. The value is None on other stages, and for an embedding
+        without learned parameters.
         """
         return dict(self.named_parameters()).get(THETA)
 
@@ -132,7 +132,7 @@ def _spec(layer: Layer) -> LayerSpec:
 
 
 def _key(name: str) -> str:
-    """Return the layer name `name` with `/` for each dot: torch allows no dots in module names."""
+    """Replace each dot in a layer's name by `/`, because torch allows no dots in module names."""
     return name.replace(".", "/")
 
 
@@ -149,9 +149,9 @@ def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tenso
 class PipelineLosses:
     """A function of (inputs, targets) that returns the loss of each target, in nats.
 
-    All three have the shape [batch, positions]. Every stage of the pipeline must call the function,
-    and every stage gets the losses. The shape may change between calls, because each call resets
-    DeepSpeed's buffers.
+    Inputs, targets and losses have the shape [batch, positions]. It may change between calls,
+    because each call resets DeepSpeed's buffers. Every stage of the pipeline must call the
+    function, and every stage gets the losses.
     """
 
     def __init__(self, engine: PipelineEngine, groups: Groups):

@@ -14,7 +14,8 @@ class LoopSettings:
     Attributes:
         accumulation: the number of micro-batches per step (`gradient_accumulation_steps`).
         skips_overflow: whether DeepSpeed skips a step whose gradients overflow, as in fp16.
-        uncounted_after: the id of an input token whose target does not count in the loss.
+        uncounted_after: the id of a token; targets that follow it do not count in the loss. None
+            counts all targets.
     """
 
     train_iters: int

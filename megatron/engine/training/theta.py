@@ -1,10 +1,9 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
-A distance kernel is a bias or factor that depends only on the query-key distance. Theta [heads, n]
-contains n learned parameters of the kernel for each head. Theta's master is the fp32 copy that the
-optimizer updates. After each optimizer step, the master and the model's copy of theta are clamped
-to the bounds. Each ZeRO stage stores the master in a different place, so this module treats each
-stage separately.
+Theta contains the learned parameters of the positional embedding, [heads, parameters per head].
+Theta's master is the fp32 copy that the optimizer updates. After each optimizer step, the master
+and the model's copy of theta are clamped to the bounds. Each ZeRO stage stores the master in a
+different place, so this module treats each stage separately.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ MOST_COLUMNS = 8
 
 
 class TrainedTheta:
-    """Theta, the learned parameters of the model's distance kernel, in a DeepSpeed engine.
+    """Theta, the learned parameters of the model's positional embedding, in a DeepSpeed engine.
 
-    Theta has the shape [heads, n], with n parameters for each head. Under ZeRO every method is a
-    collective, so all ranks of the pipeline stage must call it. On a rank without theta, the
-    methods do nothing. A rank has no theta if the kernel has no learned parameters or if another
-    pipeline stage holds them.
+    Theta has the shape [heads, parameters per head]. Under ZeRO every method is a collective, so
+    all ranks of the pipeline stage must call it. A rank has no theta if the embedding has no
+    learned parameters or if another pipeline stage holds them. There, the methods do nothing.
 
     Args:
         engine: the engine that trains theta.
@@ -85,7 +83,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp theta, the kernel's parameters, to its bounds, after an optimizer step."""
+        """Clamp theta to its bounds. Call this method after each optimizer step."""
         theta, master_HN = self.parameter, self.master()
         if theta is None or master_HN is None:
             return
@@ -101,9 +99,9 @@ class TrainedTheta:
     def columns(self) -> dict[str, Tensor]:
         """Return a dict from parameter name to the values [all heads] after the last `project`.
 
-        If several layers have an own parameter of one name, its values are [layers, all heads]. If
-        there are more than MOST_COLUMNS names, the dict has the only entry "table", with all
-        columns, [all heads, parameters per head].
+        If several layers have parameters of the same name, the values are [layers, all heads]. If
+        there are more than MOST_COLUMNS names, the dict has the single entry "table" with all
+        columns of theta, [all heads, parameters per head].
         """
         if self._projected_HN is None:
             return {}
