@@ -33,7 +33,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def special_functions(ptx: str) -> int:
     """Return how many special functions a thread computes in one round of the costliest loop.
 
-    Only innermost loops count. A loop is the text from a label to a later jump to this label.
+    Special functions are log2, exp2, 1/x and the like. Only innermost loops count. A loop is the
+    PTX text from a label to a later jump to this label.
     """
     labels, loops, lines = {}, [], ptx.splitlines()
     for n, line in enumerate(lines):

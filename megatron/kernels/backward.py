@@ -14,8 +14,9 @@ in fixed order. `query_pass` also computes delta.
 
 In 16 bits, o is rounded, and the error of do_i . o_i would be most of the error of dtheta. The true
 delta_i is sum_j p_ij do_i . v_j. It exceeds do_i . o_i by excess_i = sum_j ds_ij, which is known
-only after the loop. So `query_pass` sums ds_ij t_ij and p_ij t_ij, where t_ij = dx_ij/dtheta_k, and
-in the end subtracts excess_i sum_j p_ij t_ij. It stores do_i . o_i + excess_i for the other passes.
+only after the loop over j. Therefore the loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij,
+where t_ij = dx_ij/dtheta_k. After the loop, `query_pass` subtracts excess_i times the second sum
+from the first sum. It stores do_i . o_i + excess_i as delta_i for the other Triton kernels.
 
 `key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
 share these keys.
@@ -57,8 +58,8 @@ def weights(
 ):  # fmt: skip
     """Return the results of `f_evaluate` and the softmax weights p of a tile.
 
-    With MASKED, p is 0 for future keys, that is, where i < j, and where `limit` is false. `limit`
-    may be None, and so may `decay`, which is subtracted from y.
+    If `decay` is not None, it is subtracted from y. With MASKED, p is 0 for future keys (i < j),
+    and also where `limit` is false if `limit` is not None.
     """
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
@@ -120,7 +121,8 @@ def query_pass(
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
     row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient. With
-    LEARNS, delta has no error from the rounding of out: theta, a table, a sink or a decay needs it.
+    LEARNS, delta is corrected for the rounding of out. The gradients of theta, a table, a sink or a
+    decay need this correction.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

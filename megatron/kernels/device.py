@@ -92,10 +92,11 @@ else:
     def opaque(x):
         """Return x, hidden from the compiler's optimiser.
 
-        This prevents two optimisations. For s + b(d) / scale, the compiler would start the
-        accumulator of the product s from b(d) / scale, and these values would occupy registers
-        during the product. In a loop, it would keep the accumulator of the last product in flight
-        until the next iteration, and ptxas would then wait after each of Hopper's products (C7515).
+        This prevents two optimisations that slow the Triton kernels down. For s + b(d) / scale, the
+        compiler would start the accumulator of the matrix product s from b(d) / scale, and these
+        values would occupy registers during the product. In a loop, the compiler would let the last
+        product run on into the next iteration, and ptxas would then wait after each of Hopper's
+        products (its warning C7515).
         """
         return instruction("mov.b32 $0, $1;", x)
 
@@ -145,8 +146,8 @@ def table_distance(i, j, m0, n0, offset, queries):
     """Return the distances i - j of a tile, clamped to the indices of a table over distances.
 
     The distance of a future key becomes 0. Rows past the last query get the distances of the last
-    query. The positions `i` and `j` are relative to the tile's first key, the sequence's key `n0`.
-    The compiler removes the call if its result is unused.
+    query. The positions `i` and `j` are relative to `n0`, the position of the tile's first key. If
+    a distance kernel has no table, the compiler removes the call, because its result is not used.
     """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
@@ -157,9 +158,10 @@ def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
 
     An entry is true (kept) with the probability `threshold` / 2^24. `key` must be a multiple of 4.
 
-    The random generator is Philox in counter mode. A score's random bits depend only on the seed,
-    on its sequence and head (`item`), on its query and on its key. The bits do not depend on the
-    tiling, so every Triton kernel draws the same mask. One call of the generator serves four keys.
+    The random generator is Philox in counter mode. The random bits of a score depend only on the
+    seed, on the sequence and head (`item`), on the query and on the key. They do not depend on the
+    tile sizes, so every Triton kernel draws the same mask. One call of the generator serves four
+    keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
     counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))

@@ -18,9 +18,10 @@ HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
 
 
 class NotExpressible(ValueError):
-    """The generated code cannot express a function, or a power would be wrong for some theta.
+    """A distance kernel contains a function or a power that the generated code cannot compute.
 
-    The error message names the function or the power.
+    A power is refused if the generated code would compute it wrongly for some theta. The error
+    message names the function or the power.
     """
 
 
@@ -41,18 +42,19 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether d is in an exponent, so that `rcp` may fail for very large or small values."""
+    """Return whether d is in an exponent. Values may then be too large or too small for `rcp`."""
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
     """Check that a power x^y may be computed as 2^(y log2 x) for every theta and distance d.
 
-    This is safe if x is always positive, or if y is a number and x never negative. It is also safe
-    if y > 0 and x, a function of d alone, is 0 only at d = 0: log2 0 then becomes a finite number.
+    One of these conditions must hold: x is always positive; or y is a number and x is never
+    negative; or y > 0, x depends only on d, and x is 0 only at d = 0. (The generated code replaces
+    log2 0 by a finite number.)
 
     Raises:
-        NotExpressible: The power may not be computed in this way.
+        NotExpressible: None of the conditions holds.
     """
     base, exponent = power.args
     near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))

@@ -17,9 +17,9 @@ To this end the entry in column c of row r is moved to column e = (r - c) mod R.
 two groups of entries: those with e <= r are at distance D + e, and those with e > r are at distance
 D + e - R. Each group is summed separately.
 
-Legend: see `forward`, and `backward` for ds. G is the number of distances D, which are 0, R, 2R,
-and so on. A dimension "tables" has one entry for b / scale and one for w, if
-there are both. A dimension "groups" has one entry for each of the two groups.
+Legend: see `forward`, and `backward` for ds. G is the number of distances D = 0, R, 2R, .... A
+dimension "tables" has two entries (b / scale, then w), or one if there is only a bias or only a
+factor. A dimension "groups" has one entry for each of the two groups.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 @triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
-    """Load the rows of a tensor with the indices `row`, and pad them from E to P columns.
+    """Load the rows `row` of a tensor with E columns, and pad them to P columns with zeros.
 
-    Rows where `inside` is false become 0, and so do the columns from E on.
+    Rows where `inside` is false become zeros.
     """
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
@@ -120,7 +120,7 @@ def tile_gradients(
     seed, threshold, rescale, f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores s and the gradients ds of the logits of a square tile."""
+    """Return, for a square tile, the scores s and the gradients ds of the logits."""
     i = m0 + tl.arange(0, R)
     there = (i >= 0) & (i < queries)
     row, safe = tl.minimum(i, queries - 1), tl.maximum(i, 0)
@@ -162,7 +162,10 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums of the gradients of 1 or 2 tables, one diagonal of tiles per program."""
+    """Sum, at each query-key distance, the parts of the gradients of the tables of b and of w.
+
+    Each program handles the tiles of one head whose upper left corners are at the same distance.
+    """
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D

@@ -49,7 +49,7 @@ _Four = tuple[int, int, int, int]
 
 
 def sizes(forward: _Four, query: _Four, key: _Four, table: _Four) -> TileSizes:
-    """Return the `TileSizes` of the four Triton kernels. Each tuple is (M, N, warps, stages)."""
+    """Return the `TileSizes` with these tiles (M, N, warps, stages) for the four Triton kernels."""
     return TileSizes(Tile(*forward), Tile(*query), Tile(*key), Tile(*table))
 
 

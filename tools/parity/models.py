@@ -240,7 +240,7 @@ class ModelCase:
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
-    """Return a dict from published parameter name, as `0.word_embeddings.weight`, to gradient.
+    """Return a dict from published names (such as `0.word_embeddings.weight`) to gradients.
 
     The gradients have the published shapes. Parameters without a gradient are left out.
     """

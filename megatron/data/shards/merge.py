@@ -90,7 +90,8 @@ def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]
         partitions: The return value of `manifest.partition_of` for each shard.
 
     Raises:
-        ShardError: a partition is missing or out of order, or the partitions do not fit together.
+        ShardError: a partition is missing or out of order, or the partitions were cut from
+            different inputs.
     """
     known = [each for each in partitions if each]
     if not known:

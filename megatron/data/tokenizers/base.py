@@ -1,4 +1,4 @@
-"""The interface of every tokenizer, which turns text into token ids and back.
+"""The interface of every tokenizer. A tokenizer turns text into token ids and back.
 
 | type | vocabulary | id of the end-of-document token (eod) |
 |---|---|---|
@@ -60,7 +60,8 @@ class Tokenizer(ABC):
     def count_bytes(self, table: np.ndarray) -> None:
         """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
 
-        The caller sets the number of the end-of-document token to 0.
+        Implementations need not treat the end-of-document token, whose number `token_bytes` sets to
+        0.
         """
 
     @abstractmethod
@@ -113,7 +114,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex) that two tokenizers share only if they encode texts equally."""
+        """Return a SHA-256 (hex). Tokenizers that encode a text differently have different ones."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property

@@ -57,7 +57,7 @@ DIFFICULT_TEXTS = (
 
 
 def choose(backend: str, gpt2_merges: bool) -> str:
-    """Return the backend that "auto" selects if `backend` is "auto", otherwise `backend`.
+    """Check `backend`, and return it. Instead of "auto", return the name of a library.
 
     Args:
         backend: One of `BACKENDS`.
@@ -88,7 +88,7 @@ def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]
             called only if that object is needed.
 
     Returns:
-        The function, or None if `backend` is "tokenizers", so that the caller uses that library.
+        The function, or None if `backend` is "tokenizers". The caller then uses that library.
     """
     if backend == "tokenizers":
         return None
@@ -143,10 +143,10 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A function that encodes texts with a fast library, and compares some with a reference.
+    """A function that encodes texts with a fast library and checks some with the slow reference.
 
     Raises:
-        TokenizerError: the two encoders differ on a text that was checked.
+        TokenizerError: the two libraries give different ids for a text that was checked.
     """
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
@@ -179,10 +179,10 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """Return a dict from the character that stands for a byte in GPT-2's vocabulary to that byte.
+    """Return a dict from character to byte, as GPT-2's vocabulary writes bytes as characters.
 
-    A printable byte is represented by the character with the same code, and the n-th other byte,
-    counted from 0, by the character U+0100 + n.
+    The character of a printable byte has the same code. The characters of the other bytes are, in
+    the order of the bytes, U+0100, U+0101, ....
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
