@@ -193,7 +193,7 @@ def _finetune(finetune: bool, save: str, load: str) -> Found | None:
     if finetune and save.rstrip("/") == load.rstrip("/"):
         text = f"true with save and load both {load}: the new run would overwrite the checkpoints "
         text += "that it starts from"
-        return "finetune", f"{text}; write another save"
+        return "finetune", f"{text}; add -o save={save.rstrip('/')}-tuned"
 
 
 @relation("data_path")

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 from megatron import entry, launch
 from megatron.config.errors import ConfigError
 from megatron.config.load import load_config
 from megatron.config.schema import Config
 
+_KEYS = ("wandb_group", "wandb_team", "wandb_run_name")
+"""The config keys that GPT-NeoX also takes as options of the command line."""
+
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser for `FILE.yml ... -o K=V ...`, to which the caller adds its own options."""
+    """Return a parser for `FILE.yml ... -o K=V ...`, to which the caller adds its own options.
+
+    The other options are those of GPT-NeoX's `deepy.py`.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("configs", nargs="+", metavar="FILE.yml", help="later files win")
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", default="", help="folder of the files")
+    for key in _KEYS:
+        parser.add_argument(f"--{key}", metavar="NAME", help=f"the same as -o {key}=NAME")
+    parser.add_argument("-H", "--hostfile", help=argparse.SUPPRESS)
     parser.add_argument(
         "-o",
         dest="overrides",
@@ -24,6 +36,13 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     return parser
+
+
+def _file(name: str, folder: str) -> Path:
+    """Return the path of a config file. As in GPT-NeoX, the ending `.yml` may be left out."""
+    path = Path(folder, name)
+    with_ending = Path(f"{path}.yml")
+    return with_ending if with_ending.is_file() and not path.is_file() else path
 
 
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
@@ -37,9 +56,15 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
         joins: Whether the command joins its launcher's job. If not, the command runs alone and
             opens no connection.
     """
-    given = [*arguments.overrides, *overrides]
+    if arguments.hostfile:
+        text = "-H: torchrun, srun or deepspeed start the processes, e.g. deepspeed --hostfile "
+        entry.refuse(f"error: {text}{arguments.hostfile} train.py ... (docs/cluster.md)", 2)
+    files = [_file(name, arguments.conf_dir) for name in arguments.configs]
+    named = [(key, getattr(arguments, key)) for key in _KEYS]
+    given = [f"{key}={json.dumps(value)}" for key, value in named if value is not None]
+    given += [*arguments.overrides, *overrides]
     try:
         launch.join() if joins else launch.stay_out()
-        return load_config(arguments.configs, given, world_size=launch.world_size())
+        return load_config(files, given, world_size=launch.world_size())
     except (ConfigError, launch.LaunchError) as error:
         entry.refuse(str(error), 2)

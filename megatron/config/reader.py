@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,14 @@ _MAX_NODES = 20_000  # YAML aliases let a small file expand to any size
 
 @dataclass(frozen=True)
 class Given:
-    """A value from a config file or override, and the place where the value was written."""
+    """A value from a config file or override, and the place where the value was written.
+
+    `again` is the line on which the same file repeats the key with the same value, or None.
+    """
 
     value: Any
     mark: Mark
+    again: int | None = field(default=None, compare=False)
 
 
 Settings = dict[KeyPath, Given]
@@ -102,7 +106,7 @@ class _Builder:
         return Mark(self.name, line if self.lines else None)
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> None:
-        seen: dict[str, int] = {}
+        seen: dict[str, tuple[int, yaml.Node]] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
@@ -113,16 +117,27 @@ class _Builder:
             key = key_node.value.strip().replace("-", "_")
             here = (*path, key)
             if key in seen:
-                text = f"given twice in this file, first on line {seen[key]}"
-                text += " (- and _ are the same); keep one"
-                self.problems.append(Problem(self.mark(line), dotted(here), text))
+                self._repeated(here, line, value_node, *seen[key])
                 continue
-            seen[key] = line
+            seen[key] = line, value_node
             self._count(value_node, line, here)
             if isinstance(value_node, yaml.MappingNode) and value_node.value:
                 self.mapping(value_node, here)
             else:
                 self.settings[here] = Given(self.value(value_node, here), self.mark(line))
+
+    def _repeated(
+        self, path: KeyPath, line: int, node: yaml.Node, first_line: int, first: yaml.Node
+    ) -> None:
+        """Mark the setting of a repeated key. If the values differ, add a problem."""
+        # The text of a value distinguishes 1 from true, which Python takes for equal.
+        if repr(self.value(node, path)) == repr(self.value(first, path)):
+            for inside in [each for each in self.settings if each[: len(path)] == path][:1]:
+                self.settings[inside] = replace(self.settings[inside], again=line)
+            return
+        text = f"given twice in this file, first on line {first_line}, with another value"
+        text += " (- and _ are the same); keep one"
+        self.problems.append(Problem(self.mark(line), dotted(path), text))
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         line = node.start_mark.line + 1

@@ -76,7 +76,7 @@ def test_json_in_yaml_with_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a_b: 1\na-b: 2\n", '{"a-b": 1,\n "a_b": 2}', "o:\n  x: 1\na_b: 1\na_b: 2\n"]
+    "text", ["a_b: 1\na-b: 2\n", "a_b: 1\na_b: true\n", '{"a-b": 1,\n "a_b": 2}', "o:\n  x: 1\na_b: 1\na_b: 2\n"]
 )
 def test_duplicate_keys(text: str, tmp_path: Path) -> None:
     _, problems = read_file(write(tmp_path, text))
@@ -84,6 +84,12 @@ def test_duplicate_keys(text: str, tmp_path: Path) -> None:
     last = text.rstrip().count("\n") + 1
     assert problems[0].mark.line == last
     assert f"first on line {last - 1}" in problems[0].text
+
+
+@pytest.mark.parametrize("text", ["a_b: 1\na-b: 1\n", "a_b: {x: 1}\na_b: {x: 1}\n"])
+def test_a_duplicate_key_with_the_same_value_is_marked(text: str, tmp_path: Path) -> None:
+    settings, problems = read_file(write(tmp_path, text))
+    assert not problems and [given.again for given in settings.values()] == [2]
 
 
 def test_duplicate_nested_key(tmp_path: Path) -> None:

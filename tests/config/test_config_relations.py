@@ -22,7 +22,7 @@ REFUSED = [
     ({"attention_dropout": 1.0}, "attention_dropout", "below 1"),
     ({"seed": 2**32}, "seed", "smaller"),
     ({"eval_lengths": [16], "eval_context_baseline": 16}, "eval_context_baseline", "small context"),
-    ({"finetune": True, "save": "a", "load": "a/"}, "finetune", "another save"),
+    ({"finetune": True, "save": "a", "load": "a/"}, "finetune", "; add -o save=a-tuned"),
     ({"pos_emb": "rpe", "rpe_num_buckets": 1}, "rpe_num_buckets", "at least 2"),
     ({"reset_position_ids": True}, "reset_position_ids", "reset_attention_mask: true too"),
     (

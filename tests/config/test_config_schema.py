@@ -72,6 +72,16 @@ def test_keys_without_effect_are_noted_once(load: Callable) -> None:
     assert config == load()
 
 
+def test_a_repeated_key_and_keys_of_forks_are_noted(load: Callable) -> None:
+    config = load("seed: 1\nmlp_width: 32\nnoise_seq_length: 128\nseed: 1")
+    assert config.training.seed == 1
+    again, *rest = config.notes
+    assert again.startswith("seed: given again on line 4, with the same value (")
+    assert [note.split(":")[0] for note in rest] == ["mlp_width", "noise_seq_length"]
+    (note,) = load("attention_type: groupedquery").notes
+    assert "num_kv_heads sets the number" in note
+
+
 @pytest.mark.parametrize("key", sorted(CHECKS))
 def test_keys_without_effect_are_checked_nevertheless(problems: Callable, key: str) -> None:
     (line,) = problems(f"{key}: {{a: 1}}")

@@ -35,6 +35,10 @@ from megatron.config.reader import Given, Settings, dotted
 def translate(settings: Settings) -> Translation:
     """Translate `settings`, merged from all config files and overrides, into values of fields."""
     out = Translation()
+    for path, given in settings.items():
+        if given.again is not None:
+            again = f"{dotted(path)}: given again on line {given.again}, with the same value"
+            out.notes.append(f"{again} ({given.mark})")
     others = _sort_keys(_by_key(settings), out)
     read_zero(others, out)
     read_precision(others, out)

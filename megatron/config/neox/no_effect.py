@@ -73,6 +73,8 @@ _KEYS: dict[str, str] = {
     "no forward pass is stored beside a checkpoint": "checkpoint_validation_with_forward_pass",
     "bits per byte are reported instead": "char_level_ppl",
     "only num_unique_layers reads it": "param_sharing_style",
+    "num_kv_heads sets the number of key and value heads": "attention_type",
+    "only networks of DAPE read it, which are refused": "mlp_width noise_seq_length",
     "only mixtures of experts read it": """
         moe_expert_interval moe_top_k moe_router_type moe_lbl_in_fp32 moe_jitter_eps
     """,

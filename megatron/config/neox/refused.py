@@ -125,7 +125,6 @@ _refuse(
 )
 _refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)
 _refuse("gpt_j_tied use_qk_layernorm", "not built", "false", _FALSE)
-_refuse("attention_type", "grouped-query attention is not built yet", _LEAVE, _never)
 _refuse(
     "num_unique_layers", "layers share only the positional kernel", _LEAVE, _same_as("num_layers")
 )
