@@ -76,7 +76,13 @@ def test_json_in_yaml_with_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a_b: 1\na-b: 2\n", "a_b: 1\na_b: true\n", '{"a-b": 1,\n "a_b": 2}', "o:\n  x: 1\na_b: 1\na_b: 2\n"]
+    "text",
+    [
+        "a_b: 1\na-b: 2\n",
+        "a_b: 1\na_b: true\n",
+        '{"a-b": 1,\n "a_b": 2}',
+        "o:\n  x: 1\na_b: 1\na_b: 2\n",
+    ],
 )
 def test_duplicate_keys(text: str, tmp_path: Path) -> None:
     _, problems = read_file(write(tmp_path, text))
