@@ -53,13 +53,16 @@ class Preemption:
         exit_code: the exit code of this process if the job ends early.
         minutes: the number of minutes, counted from the creation of this object, after which the
             job ends early even without a signal. None sets no limit.
+
+    Attributes:
+        decided: an event that is set when this rank knows the safe point at which all ranks leave.
     """
 
     def __init__(self, exit_code: int = 0, minutes: float | None = None):
         self.exit_code, self._minutes = exit_code, minutes
         self._begin = time.monotonic()
         self._lock = threading.Lock()
-        self._decided = threading.Event()
+        self.decided = threading.Event()
         self._trains = False
         self._passed = 0
         self._interrupts = 0
@@ -89,7 +92,7 @@ class Preemption:
             self.why = self.why or why
             if _ranks() == 1 and self._at is None:
                 self._at = self._until = self._passed + 1
-                self._decided.set()
+                self.decided.set()
 
     def due(self) -> bool:
         """Return whether all ranks end the job at this safe point. Every rank must call this."""
@@ -100,7 +103,7 @@ class Preemption:
             asked = self._at is not None
         if not asked:
             return False
-        self._decided.wait()
+        self.decided.wait()
         self.left = self._passed >= self._until
         return self.left
 
@@ -119,7 +122,7 @@ class Preemption:
             where = f"{self.why} at rank {os.environ['RANK']} on {socket.gethostname()}"
             store.compare_set("leave", "", json.dumps(where))
             self._announced = True
-        if self._decided.is_set() or not store.check(["leave"]):
+        if self.decided.is_set() or not store.check(["leave"]):
             return False
         if self._at is None:
             self.why = json.loads(store.get("leave"))
@@ -132,7 +135,7 @@ class Preemption:
             store.set("until", str(max(int(store.get(key)) for key in keys)))
         if store.check(["until"]):
             self._until = int(store.get("until"))
-            self._decided.set()
+            self.decided.set()
             if os.environ["RANK"] == "0":
                 _say(f"{self.why}: leaving after this step")
         return True

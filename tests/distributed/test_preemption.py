@@ -51,14 +51,24 @@ def prefix(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("text"))
 
 
+class Agreement(preemption.Preemption):
+    """Keeps the last object in `last`, to wait for."""
+
+    last: preemption.Preemption
+
+    def listen(self):
+        Agreement.last = self
+        super().listen()
+
+
 def wait_until_ended_or_agreed():
     """Wait until this process ends, or until all ranks have agreed where to leave."""
-    assert preemption._current and preemption._current._decided.wait(60), "nobody leaves"
+    assert Agreement.last.decided.wait(60), "nobody leaves"
 
 
 def job(rank, config, fault=None, options=(), poll=0.02):
     """Run `train.py`; `fault` is (moment, the how-manieth, ranks, signals)."""
-    failure.POLL_INTERVAL = poll
+    failure.POLL_INTERVAL, preemption.Preemption = poll, Agreement
     if fault and rank in fault[2]:
         owner, name = MOMENTS[fault[0]]
         original, calls = getattr(owner, name), []
