@@ -121,8 +121,7 @@ def query_pass(
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
     row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient. With
-    LEARNS, delta is corrected for the rounding of out. The gradients of theta, a table, a sink or a
-    decay need this correction.
+    LEARNS, delta is corrected for the rounding of out: theta, a table, a sink or a decay needs it.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

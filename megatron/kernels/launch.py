@@ -89,8 +89,8 @@ def constants(
         which: The Triton kernel: "forward", "query", "key" or "table".
         theta: Whether the gradient of the distance kernel's parameters or table is needed. This
             affects only "query".
-        terms: The tensors of other terms that the call has, names in `terms.TENSORS`. The pointers
-            to the others are None.
+        terms: The names, from `terms.TENSORS`, of the tensors that the call passes. The pointers
+            to the other tensors in `terms.TENSORS` are None.
     """
     values: dict[str, Any] = {f"{name}_ptr": None for name in absent(which, terms)}
     values |= {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
@@ -108,7 +108,7 @@ def constants(
 
 
 def absent(which: str, terms: Iterable[str]) -> set[str]:
-    """Return the tensors of terms that a Triton kernel could read, without those in `terms`."""
+    """Return the names in `TENSORS` that a Triton kernel has an argument for, except `terms`."""
     known = {name for name in TENSORS if f"{name}_ptr" in PASSES[which].arg_names}
     return known - set(terms)
 
@@ -123,7 +123,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an empty tensor [batch, heads, queries, head size] like `x_BHTE`.
+    """Return an empty tensor with the shape [batch, heads, queries, head size] of `x_BHTE`.
 
     In memory, queries come before heads, because the model's next layer needs this order.
     """
@@ -192,8 +192,8 @@ def forward(
     """Return the attention output, and `lse` for the backward pass.
 
     The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
-    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` is the distance
-    kernel's parameters or a table over distances.
+    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` contains the
+    distance kernel's parameters or a table over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
@@ -215,10 +215,10 @@ def backward(
     lse_BHT: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting, need_rows: bool,
     terms: Terms = NO_TERMS,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k and v in the inputs' dtype, of `rows_HW`, sink and decay.
+    """Return the gradients of q, k, v, `rows_HW`, the sink and the decay.
 
-    `rows_HW` is the distance kernel's parameters or a table over distances. The gradient of
-    `rows_HW` is fp32, or None if `need_rows` is false.
+    `rows_HW` contains the distance kernel's parameters or a table over distances. The gradients of
+    q, k and v have the inputs' dtype. That of `rows_HW` is fp32, or None if `need_rows` is false.
     """
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions

@@ -37,10 +37,11 @@ LEAST = tl.constexpr(-1e30)
 
 @triton.jit
 def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
-    """Return the first key of each row of a tile, and the limits `begin` and `lead`.
+    """Return (first, begin, lead) for a tile of M rows.
 
-    `begin` is the start of the first tile of keys that a row sees. From `lead` on, no key comes
-    before a row's first key; `lead` is at most `past`. Rows past the last are like the last.
+    `first` [M] is the first key of each row. Rows past the last query are like the last. The rows
+    see no tile of keys before the tile that starts at `begin`. From key `lead` on, no key comes
+    before a row's first key, unless `lead` was limited to `past`.
     """
     last = tl.minimum(m0 + M, queries) - 1
     first = tl.load(first_ptr + tl.minimum(m0 + tl.arange(0, M), last))
@@ -51,10 +52,10 @@ def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, past, lead, first, MASKED: tl.constexpr):
-    """Return the first key of the tile that a loop visits at `n`.
+    """Return the first key of the tile that a loop over `n` visits.
 
-    The masked tiles are those from `begin` to `lead` and those from `past` on. The loop has them in
-    one range that starts at past - (lead - begin).
+    The masked tiles are those from `begin` to `lead` and those from `past` on. One loop visits both
+    groups. Its `n` starts at past - (lead - begin), and the first group ends at n = past.
     """
     if MASKED and first is not None:
         n = tl.where(n < past, n - (past - lead), n)
@@ -63,19 +64,21 @@ def key_tile_at(n, past, lead, first, MASKED: tl.constexpr):
 
 @triton.jit
 def both(seen, limit):
-    """Return where `seen` and `limit` are true. None as `limit` is true everywhere."""
+    """Return `seen & limit`, or `seen` if `limit` is None."""
     return seen if limit is None else seen & limit
 
 
 @triton.jit
 def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Return which tiles of rows see a tile of keys, and which of them need a mask.
+    """Return which tiles of rows see a tile of keys, and which of these tiles need a mask.
 
-    A mask is needed where rows do not see all of these keys, and in a last tile that is not full.
+    A tile needs a mask if one of its rows does not see all N keys, or if it is the last and not
+    full.
 
     Returns:
-        (first, whole, full, crossing, masked, rest). The tiles from `whole` to `full` need no mask.
-        Of the `masked` others, the first `crossing` begin at row `first`, the others at `rest`.
+        (first, whole, full, crossing, masked, rest). The tiles from row `whole` to row `full` need
+        no mask. `masked` tiles need one: `crossing` tiles from row `first` on, and the others from
+        row `rest` on.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
@@ -95,7 +98,7 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
 @triton.jit
 def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
-    """Return the first row of the masked tile number `tile`; see `row_tiles`."""
+    """Return the first row of the masked tile number `tile` (see `row_tiles`)."""
     if end is not None:
         rest += (tile - crossing) * M
     return tl.where(tile < crossing, first + tile * M, rest)
@@ -103,7 +106,10 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 
 @triton.jit
 def open_decay(high_ptr, low_ptr, item, m0, offset, keys):
-    """Return (high, low, high of the reference, low of the reference) for rows from `m0` on."""
+    """Return the decay of one head: (high, low, high of the reference, low of the reference).
+
+    `high` and `low` are pointers. The reference is that of the rows from `m0` on.
+    """
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
     row = offset + m0 // BLOCK * BLOCK
     return high, low, tl.load(high + row), tl.load(low + row)
@@ -136,7 +142,10 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def decay_of_keys(high_ptr, low_ptr, item, n0, keys, N: tl.constexpr):
-    """Return (high, low, high of a tile's keys, low of a tile's keys)."""
+    """Return the decay of one head: (high, low, high of N keys, low of N keys).
+
+    `high` and `low` are pointers. The keys are those from `n0` on.
+    """
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
     return high, low, load_clamped(high, n0, keys, N), load_clamped(low, n0, keys, N)
 
@@ -212,10 +221,11 @@ class Terms:
         """Return the gradients of the sink and of the decay.
 
         The gradient ds of the null key's logit is -p delta. A row's other ds add up to p delta,
-        which is the gradient of the decay of the row's own position.
+        which is also the gradient of the decay at the row's own position.
 
         Args:
-            ddecay_BHS: The gradient of the decay as the decay of keys.
+            ddecay_BHS: The gradient of the decay at the positions of keys. The gradient at the
+                positions of rows is added to it in place.
         """
         if self.sink_H is None:
             return None, ddecay_BHS
