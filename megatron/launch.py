@@ -141,7 +141,7 @@ def outlive_launcher() -> None:
 
 
 def start_ranks(count: int) -> int:
-    """Run this command in `count` processes on this machine, and return the job's exit code.
+    """Run the current command in `count` processes on this machine; return the job's exit code.
 
     While they run, this process passes SIGINT, SIGTERM and SIGUSR1 on to them.
     """

@@ -20,8 +20,8 @@ class Numerics:
 
     Attributes:
         published: Whether numbers are rounded where the released KERPLE code rounds them.
-        counts_empty_step: Whether Adam's bias correction counts the step with zero gradients with
-            which DeepSpeed starts. (Only 16-bit training without ZeRO has such a step.)
+        counts_empty_step: Whether Adam's bias correction counts the extra step with zero gradients
+            that DeepSpeed takes at the start of 16-bit training without ZeRO.
     """
 
     published = False

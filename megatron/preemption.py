@@ -248,7 +248,10 @@ def _ranks() -> int:
 
 
 def _nothing(_number: int, _frame: Any) -> None:
-    """Do nothing. Python writes a signal to the pipe only if the signal has a Python handler."""
+    """Handle a signal by doing nothing, because a thread reads it from a pipe.
+
+    Python writes a signal to the pipe (`signal.set_wakeup_fd`) only if it has a Python handler.
+    """
 
 
 def _say(text: str) -> None:

@@ -114,11 +114,11 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 
 
 def _positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
-    """Return the options of `name`, one embedding of `pos_emb`, as arguments of `load_positional`.
+    """Return what `pos_emb_options` gives for the embedding `name`, to pass to `load_positional`.
 
     Raises:
-        PositionalError: `pos_emb_options` names a term that `pos_emb` does not have, or a term's
-            options are no mapping.
+        PositionalError: `pos_emb_options` names an embedding that `pos_emb` does not name, or the
+            options of an embedding are no mapping.
     """
     terms = name.split(" + ")
     options = {term: m.pos_emb_options[term] for term in terms if term in m.pos_emb_options}

@@ -58,9 +58,9 @@ class Text:
 def open_text(config: Config, tokenizer: Tokenizer) -> Text:
     """Open every token shard that the config names, each file once.
 
-    If the config sets `data_path`, `split` divides this corpus into train, valid and test.
-    Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` give each split its own
-    corpora. The result's `shards` then contain those of train, valid and test, in this order.
+    If the config sets `data_path`, the corpus there is divided by `split` into train, valid and
+    test. Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` name the corpora of
+    each split. The result's `shards` then contain those of train, valid and test, in this order.
 
     Raises:
         DataError: the shards cannot be read or were made with another tokenizer, or the config's
@@ -104,7 +104,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
 
 
 def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
-    """If the config needs it, check that documents end with the end-of-document token.
+    """Check for end-of-document tokens if `reset_attention_mask` or `eod_mask_loss` is set.
 
     Raises:
         DataError: the shards were made without end-of-document tokens.
@@ -144,7 +144,7 @@ def samples_of_run(config: Config) -> dict[str, int]:
 
 
 class JobData:
-    """The tokenizer and the batches of a job. All ranks may build a `JobData` at the same time.
+    """The tokenizer and the batches of a job. It is safe to build one on all ranks at once.
 
     Attributes:
         tokenizer: the tokenizer that the config names.

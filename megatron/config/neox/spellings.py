@@ -213,7 +213,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`: so the code of the DAPE paper calls `kerple_log`."""
+    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in the DAPE paper's code."""
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
         out.notes.append(

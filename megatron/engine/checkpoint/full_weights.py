@@ -75,7 +75,7 @@ def _read_rank(checkpoint: Path, rank: int) -> Weights:
 
 
 def _tensors(path: Path, content: Any) -> Weights:
-    """Return `content`, which was read from `path`, after checking that it maps names to tensors.
+    """Return `content` if it maps names to tensors. `path` is the file from which it was read.
 
     Raises:
         CheckpointError: `content` does not map names to tensors.

@@ -104,8 +104,8 @@ class RunDescription:
         data: the values that determine the order of the samples.
         layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: maps each parameter's name to its unsharded shape.
-        cuts: maps each sharded parameter's name to [dimension, blocks], the fields of `Sharding` in
-            `megatron.parallel`: along this dimension, each of `blocks` equal blocks is split.
+        cuts: maps each sharded parameter's name to [dimension, blocks]. The parameter consists of
+            `blocks` tensors stacked along this dimension, and each is sharded (see `Sharding`).
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: the resolved configuration, as flat keys.

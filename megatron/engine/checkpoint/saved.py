@@ -169,11 +169,11 @@ def finished(folder: Path) -> list[Saved]:
 
 
 def newest(folder: Path) -> Saved | None:
-    """Return the checkpoint that the file `folder/latest` names; None if no such file exists.
+    """Return the checkpoint that `folder/latest` names; None if `folder` has no checkpoints.
 
     Raises:
-        CheckpointError: the checkpoint named in `latest` does not exist in `folder`, or `folder` is
-            itself a checkpoint.
+        CheckpointError: `latest` is missing although `folder` has checkpoints, the checkpoint that
+            `latest` names does not exist, or `folder` is itself a checkpoint.
     """
     saved, problem = find_newest(folder)
     if problem:
@@ -184,8 +184,9 @@ def newest(folder: Path) -> Saved | None:
 def find_newest(folder: Path) -> tuple[Saved | None, str]:
     """Return the checkpoint that `folder/latest` names (or None), and a problem (or "").
 
-    There is a problem if the checkpoint named in `latest` does not exist in `folder`, or if
-    `folder` is itself a checkpoint.
+    The problem is a text for the user. There is one if `latest` is missing although `folder` has
+    checkpoints, if the checkpoint that `latest` names does not exist, or if `folder` is itself a
+    checkpoint.
     """
     latest = folder / "latest"
     if not latest.is_file():

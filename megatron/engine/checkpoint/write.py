@@ -96,7 +96,7 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
 
 
 def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Destination) -> None:
-    """Publish the checkpoint `saved`, whose files are written, and remove old checkpoints.
+    """Publish the checkpoint `saved`, whose files are already written; remove old checkpoints.
 
     Every rank must call this function.
 

@@ -20,7 +20,7 @@ def log_published_losses(
     log: RunLog,
     step: int,
 ) -> None:
-    """Write the model's loss and perplexity on the splits `valid` and `test` to the log.
+    """Log the model's loss and perplexity on GPT-NeoX's batches of the splits `valid` and `test`.
 
     Every rank must call this function.
 

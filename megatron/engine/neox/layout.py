@@ -205,10 +205,9 @@ def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Split theta, or its gradient, into the tensors that each block of GPT-NeoX stores.
 
-    Theta contains the learned parameters of the distance kernel.
-
     Args:
-        theta_HN: theta or its gradient [heads, parameters per head].
+        theta_HN: theta (the positional embedding's learned parameters) or its gradient, [heads,
+            parameters per head].
         names: the published names of theta's columns.
 
     Returns:

@@ -38,8 +38,8 @@ class Shape:
         num_layers: the number L of transformer blocks.
         tied: whether the output projection is the embedding's weight.
         parts: the number N of tensor-parallel ranks.
-        theta: the published names of the distance kernel's learned tensors, in the order of this
-            project's columns of theta; empty if there are none.
+        theta: GPT-NeoX's names of the positional embedding's learned tensors, in the order of the
+            columns of this project's tensor theta; empty if there are none.
         geglu: whether the MLP's activation is geglu, so that its first layer has two halves.
         summed_biases: whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
         row_output: whether the output projection is row-parallel (`output_layer_parallelism: row`).

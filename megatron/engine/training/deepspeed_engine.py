@@ -151,8 +151,8 @@ def build_engine(
     """Wrap model, optimizer and learning-rate scheduler in a DeepSpeed engine.
 
     To allocate the optimizer's state, DeepSpeed takes an empty step, that is, one with zero
-    gradients. In that step the learning rate is zero, so that no weight changes.
-    Without ZeRO the empty step would also count in Adam's bias correction. Adam's state is
+    gradients. In that step the learning rate is zero, so that no weight changes. In 16-bit training
+    without ZeRO, the empty step would also count in Adam's bias correction. Adam's state is
     therefore cleared after the empty step, unless `numerics.counts_empty_step` is set.
 
     Args:

@@ -142,8 +142,8 @@ class TrainingLoop:
     ) -> None:
         """Take the steps after `first_step`, up to step `train_iters`.
 
-        The loop ends earlier after a step that is a multiple of `exit_interval`, or at the step
-        after which `preemption` ends the job.
+        The loop ends earlier after a step that is a multiple of `exit_interval`, or when a signal
+        or the time limit ends the job (see `preemption`).
 
         Args:
             batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].

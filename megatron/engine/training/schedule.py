@@ -9,15 +9,20 @@ E = lr_decay_iters, n = min(step, E - W) and m = n - W:
     exponential           start * exp(-0.693 m / E)
     constant              start
 
-After the warm-up, the learning rate is at least min_lr. It is constant from step E - W on, so a
-cosine ends slightly above zero. The released checkpoints were trained with these formulas.
+After the warm-up, the learning rate is at least min_lr. With these styles it is constant from step
+E - W on, so a cosine ends slightly above zero. The released checkpoints were trained so.
 
-`wsd` (warm-up, stable, decay; arXiv 2404.06395) stays at start until the last part of E, of length
-R E with R = wsd_decay_ratio, and reaches min_lr at step E. With r = 1 - (E - step) / (R E):
+With `wsd` (warm-up, stable, decay; arXiv 2404.06395), the learning rate is start until step
+(1 - R) E, with R = wsd_decay_ratio. Then it decays to min_lr, which it reaches at step E:
 
-    wsd                   min_lr + (start - min_lr) c(r)
-    c(r)                  cosine (cos(pi r) + 1) / 2, as in gpt-neox's PR 1375; linear 1 - r;
-                          exponential 2 * 0.5^r - 1; minus_sqrt 1 - sqrt(r) (Megatron's names)
+    wsd                   min_lr + (start - min_lr) c(r) with r = 1 - (E - step) / (R E)
+
+wsd_decay_style (with Megatron-LM's names) selects c(r). Cosine is the form of GPT-NeoX's PR 1375:
+
+    cosine                (cos(pi r) + 1) / 2
+    linear                1 - r
+    exponential           2 * 0.5^r - 1
+    minus_sqrt            1 - sqrt(r)
 """
 
 from __future__ import annotations
@@ -50,8 +55,8 @@ class Schedule:
         warmup_iter: the number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
         decay_style: one of `STYLES`.
         min_lr: the least learning rate after the warm-up.
-        wsd_decay_ratio: the part of `end_iter` in which the style `wsd` decays, at its end.
-        wsd_decay_style: the form of that decay, one of `_WSD_DECAYS`.
+        wsd_decay_ratio: the fraction of `end_iter`, at its end, in which the style `wsd` decays.
+        wsd_decay_style: the curve of this decay, one of `_WSD_DECAYS`.
     """
 
     start_lr: float
