@@ -43,7 +43,7 @@ SHELVES = {
     },
     "engine": {
         "errors": 0,
-        "safe_load": 1,
+        "safe_load": 1, "shape": 1,
         "build": 2,
         "job": 3, "training": 3, "neox": 3,
         "checkpoint": 4, "text": 4,

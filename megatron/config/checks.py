@@ -31,6 +31,9 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
     for name, source in same.items():
         if values.get(name, 0) is None and source in values:
             values[name] = values[source]
+    if values.get("intermediate_size", 0) is None and {"hidden_size", "activation"} <= set(values):
+        factor = 8 if values["activation"] == "geglu" else 4
+        values["intermediate_size"] = factor * values["hidden_size"]
     if values.get("decay_iters", 0) is None and "train_iters" in values:
         values["decay_iters"] = max(1, values["train_iters"])
     if values.get("on_bad_loss") == "roll_back" and not values.get("save", "wrong"):

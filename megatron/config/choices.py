@@ -96,14 +96,12 @@ _Norm = Literal["layernorm", "rmsnorm", "scalenorm"]
 _TE = dict.fromkeys(("te_layernorm", "te_rmsnorm"), "Transformer Engine is not used")
 Norm = Annotated[_Norm, _choice(_Norm, refused=_not_built("non_parametric_layernorm") | _TE)]
 
-_Activation = Literal["gelu", "relu", "softsign", "swish", "mish", "geglu"]
+_Activation = Literal[
+    "gelu", "relu", "softsign", "swish", "mish", "geglu", "swiglu", "reglu", "glu", "bilinear"
+]
 Activation = Annotated[
     _Activation,
-    _choice(
-        _Activation,
-        aliases={"silu": "swish"},  # the same function, x * sigmoid(x)
-        refused=_not_built("swiglu", "reglu", "bilinear", "glu"),
-    ),
+    _choice(_Activation, aliases={"silu": "swish"}),  # the same function, x * sigmoid(x)
 ]
 
 _Backend = Literal["auto", "fused", "blocked", "flex", "sdpa", "eager"]

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.config.fields import key_of
 from megatron.config.schema import Config
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sizes import GATED
 
 
 def describe(config: Config) -> str:
@@ -51,12 +53,21 @@ def _derived(config: Config) -> list[str]:
         f"in all {tokens * t.train_iters:,}",
         f"head size {m.hidden_size // m.num_attention_heads} = "
         f"{m.hidden_size} / {m.num_attention_heads}",
+        f"MLP inner width {m.inner_width} = {_inner_width(m)}",
         f"warm-up {config.lr.warmup * config.lr.decay_iters:g} iterations = "
         f"{config.lr.warmup:g} x {config.lr.decay_iters}",
     ]
     if t.train_iters == 0:
         lines.append("train_iters is 0: nothing is trained, only evaluated")
     return lines
+
+
+def _inner_width(m: ModelConfig) -> str:
+    """Return how the inner width of the MLP follows from the keys, as text."""
+    text = f"intermediate_size {m.intermediate_size}"
+    text += " x 2/3 / 2" if m.activation in GATED else ""
+    many = m.mlp_multiple_of
+    return f"{text}, rounded up to a multiple of {many}" if many > 1 else text
 
 
 def _show(value: Any) -> str:

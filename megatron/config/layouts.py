@@ -132,17 +132,6 @@ def _vocabulary(ranks: int, multiple: int) -> Found | None:
         )
 
 
-@relation("model_parallel_size", "activation", "hidden_size")
-def _gated_mlp(ranks: int, activation: str, hidden: int) -> Found | None:
-    inner = int(8 * hidden / 3)
-    if activation == "geglu" and inner % ranks:
-        return (
-            "model_parallel_size",
-            f"{ranks} does not divide geglu's inner width int(8/3 x hidden_size {hidden}) = "
-            f"{inner}; write another hidden_size, or activation: gelu",
-        )
-
-
 @relation("zero_stage", "precision", "grad_accum_dtype")
 def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
     if stage == 0 and dtype != precision:

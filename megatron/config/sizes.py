@@ -1,12 +1,15 @@
-"""Refuse sizes that no machine's memory can hold, before a job allocates anything."""
+"""Compute the width of the MLP, and refuse sizes that no machine's memory can hold."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.config.layouts import Found, relation
 from megatron.config.per_layer import values_of
 
+GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
+"""The activations that multiply two halves of the MLP's first layer, a value and a gate."""
 MOST_LAYERS = 100_000
 MOST_NUMBERS = 10**13
 """A model may have at most this many parameters, and a layer at most this many activations."""
@@ -14,16 +17,50 @@ MOST_SAMPLES = 10**11
 """A run may read at most this many training samples, because their order must fit into memory."""
 
 
+def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
+    """Return the inner width of the MLP, by gpt-neox's arithmetic.
+
+    Of a gated MLP, `intermediate_size` is three times the inner width. So an MLP with a gate has as
+    many weights as one without, for the same `intermediate_size`.
+
+    Args:
+        multiple: The width is rounded up to a multiple of this number (`mlp_multiple_of`).
+    """
+    width = intermediate_size
+    if activation in GATED:
+        width = int(width * 2 / 3) // 2
+    return -(-width // multiple) * multiple
+
+
+@relation("activation", "intermediate_size", "mlp_multiple_of", "model_parallel_size")
+def _inner_width(activation: str, intermediate: int, multiple: int, ranks: int) -> Found | None:
+    width = inner_width(activation, intermediate, multiple)
+    if width == 0:
+        text = f"{intermediate} x 2/3 / 2 leaves the MLP no inner width ({activation})"
+        return "intermediate_size", f"{text}; write at least 3"
+    if width % ranks:
+        text = f"{ranks} does not divide the inner width {width} of the MLP ({activation})"
+        return "model_parallel_size", f"{text}; write mlp_multiple_of: {math.lcm(multiple, ranks)}"
+    return None
+
+
 @relation(
     "num_layers",
     "hidden_size",
+    "intermediate_size",
     "make_vocab_size_divisible_by",
     "pos_emb",
     "max_position_embeddings",
     "rpe_num_buckets",
 )
 def _parameters(
-    layers: int, hidden: int, vocabulary: int, pos_emb: Any, rows: int, buckets: int
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    vocabulary: int,
+    pos_emb: Any,
+    rows: int,
+    buckets: int,
 ) -> Found | None:
     if layers > MOST_LAYERS:
         return "num_layers", f"{layers} is above {MOST_LAYERS:,}; write a smaller number"
@@ -33,6 +70,7 @@ def _parameters(
         "max_position_embeddings": rows * hidden if "learned" in terms else 0,
         "rpe_num_buckets": buckets if "rpe" in terms else 0,
     }
+    tables["intermediate_size"] = layers * hidden * intermediate
     for name, count in {"hidden_size": 12 * layers * hidden**2, **tables}.items():
         if count > MOST_NUMBERS:
             text = f"{count:.1e} parameters follow from it, and at most {MOST_NUMBERS:.0e} are"

@@ -7,10 +7,7 @@ config object, so that those modules need not import `megatron.config`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from megatron.attention import AttentionFn, choose
 from megatron.config import Config, ConfigError
@@ -19,79 +16,19 @@ from megatron.config.per_layer import layers_of, values_of
 from megatron.config.sections.model import ModelConfig
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.model import BlockShape, Documents, GPTShape, LayerAttention, Plan
-from megatron.numerics import WIDE, Numerics, PublishedNumerics
+from megatron.engine.shape import DTYPES, numerics_of, shape_of
+from megatron.model import Documents, LayerAttention, Plan
+from megatron.numerics import Numerics
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.positional import PerLayer, PositionalEmbedding, PositionalError
 from megatron.positional import load as load_positional
 from megatron.suggest import did_you_mean
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """Build the tokenizer that the config names."""
     data = config.data
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """Return the smallest multiple of `divisible_by` that is at least `vocab_size`.
-
-    GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so the size of its vocabulary
-    depends on the number of tensor-parallel ranks. This project requires instead that
-    `divisible_by` is a multiple of `model_parallel_size`.
-    """
-    return -(-vocab_size // divisible_by) * divisible_by
-
-
-def numerics_of(config: Config) -> Numerics:
-    """Return the rules by which the config's model rounds numbers.
-
-    By default the model computes at least in fp32. If the config sets `published_numerics`, the
-    model rounds numbers where the released KERPLE code rounds them.
-    """
-    if not config.model.published_numerics:
-        return WIDE
-    return PublishedNumerics(DTYPES[config.training.precision])
-
-
-def shape_of(config: Config, vocab_size: int) -> GPTShape:
-    """Return the shape of the config's model for a tokenizer of `vocab_size` entries."""
-    m = config.model
-    assert m.max_position_embeddings is not None  # derived when the config is loaded
-    eps = {
-        "layernorm": m.layernorm_epsilon,
-        "rmsnorm": m.rms_norm_epsilon,
-        "scalenorm": m.scalenorm_epsilon,
-    }[m.norm]
-    block = BlockShape(
-        hidden_size=m.hidden_size,
-        num_heads=m.num_attention_heads,
-        norm=m.norm,
-        norm_eps=eps,
-        gpt_j_residual=m.gpt_j_residual,
-        activation=m.activation,
-        tanh_gelu=m.bias_gelu_fusion,
-        attention_dropout=m.attention_dropout,
-        hidden_dropout=m.hidden_dropout,
-        rotary_pct=m.rotary_pct,
-        rotary_base=m.rotary_emb_base,
-        numerics=numerics_of(config),
-    )
-    return GPTShape(
-        num_layers=m.num_layers,
-        vocab_size=padded_vocab_size(vocab_size, m.make_vocab_size_divisible_by),
-        block=block,
-        max_positions=m.max_position_embeddings,
-        tie_weights=not m.no_weight_tying,
-        init_method=m.init_method,
-        output_init_method=m.output_layer_init_method,
-        init_std=m.init_method_std,
-        position_offset=m.opt_pos_emb_offset,
-        checkpoint_activations=m.checkpoint_activations,
-        row_parallel_output=m.output_layer_parallelism == "row",
-    )
 
 
 def positional_of(config: Config, numerics: Numerics | None = None) -> PositionalEmbedding:
@@ -274,25 +211,3 @@ def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[
             if not parameter.low <= value <= parameter.high:
                 text = f"{value} is outside of its bounds, {parameter.low} to {parameter.high}"
                 yield f"theta_init.{name}", f"{text}; write a number between them"
-
-
-def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the model's shape, positional embedding and tokenizer as JSON values.
-
-    Two models with equal values can load each other's weights.
-    """
-    shape = asdict(model_shape)
-    block = shape.pop("block")
-    no_weights = ("checkpoint_activations", "row_parallel_output")
-    for name in ("init_method", "output_init_method", "init_std", *no_weights):
-        del shape[name]
-    for name in ("attention_dropout", "hidden_dropout", "numerics"):
-        del block[name]
-    return {
-        "pos_emb": config.model.pos_emb,
-        "pos_emb_options": dict(config.model.pos_emb_options),
-        "theta_per_layer": config.model.theta_per_layer,
-        **shape,
-        **block,
-        "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",
-    }

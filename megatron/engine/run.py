@@ -14,7 +14,6 @@ from megatron.config import Config
 from megatron.config.describe import how_to_go_on
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
-from megatron.engine.build import identity_of
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import choose_start, restore
@@ -29,6 +28,7 @@ from megatron.engine.evaluation.published_losses import log_published_losses
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
+from megatron.engine.shape import identity_of
 from megatron.engine.text import JobData
 from megatron.engine.training.deepspeed_engine import job_engine, layout_of
 from megatron.engine.training.log import RunLog

@@ -54,8 +54,9 @@ class SelfAttention(nn.Module):
         self.documents = plan.documents
         self.shape = shape = plan.shape.block
         hidden, tp = shape.hidden_size, plan.tp
-        self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp)
-        self.dense = RowLinear(hidden, hidden, tp, numerics=shape.numerics)
+        bias = shape.attention_bias
+        self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp, bias=bias)
+        self.dense = RowLinear(hidden, hidden, tp, bias=bias, numerics=shape.numerics)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
 
     def forward(
@@ -119,7 +120,8 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """The feed-forward layers of a block, from x [batch, positions, hidden size] to the same shape.
 
-    The inner width is `BlockShape.mlp_size`.
+    The inner width is `BlockShape.mlp_size`. With a gate, the first layer has two halves of this
+    width, and the result is f(gate) * value.
     """
 
     def __init__(self, plan: Plan):
@@ -128,11 +130,10 @@ class MLP(nn.Module):
         self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
         self.numerics = shape.numerics
         hidden, inner = shape.hidden_size, shape.mlp_size
-        halves = 2 if shape.activation == "geglu" else 1
-        self.dense_h_to_4h = ColumnLinear(
-            hidden, halves * inner, tp, blocks=halves, numerics=shape.numerics
-        )
-        self.dense_4h_to_h = RowLinear(inner, hidden, tp, numerics=shape.numerics)
+        halves = 2 if shape.activation in _GATES else 1
+        common = {"bias": shape.mlp_bias, "numerics": shape.numerics}
+        self.dense_h_to_4h = ColumnLinear(hidden, halves * inner, tp, blocks=halves, **common)
+        self.dense_4h_to_h = RowLinear(inner, hidden, tp, **common)
 
     def forward(self, x_BTD: torch.Tensor, partial: bool = False) -> torch.Tensor:
         return self.dense_4h_to_h(self.activate(self.dense_h_to_4h(x_BTD)), partial)
@@ -143,12 +144,10 @@ class MLP(nn.Module):
         if self.activation == "gelu" and self.tanh_gelu:
             return _published_tanh_gelu(x) if exact else F.gelu(x, approximate="tanh")
         functions = _PUBLISHED_ACTIVATIONS if self.numerics.published else _ACTIVATIONS
-        return functions[self.activation](x)
-
-
-def _geglu(x: torch.Tensor) -> torch.Tensor:
-    value, gate = x.chunk(2, dim=-1)
-    return F.gelu(gate) * value
+        if self.activation not in _GATES:
+            return functions[self.activation](x)
+        value, gate = x.chunk(2, dim=-1)
+        return functions[_GATES[self.activation]](gate) * value
 
 
 def _published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -158,12 +157,21 @@ def _published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
-    "geglu": _geglu,
+    "identity": lambda x: x,
     "relu": F.relu,
+    "sigmoid": torch.sigmoid,
     "softsign": F.softsign,
     "swish": F.silu,
     "mish": F.mish,
 }
+_GATES = {
+    "geglu": "gelu",
+    "swiglu": "swish",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "identity",
+}
+"""Maps an activation with two halves, value and gate, to the function of the gate (2002.05202)."""
 # The same functions, rounded after each operation.
 _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
     "swish": lambda x: x * torch.sigmoid(x),

@@ -19,7 +19,12 @@ class BlockShape:
 
     Attributes:
         norm: One of `layernorm`, `rmsnorm` and `scalenorm`.
-        activation: One of `gelu`, `geglu`, `relu`, `softsign`, `swish` and `mish`.
+        activation: One of `gelu`, `relu`, `softsign`, `swish`, `mish`, or with a gate `geglu`,
+            `swiglu`, `reglu`, `glu` and `bilinear`.
+        inner_size: The inner width of the MLP. None means 4 * hidden_size, or int(8/3 *
+            hidden_size) for `geglu`, as in the published code.
+        attention_bias, mlp_bias: Whether the linear layers of attention, or of the MLP, have a
+            bias.
         tanh_gelu: Whether to use the tanh approximation of gelu.
         rotary_pct: The fraction of each head's dimensions that a rotary embedding rotates.
         numerics: Prescribes where norms, activations, the MLP and the output projection of
@@ -33,6 +38,9 @@ class BlockShape:
     gpt_j_residual: bool = False
     activation: str = "gelu"
     tanh_gelu: bool = False
+    inner_size: int | None = None
+    attention_bias: bool = True
+    mlp_bias: bool = True
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     rotary_pct: float = 1.0
@@ -50,10 +58,9 @@ class BlockShape:
 
     @property
     def mlp_size(self) -> int:
-        """The inner width of the MLP: 4 * hidden_size, or int(8/3 * hidden_size) for `geglu`.
-
-        With `geglu` the MLP has two halves of this width, value and gate.
-        """
+        """The inner width of the MLP. With a gate, two halves have this width: value and gate."""
+        if self.inner_size is not None:
+            return self.inner_size
         if self.activation == "geglu":
             return int(4 * 2 / 3 * self.hidden_size)
         return 4 * self.hidden_size

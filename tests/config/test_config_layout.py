@@ -15,6 +15,7 @@ import pytest
         ("model_parallel_size: 2\npipe_parallel_size: 2", 8, 2),
         ("model_parallel_size: 0\npipe_parallel_size: 0", 3, 3),
         ("model_parallel_size: 4\nactivation: geglu\nhidden_size: 48", 4, 1),
+        ("model_parallel_size: 4\nactivation: geglu\nmlp_multiple_of: 4", 4, 1),
         ("context_parallel_size: 2\nmodel_parallel_size: 2\nsequence_parallel: true", 8, 2),
         ("sequence_parallel: true", 1, 1),  # one rank has all positions
     ],
@@ -55,7 +56,7 @@ def test_the_data_parallel_size_is_what_is_left(
         (
             "model_parallel_size: 4\nactivation: geglu\nhidden_size: 64",
             4,
-            "int(8/3 x hidden_size 64) = 170; write another hidden_size, or activation: gelu",
+            "4 does not divide the inner width 170 of the MLP (geglu); write mlp_multiple_of: 4",
         ),
         ("model_parallel_size: two", 2, "write 1 for none"),
         (

@@ -95,11 +95,7 @@ HARMLESS = {
     "deepspeed_extra_args": "{comms_logger: {enabled: true}}",
     "amp": "{enabled: false}",
     "scheduler": "{}",
-    "use_bias_in_mlp": "true",
     "use_mup": "false",
-    "intermediate_size": "256",
-    "mlp_multiple_of": "64",
-    "expansion_factor": "4.0",
     "num_unique_layers": "2",
     "moe_num_experts": "1",
     "train_impl": "normal",
@@ -143,6 +139,29 @@ def test_derived_defaults(load: Callable) -> None:
     assert (config.training.train_iters, config.lr.decay_iters) == (0, 1)
     named = load("data_path: builtin:python-stdlib\ntokenizer_type: charleveltokenizer")
     assert named.data.tokenizer_type == "CharLevelTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "told"),
+    [
+        ("hidden_size: 64", 256, "256 = intermediate_size 256"),
+        ("activation: geglu", 170, "170 = intermediate_size 512 x 2/3 / 2"),  # the published width
+        ("activation: swiglu", 85, "85 = intermediate_size 256 x 2/3 / 2"),
+        ("activation: swiglu\nexpansion_factor: 6.0", 128, "128 = intermediate_size 384 x 2/3 / 2"),
+        ("intermediate_size: 100\nmlp_multiple_of: 64", 128, "100, rounded up to a multiple of 64"),
+        # gpt-neox's llama/7B, 13B, 30B, 65B, llama2/13B, 70B, and mistral/7B
+        *((f"activation: swiglu\nintermediate_size: {size}\nmlp_multiple_of: 256", width, "256")
+          for size, width in {32768: 11008, 40960: 13824, 53248: 17920, 65536: 22016,
+                              41472: 13824, 86016: 28672}.items()),
+        ("activation: swiglu\nintermediate_size: 14336", 4778, "MLP inner width 4778"),
+    ],
+)  # fmt: skip
+def test_the_inner_width_is_that_of_gpt_neox(
+    load: Callable, text: str, width: int, told: str
+) -> None:
+    config = load(text)
+    assert config.model.inner_width == width
+    assert told in next(line for line in describe(config).splitlines() if "MLP inner" in line)
 
 
 def test_options_of_an_embedding(load: Callable) -> None:

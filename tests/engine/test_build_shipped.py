@@ -5,7 +5,8 @@ import torch
 
 from megatron.config import load_config
 from megatron.config.schema import Config
-from megatron.engine.build import padded_vocab_size, plan_of, shape_of
+from megatron.engine.build import plan_of
+from megatron.engine.shape import padded_vocab_size, shape_of
 from megatron.model import GPT
 from tests.helpers.paths import ROOT
 

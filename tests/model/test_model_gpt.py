@@ -1,6 +1,7 @@
 """Test the model: conventions, theta, initial values, and a second implementation in float64."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -150,22 +151,39 @@ def test_residual_outputs_use_the_output_init():
     assert (layer.input_layernorm.weight == 1).all()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "geglu", "relu", "softsign", "swish", "mish"])
-def test_activations(activation):
-    mlp = build(activation=activation).layers[0].mlp.double()
+PLAIN = ("gelu", "relu", "softsign", "swish", "mish")
+GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [*PLAIN, *GATED])
+def test_activations(activation, bias):
+    inner_size = 21 if activation in ("swiglu", "relu") else None
+    mlp = build(activation=activation, inner_size=inner_size, mlp_bias=bias).layers[0].mlp.double()
+    assert len(list(mlp.parameters())) == (4 if bias else 2)
     x = torch.randn(3, 32, dtype=torch.float64)
-    inner = x @ mlp.dense_h_to_4h.weight.T + mlp.dense_h_to_4h.bias
+    inner = x @ mlp.dense_h_to_4h.weight.T
+    if bias:  # zero biases would hide a missing one
+        with torch.no_grad():
+            for layer in (mlp.dense_h_to_4h, mlp.dense_4h_to_h):
+                layer.bias.uniform_(-1, 1)
+        inner = inner + mlp.dense_h_to_4h.bias
     value, gate = inner.chunk(2, -1)
     expected = {
         "gelu": lambda: inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2))),
         "geglu": lambda: value * (gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))),
+        "swiglu": lambda: value * gate / (1 + torch.exp(-gate)),
+        "reglu": lambda: value * gate.clamp(min=0),
+        "glu": lambda: value / (1 + torch.exp(-gate)),
+        "bilinear": lambda: value * gate,
         "relu": lambda: inner.clamp(min=0),
         "softsign": lambda: inner / (1 + inner.abs()),
         "swish": lambda: inner / (1 + torch.exp(-inner)),
         "mish": lambda: inner * torch.tanh(torch.log1p(torch.exp(inner))),
     }[activation]()
-    assert inner.shape[-1] == (2 * int(8 / 3 * 32) if activation == "geglu" else 128)
-    out = expected @ mlp.dense_4h_to_h.weight.T + mlp.dense_4h_to_h.bias
+    width = inner_size or (int(8 / 3 * 32) if activation == "geglu" else 128)
+    assert inner.shape[-1] == (2 if activation in GATED else 1) * width
+    out = expected @ mlp.dense_4h_to_h.weight.T + (mlp.dense_4h_to_h.bias if bias else 0)
     torch.testing.assert_close(mlp(x), out, rtol=0, atol=1e-12)
 
 
@@ -227,6 +245,13 @@ def test_tanh_gelu_is_the_published_one_in_float64():
     got = model.layers[0].mlp.activate(x)
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
     assert (got - F.gelu(x, approximate="tanh")).abs().max() > 1e-10
+
+
+def test_without_biases_a_block_is_that_with_zero_biases():
+    whole, without = build(), build(attention_bias=False, mlp_bias=False)
+    absent = whole.state_dict().keys() - without.state_dict().keys()
+    assert len(absent) == 8 and all(re.search(r"(attention|mlp)\..*\.bias$", n) for n in absent)
+    assert torch.equal(whole(tokens()), without(tokens()))
 
 
 @pytest.mark.parametrize("activation", ["swish", "mish"])

@@ -27,6 +27,7 @@ from megatron.config.neox.spellings import (
     read_attention,
     read_intervals,
     read_precision,
+    read_width,
     read_zero,
 )
 from megatron.config.reader import Given, Settings, dotted
@@ -43,6 +44,7 @@ def translate(settings: Settings) -> Translation:
     read_zero(others, out)
     read_precision(others, out)
     read_intervals(others, out)
+    read_width(others, out)
     read_attention(others, out)
     note_dape(out)
     return out

@@ -66,6 +66,8 @@ _KEYS: dict[str, str] = {
         bf16.initial_scale_power
     """,
     "stages are split between blocks, as evenly as possible": "pipe_partition_method",
+    "layernorm has a bias, other norms have none; gpt-neox never reads it": "use_bias_in_norms",
+    "it follows from the tokenizer and make_vocab_size_divisible_by": "padded_vocab_size",
     "the grad norm is always logged": "log_grad_norm",
     "wandb names the run": "wandb_run_name",
     "only rank 0 writes to wandb": "wandb_init_all_ranks",
@@ -108,6 +110,8 @@ NO_EFFECT: dict[str, str] = {key: reason for reason, keys in _KEYS.items() for k
 
 CHECKS: dict[str, Check] = {
     "log_dir": text,
+    "padded_vocab_size": whole_number(1),
+    "use_bias_in_norms": flag,
     "tensorboard_dir": text,
     "wall_clock_breakdown": flag,
     "steps_per_print": whole_number(1),

@@ -53,18 +53,6 @@ def _never(_value: Any, _flat: Flat) -> bool:
     return False
 
 
-def _times_width(factor: int, value: Any, flat: Flat) -> bool:
-    width = flat.get("hidden_size")
-    return isinstance(width, int) and isinstance(value, int) and value == factor * width
-
-
-def _divides_mlp(value: Any, flat: Flat) -> bool:
-    width = flat.get("hidden_size")
-    return (
-        isinstance(value, int) and isinstance(width, int) and value > 0 and 4 * width % value == 0
-    )
-
-
 def _same_as(key: str) -> Callable[[Any, Flat], bool]:
     return lambda value, flat: value == flat.get(key)
 
@@ -109,27 +97,12 @@ _refuse("apply_query_key_layer_scaling", "not built yet", "false", _FALSE)
 _refuse("z_loss", "the loss is plain cross-entropy", "z_loss: 0.0", _equals(0, 0.0))
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
 
-_refuse(
-    "intermediate_size",
-    "the MLP is 4 x hidden_size wide",
-    _LEAVE,
-    lambda v, f: _times_width(4, v, f),
-)
-_refuse("mlp_multiple_of", "the MLP is exactly 4 x hidden_size wide", _LEAVE, _divides_mlp)
-_refuse("expansion_factor", "the MLP is 4 x hidden_size wide", _LEAVE, _equals(4, 4.0))
-_refuse(
-    "use_bias_in_norms use_bias_in_attn_linear use_bias_in_mlp",
-    "the biases are always present",
-    "true",
-    _TRUE,
-)
 _refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)
 _refuse("gpt_j_tied use_qk_layernorm", "not built", "false", _FALSE)
 _refuse(
     "num_unique_layers", "layers share only the positional kernel", _LEAVE, _same_as("num_layers")
 )
 _refuse("fp16_lm_cross_entropy", "the loss is computed in fp32", "false", _FALSE)
-_refuse("padded_vocab_size", "follows from the tokenizer", "make_vocab_size_divisible_by", _never)
 _refuse(
     "te_columnparallel te_rowparallel te_layernorm_mlp te_mha te_fp8_mha",
     "Transformer Engine is not used",

@@ -45,6 +45,7 @@ OFFLOAD_KEYS = frozenset(f"zero_optimization.{key}" for key in _OFFLOAD)
 OTHER_KEYS = OFFLOAD_KEYS | {
     "attention_config",
     "checkpoint_factor",
+    "expansion_factor",
     "lr_decay_fraction",
     "fp16.enabled",
     "fp16.type",
@@ -179,6 +180,22 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
         out.problem(fraction.mark, "lr_decay_fraction", text)
     elif "decay_iters" not in out.given and iters and isinstance(iters.value, (int, float)):
         out.given["decay_iters"] = Given(max(1, math.floor(iters.value * value)), fraction.mark)
+
+
+def read_width(others: dict[str, Given], out: Translation) -> None:
+    """Read `expansion_factor`, which sets intermediate_size as a multiple of hidden_size."""
+    given, size = others.get("expansion_factor"), out.given.get("intermediate_size")
+    hidden = out.given.get("hidden_size")
+    if not given:
+        return
+    if not is_number(given.value) or given.value <= 0:
+        text = f"expected a number above 0, got {show(given.value)}; write e.g. 4"
+        out.problem(given.mark, "expansion_factor", text)
+    elif size:
+        text = f"excludes intermediate_size at {size.mark}; write only one of them"
+        out.problem(given.mark, "expansion_factor", text)
+    elif hidden and is_number(hidden.value):
+        out.given["intermediate_size"] = Given(int(given.value * hidden.value), given.mark)
 
 
 def read_attention(others: dict[str, Given], out: Translation) -> None:

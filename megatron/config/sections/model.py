@@ -27,6 +27,7 @@ from megatron.config.fields import (
     number,
 )
 from megatron.config.sections.base import DERIVED, Section
+from megatron.config.sizes import inner_width
 from megatron.config.theta import ThetaInit
 
 
@@ -57,6 +58,12 @@ class ModelConfig(Section):
     no_weight_tying: Flag = False
     gpt_j_residual: Flag = False
     activation: Activation = "gelu"
+    # The inner width of the MLP, or three times it with a gated activation (see `inner_width`).
+    # Default: 4 hidden_size; geglu: 8 hidden_size, the published code's width.
+    intermediate_size: Positive = DERIVED
+    mlp_multiple_of: Positive = 1  # the inner width is rounded up to a multiple of this
+    use_bias_in_attn_linear: Flag = True
+    use_bias_in_mlp: Flag = True
     bias_gelu_fusion: Flag = False  # true: tanh approximation of gelu, as in the published code
     init_method: Init = "normal"
     output_layer_init_method: Init = "scaled_normal"
@@ -68,3 +75,8 @@ class ModelConfig(Section):
     published_numerics: Flag = False  # not in GPT-NeoX: round 16-bit numbers as the published code
     checkpoint_activations: Flag = False
     output_layer_parallelism: Side = "column"  # published: row; both compute the same function
+
+    @property
+    def inner_width(self) -> int:
+        """The inner width of the MLP."""
+        return inner_width(self.activation, self.intermediate_size, self.mlp_multiple_of)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config, load_config
-from megatron.engine.build import DTYPES, positional_of, shape_of
+from megatron.engine.build import positional_of
 from megatron.engine.checkpoint.checksums import FORMAT, RECORD, sealed
 from megatron.engine.checkpoint.publish import new_folder
 from megatron.engine.checkpoint.record import Record
@@ -28,6 +28,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox.buffers import implied_buffers
 from megatron.engine.neox.read import Published, Shape, read
+from megatron.engine.shape import DTYPES, shape_of
 from megatron.model.embedding import THETA
 from megatron.positional import PositionalEmbedding
 from megatron.version import __version__

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox.counters import counters
 from megatron.engine.neox.read import is_published
 from megatron.engine.safe_load import safe_load
+from megatron.model import BlockShape
 from megatron.parallel.groups import Groups
 
 
@@ -48,8 +49,9 @@ ADVICE = {
     ),
 }
 """Maps a field of `RunDescription` to advice for the case that run and checkpoint differ in it."""
-_ADDED = ("content", "theta_per_layer")
-"""Entries that checkpoints of earlier versions lack. They are compared only if they exist."""
+_ADDED = {"theta_per_layer": False} | {field.name: field.default for field in fields(BlockShape)}
+"""The values of entries that checkpoints of earlier versions lack, because they had no others. An
+entry without a value (`content`) is compared only if it exists."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,12 @@ class Saved:
             CheckpointError: an entry differs. The error message names every entry that differs.
         """
         for subject in subjects:
-            there = getattr(self.record, subject)
+            there = _ADDED | getattr(self.record, subject)
             here = json.loads(json.dumps(getattr(run, subject)))  # as it would be read back
             differing = [
                 f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
                 for key, value in here.items()
-                if there.get(key) != value and (key in there or key not in _ADDED)
+                if there.get(key) != value and (key in there or key != "content")
             ]
             if differing:
                 raise CheckpointError(

@@ -31,7 +31,7 @@ from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import DTYPES, identity_of, plan_of, tokenizer_of
+from megatron.engine.build import plan_of, tokenizer_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import newest
@@ -40,6 +40,7 @@ from megatron.engine.evaluation import report
 from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
 from megatron.engine.evaluation.report import LengthResult, summarise
 from megatron.engine.job.join import joined_job
+from megatron.engine.shape import DTYPES, identity_of
 from megatron.engine.text import Text, open_text
 from megatron.model import GPT
 from megatron.model.embedding import columns_of

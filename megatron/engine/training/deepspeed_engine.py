@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from megatron.config import Config
-from megatron.engine.build import numerics_of
+from megatron.engine.shape import numerics_of
 from megatron.engine.training.optimizer import build_optimizer, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.numerics import WIDE, Numerics

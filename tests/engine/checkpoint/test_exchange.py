@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config import ConfigError, load_config
-from megatron.engine.build import DTYPES, plan_of
+from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
@@ -18,6 +18,7 @@ from megatron.engine.checkpoint.saved import Saved, newest, tag_of
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.layout import EMBEDDINGS
+from megatron.engine.shape import DTYPES
 from megatron.model import GPT
 from megatron.positional import names
 from tests.helpers.paths import FIXTURES
