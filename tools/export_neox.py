@@ -6,6 +6,7 @@ SRC is a run folder. Its newest checkpoint is exported for N tensor-parallel ran
 the number of tensor-parallel ranks in training. The tool writes the file `latest` and the folder
 `global_step<step>/` into DST. The folder contains the files `layer_XX-model_YY-model_states.pt` and
 `mp_rank_YY_model_states.pt`, where XX is the layer and YY is the tensor-parallel rank.
+
 If a published checkpoint is imported and then exported, the exported tensors equal the original
 ones.
 

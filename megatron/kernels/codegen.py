@@ -3,8 +3,8 @@
 A distance kernel is a factor w or a bias b that depends only on the query-key distance d. The logit
 of a query q and a key k is x = scale s w(d) + b(d) with s = q . k. The function `evaluate` returns
 y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each theta_k. The term is
-dx/dtheta_k without the constant factors, that is, those without s and d. The Triton kernels sum the
-terms over scores, and `finish` multiplies the sums by the constant factors.
+dx/dtheta_k without its constant factors, which depend on neither s nor d. The Triton kernels sum
+the terms over scores, and `finish` multiplies the sums by the constant factors.
 
 The generated code is fast for three reasons:
 
@@ -131,7 +131,7 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Return code for a scalar. It calls exact functions, not the fast approximate ones."""
+        """Return code for a scalar. The code calls exact functions, not fast approximate ones."""
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
@@ -234,7 +234,7 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile `source` to Triton functions. Equal texts get equal paths, for Triton's caches."""
+    """Compile `source` to Triton functions. Triton's caches find equal sources by equal paths."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

@@ -251,7 +251,7 @@ def backward(
 
 
 def table_gradient(setting: Setting, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of a table over distances, which has one row for each head.
+    """Return the gradient of the table over distances, [heads, W].
 
     Args:
         tensors: The tensors that all Triton kernels of the backward pass share.

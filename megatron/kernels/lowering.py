@@ -42,7 +42,7 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether d is in an exponent. Values may then be too large or too small for `rcp`."""
+    """Return whether `expr` has d in an exponent, and so may be too large or small for `rcp`."""
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
@@ -69,7 +69,7 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
 
 
 def direct(exponent: sympy.Expr) -> bool:
-    """Return whether a power with this exponent is generated as products, roots or reciprocals."""
+    """Return whether a power with this exponent is computed by products, roots or reciprocals."""
     return exponent in HALVES or (exponent.is_Integer and abs(exponent) <= 4)
 
 

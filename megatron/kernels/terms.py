@@ -4,17 +4,18 @@
 
 First keys: documents and a window hide the keys before first_i from row i.
 first_i never falls from a row to the next, so a tile of rows sees one range of keys, and a tile of
-keys is seen by one range of rows. Tiles outside of it are skipped. Only tiles that contain the
-first key of one of their rows are masked.
+keys is seen by one range of rows. Tiles outside these ranges are skipped. Only tiles that contain
+the first key of one of their rows are masked.
 
 Decay: c_j is a sum over a long sequence. To keep the digits of differences, c / scale is given in
-two fp32 parts, `high` + `low`. A row's logits are relative to the decay c_r of the first row of its
-block of `BLOCK` rows, in every pass. So lse is relative to it, too, and c_i cancels out.
+two fp32 parts, `high` + `low`. In every pass, a row's logits are relative to the decay c_r of row
+r, the first row of the same block of `BLOCK` rows. So lse is also relative to c_r, and c_i cancels
+out.
 
-Sink: a null key with a value of 0 takes part in the softmax. Its y is sink / scale, relative to the
-same decay.
+Sink: a null key with a value of 0 takes part in the softmax. For row i, its y is sink / scale minus
+(c_i - c_r) / scale.
 
-All arguments of a term are None if a call does not have it. No code is then generated.
+If a call lacks one of these terms, all arguments of the term are None, and no code is generated.
 
 Legend: see `forward`.
 """
@@ -124,9 +125,12 @@ def lost_between(high, low, at, reference):
 
 @triton.jit
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
-    """Return the decay of N positions from `first` on, minus the reference, divided by scale.
+    """Return (c_j - c_r) / scale for the N positions j = first, first + 1, ....
 
-    With MASKED, positions from `limit` on get the decay of the last one.
+    With MASKED, positions from `limit` on get the value of the last position before `limit`.
+
+    Args:
+        decay: What `open_decay` returned for the rows.
     """
     at = first + tl.arange(0, N)
     if MASKED:
@@ -167,7 +171,7 @@ def store_ddecay(ddecay_ptr, ddecay, item, n0, keys, N: tl.constexpr):
 
 @triton.jit
 def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
-    """Return the y of the null key for each of M rows from `m0` on."""
+    """Return the null key's y (logit / scale) for each of the M rows from `m0` on."""
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
     if decay is not None:
         y -= lost(decay, offset + m0, keys, True, M)
@@ -193,7 +197,7 @@ class Terms:
     decay_BHS: Tensor | None = None
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return the tensors that Triton kernels read."""
+        """Return the tensors of these terms that Triton kernels read, by name."""
         found = {} if self.first_BT is None else {"first": self.first_BT}
         if self.sink_H is not None:
             found["sink"] = (self.sink_H.float() / scale).contiguous()
@@ -204,7 +208,7 @@ class Terms:
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return the tensors that only `key_pass` reads or writes."""
+        """Return the tensors of these terms that only `key_pass` reads or writes, by name."""
         found = {}
         if self.first_BT is not None:
             key = torch.arange(keys, dtype=torch.int32, device=self.first_BT.device)
@@ -220,8 +224,9 @@ class Terms:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the sink and of the decay.
 
-        The gradient ds of the null key's logit is -p delta. A row's other ds add up to p delta,
-        which is also the gradient of the decay at the row's own position.
+        With the null key's softmax weight p and delta (see `backward`), the gradient ds of the null
+        key's logit is -p delta. The other ds of a row add up to p delta, which is also the gradient
+        of the decay at the row's own position.
 
         Args:
             ddecay_BHS: The gradient of the decay at the positions of keys. The gradient at the
@@ -240,7 +245,7 @@ class Terms:
         return -lost_BHT.sum((0, 2)), ddecay_BHS
 
     def zeros(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a call without queries."""
+        """Return gradients of zeros for the sink and the decay, or None where these are None."""
         terms = (self.sink_H, self.decay_BHS)
         return tuple(None if x is None else torch.zeros_like(x) for x in terms)
 

@@ -47,7 +47,7 @@ def token_losses(
 
 
 def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of all targets except `UNCOUNTED`, or 0 if there are no others."""
+    """Return the mean loss of all targets except `UNCOUNTED`, or 0 if all are `UNCOUNTED`."""
     return losses_BT.sum() / (targets_BT != UNCOUNTED).sum().clamp(min=1)
 
 

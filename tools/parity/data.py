@@ -172,7 +172,7 @@ def _hash(samples: np.ndarray) -> str:
 
 
 def _shards(folder: Path) -> ShardReader:
-    """Open the shards in `folder`, or else those in its parent folder."""
+    """Open the shards in `folder`, or those in its parent folder if `folder` has none."""
     for place in (folder, folder.parent):
         for index in sorted(place.glob("*.idx")):
             return ShardReader(index.with_suffix(""))

@@ -220,7 +220,7 @@ class ModelCase:
             self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
 
     def _check_clamped(self, tolerance: float) -> None:
-        """Compare the kernel's clamped parameters with those that the published code clamped."""
+        """Compare the clamped KERPLE parameters with those that the published code clamped."""
         full = positional_tensors(self.model, self.model.theta)
         shards = self._first_shards(full)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
@@ -268,10 +268,11 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
-    """Convert theta, or a tensor of the same shape, to the published tensors of the first block.
+    """Convert theta, or a tensor of the same shape, to the tensors that the published code stores.
 
     The published code stores T5's table as one tensor, and each column of KERPLE's theta (one
-    parameter of the kernel) as a tensor of its own. The returned tensors contain all heads.
+    parameter of the kernel) as a tensor of its own. The returned tensors contain all heads. They
+    have the names of the first transformer block.
 
     Args:
         model: The model that has this theta.

@@ -111,7 +111,7 @@ def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Resul
 
 
 def _config_of(key: str, case: dict[str, Any], folder: Path) -> Config:
-    """Load the configuration of an entry of derived_args.json, for its number of processes.
+    """Load the configuration of one entry of derived_args.json, for the entry's process count.
 
     The entry's config files are read from `folder`. If the files are missing, the configuration is
     assembled from the entry's derived settings.

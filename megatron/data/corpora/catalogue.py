@@ -6,8 +6,8 @@ archive is also recorded in the manifest of the token shards that are made from 
 
 Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore a
 corpus may list mirrors, and data sets of the Hugging Face hub that `prepare_data.py --input hub:ID`
-can read. A corpus with a `pile_set` can also be extracted from the archives of the complete Pile:
-it is the records whose `meta.pile_set_name` is this `pile_set`.
+can read. A corpus with a `pile_set` consists of the records of the Pile whose `meta.pile_set_name`
+is this `pile_set`. Such a corpus can also be extracted from the archives of the complete Pile.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def download(
         path: The path to write.
         mirror: The address of a folder that contains the file. It is tried first.
         force: Download the file even if `path` exists.
-        advice: The last part of the error message for a file that no address has.
+        advice: The last part of the error message, if no address has the file.
 
     Returns:
         The SHA-256 (hex) of the downloaded file, or "" if `path` existed.

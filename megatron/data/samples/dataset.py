@@ -13,8 +13,7 @@ the `num_samples` that the checkpoint records, and a larger `extend_to`. The dat
 with the samples of the index for `num_samples`, and blocks 1, 2, ... of further samples follow.
 Block k is GPT-NeoX's order of one epoch, shuffled with the run's seed plus k. (If one epoch is
 shorter than a sample, the block has more epochs.) Increasing `extend_to` never changes earlier
-samples. Each sample of the index occurs only once in it, and each sample of a block only once in
-the block.
+samples. Within the index and within each block, no sample occurs twice.
 """
 
 from __future__ import annotations

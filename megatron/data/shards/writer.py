@@ -230,8 +230,7 @@ class ShardWriter:
     def _owns_part(self) -> bool:
         """Return whether the open file still has its .part name.
 
-        After this writer opened the file and before it locked the file, another writer may have
-        renamed or removed the file.
+        Between opening and locking, another writer may have renamed or removed the file.
         """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))

@@ -60,8 +60,7 @@ class Tokenizer(ABC):
     def count_bytes(self, table: np.ndarray) -> None:
         """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
 
-        Implementations need not treat the end-of-document token, whose number `token_bytes` sets to
-        0.
+        The entry of the end-of-document token may have any value. `token_bytes` returns 0 for it.
         """
 
     @abstractmethod
@@ -155,7 +154,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error of the `with` block, which reads a tokenizer's file, into a TokenizerError."""
+    """Turn any error into a TokenizerError. The `with` block must read a tokenizer's file."""
     try:
         yield
     except BaseException as error:  # Rust's panics are no Exceptions

@@ -1,7 +1,7 @@
-"""Hashes that recognise the vocabulary and the merges that OpenAI published for GPT-2.
+"""Hashes of the vocabulary and the merges that OpenAI published for GPT-2.
 
-If a tokenizer has the published files, training starts sooner because the merges need not be
-parsed, and faster libraries may encode (see `fast_bpe.py`).
+If a tokenizer's files have these hashes, training starts sooner, because the merges need not be
+parsed. Faster libraries may then encode (see `fast_bpe.py`).
 """
 
 from __future__ import annotations
