@@ -1,0 +1,37 @@
+"""Test the report on GPT-NeoX's model files, on a small checkout of its form."""
+
+from tests.config.conftest import BASE
+from tests.helpers.launch import call
+
+MODEL, TRAINING = BASE.split("train_iters")
+
+
+def test_every_model_file_is_combined_and_counted(tmp_path):
+    files = {
+        "gpt/configs/local_setup.yml": "save: a\nload: a\n",
+        "gpt/configs/whole.yml": BASE,
+        "gpt/configs/moe.yml": BASE + "moe_num_experts: 8\n",
+        "gpt/configs/two.yml": BASE + "pipe_parallel_size: 0\nmodel-parallel-size: 2\nload: b\n",
+        "gpt/configs/llama/7B.yml": MODEL,
+        "gpt/configs/llama/train_config.yml": "finetune: true\ntrain_iters" + TRAINING,
+        "gpt/configs/evaluate.yml": BASE.replace("train_iters: 10", "train_iters: 0"),
+        "gpt/other/no.yml": BASE,
+        "kerple/kerple_configs/train.yml": BASE.replace(
+            "pos_emb: kerple_log", "seq_length_val: 64"
+        ),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    lines = call("tools/check_neox_configs.py", tmp_path / "gpt", tmp_path / "kerple").splitlines()
+    moe = "moe_num_experts: 8 is refused: mixtures of experts are not built; write "
+    assert lines == [
+        "accepted  gpt/configs/llama/7B.yml",
+        "          with -o save=a-tuned",
+        "refused   gpt/configs/moe.yml",
+        f"          {moe}moe_num_experts: 1 instead",
+        "accepted  gpt/configs/two.yml",
+        "accepted  gpt/configs/whole.yml",
+        "accepted  kerple/kerple_configs/train.yml",
+        "4 of 5 model files accepted, 1 refused",
+    ]

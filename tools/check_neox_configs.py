@@ -1,0 +1,87 @@
+"""Report which model files of GPT-NeoX or of a fork load here, and why the others do not.
+
+    python tools/check_neox_configs.py GPT_NEOX_CHECKOUT [KERPLE_CHECKOUT ...]
+
+A model file is a YAML file in a folder `configs` or `kerple_configs` that sets `num_layers` and
+`hidden_size` and trains. Each is combined as the READMEs do: with `llama/train_config.yml` if it has
+no optimizer, and with `local_setup.yml` unless it sets one of its keys. KERPLE's generated files name
+the embedding, so `pos_emb: kerple_log` stands for them. The number of processes is the product of the
+file's parallel sizes. If a file loads only with a different `save` (it fine-tunes, and
+`local_setup.yml` has `save` equal to `load`), the remedy in the message is applied.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron import entry
+from megatron.config import ConfigError, load_config
+from megatron.config.reader import read_file
+
+FOLDERS = ("configs", "kerple_configs")
+
+
+def model_files(root: Path) -> list[Path]:
+    """Return the model files of a checkout."""
+    found = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.yml"))]
+    return [path for path in found if _is_model(_keys(path))]
+
+
+def combination(path: Path, root: Path) -> list[Path]:
+    """Return the files to load for the model file `path`, in the order of the command line."""
+    folder, keys = root / path.relative_to(root).parts[0], _keys(path)
+    files, train, setup = [path], folder / "llama" / "train_config.yml", folder / "local_setup.yml"
+    if "optimizer" not in keys:
+        files.append(train)
+    if setup.is_file() and not keys.keys() & _keys(setup).keys():
+        files.append(setup)
+    return files
+
+
+def check(path: Path, root: Path) -> tuple[bool, list[str]]:
+    """Load a model file; return whether it is accepted, and the reasons or remarks."""
+    files, keys = combination(path, root), _keys(path)
+    ranks = max(1, keys.get("pipe_parallel_size", 1)) * keys.get("model_parallel_size", 1)
+    fixed = ["pos_emb=kerple_log"] if files[0].parent.name == FOLDERS[1] else []
+    overrides: list[str] = []
+    while True:
+        try:
+            load_config(files, [*fixed, *overrides], world_size=ranks)
+        except ConfigError as error:
+            remedy = re.search(r"; add -o (save=\S+)$", str(error.problems[0]))
+            if remedy and len(error.problems) == 1 and not overrides:
+                overrides = [remedy[1]]
+                continue
+            return False, [f"{problem.key}: {problem.text}" for problem in error.problems]
+        return True, [f"with -o {override}" for override in overrides]
+
+
+def _keys(path: Path) -> dict:
+    """Return the top-level keys of a file with their values."""
+    return {keys[0]: given.value for keys, given in read_file(path)[0].items()}
+
+
+def _is_model(keys: dict) -> bool:
+    return {"num_layers", "hidden_size"} <= keys.keys() and keys.get("train_iters") != 0
+
+
+def main() -> int:
+    """Check the model files of all given checkouts, print a line for each, and count."""
+    parser = entry.parser(__doc__)
+    parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
+    accepted = total = 0
+    for root in parser.parse_args().checkouts:
+        for path in model_files(root):
+            good, texts = check(path, root)
+            accepted, total = accepted + good, total + 1
+            verdict = "accepted" if good else "refused"
+            print(f"{verdict:<9} {root.name}/{path.relative_to(root)}")
+            for text in texts:
+                print(f"          {text}")
+    print(f"{accepted} of {total} model files accepted, {total - accepted} refused")
+    return 0 if total else 1
+
+
+if __name__ == "__main__":
+    entry.run(main)
