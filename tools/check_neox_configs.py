@@ -3,11 +3,11 @@
     python tools/check_neox_configs.py GPT_NEOX_CHECKOUT [KERPLE_CHECKOUT ...]
 
 A model file is a YAML file in a folder `configs` or `kerple_configs` that sets `num_layers` and
-`hidden_size` and trains. Each is combined as the READMEs do: with `llama/train_config.yml` if it has
-no optimizer, and with `local_setup.yml` unless it sets one of its keys. KERPLE's generated files name
-the embedding, so `pos_emb: kerple_log` stands for them. The number of processes is the product of the
-file's parallel sizes. If a file loads only with a different `save` (it fine-tunes, and
-`local_setup.yml` has `save` equal to `load`), the remedy in the message is applied.
+`hidden_size` and trains. Each is combined as the READMEs do: with `llama/train_config.yml` if it
+has no optimizer, and with `local_setup.yml` unless it sets one of its keys. Files that KERPLE
+generates name the embedding: `pos_emb: kerple_log` stands for them. The number of processes is the
+product of the file's parallel sizes. If a file loads only with a different `save` (it fine-tunes,
+and `local_setup.yml` has `save` equal to `load`), the remedy in the message is applied.
 """
 
 from __future__ import annotations
