@@ -1,15 +1,15 @@
 """Compile the Triton kernels of fused attention without a GPU, and report their resources.
 
     python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
-    python tools/compile_kernels.py --only 'sm_90 .* bf16'    # these; other rows stay as they are
+    python tools/compile_kernels.py --only 'sm_90 .* bf16'    # only these; keep all other rows
     python tools/compile_kernels.py --changed        # only those without a row of their tile size
     python tools/compile_kernels.py --sample         # the variants that the tests compile
     python tools/compile_kernels.py --source kerple_log   # print generated code, compile nothing
 
 A variant is one pass (one Triton kernel) for one GPU architecture, dtype, head size and distance
 kernel, with or without dropout. A distance kernel is a bias or a factor of the attention scores
-that depends only on the distance between query and key. The name of a variant, for --only, is such
-as `sm_90 rpe key bf16 64` or `sm_90 rpe key bf16 64 dropout`.
+that depends only on the distance between query and key. --only is a regular expression for the
+names of variants, such as `sm_90 rpe key bf16 64` or `sm_90 rpe key bf16 64 dropout`.
 
 The columns of the CSV are Triton's version, the GPU architecture (such as sm_90), the distance
 kernel, the pass, the dtype, the head size, whether there is dropout (0 or 1), the tile (M, N,
@@ -21,7 +21,7 @@ according to the PTX of the costliest loop.
 The tool fails if a variant needs more shared memory than the GPU has, if its products are
 serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Other
 spills are only recorded, and so are those on Blackwell, for which no tile sizes have been chosen.
-The CSV has no row of variants that have not been compiled yet.
+The CSV has no rows of variants that have not been compiled yet.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ SAMPLE: Any = (
 
 @dataclass(frozen=True)
 class Variant:
-    """What to compile.
+    """One Triton kernel to compile.
 
     Attributes:
         target: The GPU's compute capability, such as 90.
@@ -189,9 +189,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return the rows of an earlier table that need no new compilation, in a dict by variant.
+    """Return a dict from variant to row, for earlier rows that need no new compilation.
 
-    These rows are of variants in `wanted`, compiled with the current Triton version and tile size.
+    These are rows of variants in `wanted`, compiled with the current Triton version and tile size.
     Changes to the source code of the kernels are not noticed.
     """
     written = {row.variant: row for row in rows if row.triton == triton.__version__}

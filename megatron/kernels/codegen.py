@@ -234,7 +234,10 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile `source` to Triton functions. Triton's caches find equal sources by equal paths."""
+    """Compile `source` to Triton functions.
+
+    Equal sources get equal file paths, so that Triton's caches recognise them.
+    """
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

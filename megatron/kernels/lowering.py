@@ -1,7 +1,7 @@
 """Rewrite expressions of distance kernels in terms of the functions that a GPU has.
 
-Logarithms, exponentials and general powers become `lg2` and `ex2`, to base 2. A power x^y that this
-would compute wrongly for some theta is refused.
+Logarithms, exponentials and general powers become `lg2` (log2 x) and `ex2` (2^x). A power x^y is
+refused if 2^(y log2 x) would be wrong for some theta.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class Terms:
         return -lost_BHT.sum((0, 2)), ddecay_BHS
 
     def zeros(self) -> tuple[Tensor | None, ...]:
-        """Return gradients of zeros for the sink and the decay, or None where these are None."""
+        """Return zeros as the gradients of the sink and the decay, or None for an absent term."""
         terms = (self.sink_H, self.decay_BHS)
         return tuple(None if x is None else torch.zeros_like(x) for x in terms)
 

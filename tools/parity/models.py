@@ -270,9 +270,8 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
 def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
     """Convert theta, or a tensor of the same shape, to the tensors that the published code stores.
 
-    The published code stores T5's table as one tensor, and each column of KERPLE's theta (one
-    parameter of the kernel) as a tensor of its own. The returned tensors contain all heads. They
-    have the names of the first transformer block.
+    The published code stores T5's table as one tensor, and each column of KERPLE's theta as a
+    tensor of its own. The returned tensors contain all heads, and are named for the first block.
 
     Args:
         model: The model that has this theta.

@@ -185,7 +185,7 @@ class TrainingCase:
                 result.compare(label, flat.sum(), total, allowed, scale=size)
 
     def _bounds(self, name: str) -> tuple[float, float]:
-        """Return the bounds (low, high) of the kernel's parameter with the published name `name`.
+        """Return the bounds (low, high) of the KERPLE parameter with the published name `name`.
 
         For T5's table, which has no bounds, return (-inf, inf).
         """
@@ -197,9 +197,9 @@ class TrainingCase:
         self.seen.setdefault(key, []).append(value)
 
     def _note_kernel(self, kind: str, theta_HN: torch.Tensor | None) -> None:
-        """Record the published tensors of theta in `seen`, under names that begin with `kind`.
+        """Record theta in `seen`, as the tensors of the published code. Names begin with `kind`.
 
-        If theta is None, record the fixed slopes of `kerple_power_original` instead, because
+        If theta is None, record the fixed slopes of the embedding `kerple_power_original`, because
         published files store these slopes as parameters. For any other embedding without theta,
         nothing is recorded.
         """

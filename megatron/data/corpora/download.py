@@ -1,11 +1,11 @@
 """Download files, verify them, and resume downloads that were interrupted.
 
-The file NAME is downloaded to NAME.part. The server reports the version of the file (an ETag or a
-date), which is stored in NAME.part.version. If the server still has this version at a later
-attempt, only the missing rest is requested. Otherwise the complete file is requested. NAME.part is
-renamed to NAME if its length is correct and its SHA-256, where known, is correct too. If
-`catalogue.py` gives no SHA-256, the first download of the file is trusted. Its SHA-256 is stored in
-.NAME.sha256, and later downloads must have the same SHA-256.
+The file NAME is downloaded to NAME.part. The version that the server reports (an ETag or a date) is
+stored in NAME.part.version. If the server still has this version at a later attempt, only the
+missing rest is requested. Otherwise the complete file is requested. NAME.part is renamed to NAME if
+its length is correct and its SHA-256, where known, is correct too. If `catalogue.py` gives no
+SHA-256, the first download of the file is trusted. Its SHA-256 is stored in .NAME.sha256, and later
+downloads must have the same SHA-256.
 """
 
 from __future__ import annotations

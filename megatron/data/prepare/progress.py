@@ -73,7 +73,7 @@ def describe_nothing(inputs: list[str], causes: dict[str, int]) -> str:
     """Return the error message for inputs without any document.
 
     Args:
-        causes: Maps each reason to leave out records ("without text", ...) to their number.
+        causes: Maps each reason ("without text", ...) to the number of records left out.
     """
     lost = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
     shown = ", ".join(inputs[:_LISTED]) + (", ..." if len(inputs) > _LISTED else "")

@@ -60,7 +60,7 @@ class Tokenizer(ABC):
     def count_bytes(self, table: np.ndarray) -> None:
         """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
 
-        The entry of the end-of-document token may have any value. `token_bytes` returns 0 for it.
+        The entry of the end-of-document token may have any value, because it is not used.
         """
 
     @abstractmethod
