@@ -3,11 +3,12 @@
     python tools/check_neox_configs.py GPT_NEOX_CHECKOUT [KERPLE_CHECKOUT ...]
 
 A model file is a YAML file in a folder `configs` or `kerple_configs` that sets `num_layers` and
-`hidden_size` and trains. Each is combined as the READMEs do: with `llama/train_config.yml` if it
-has no optimizer, and with `local_setup.yml` unless it sets one of its keys. Files that KERPLE
-generates name the embedding: `pos_emb: kerple_log` stands for them. The number of processes is the
-product of the file's parallel sizes. If a file loads only with a different `save` (it fine-tunes,
-and `local_setup.yml` has `save` equal to `load`), the remedy in the message is applied.
+`hidden_size`, and whose `train_iters` is not 0. As in the READMEs of the checkouts, two other files
+are loaded together with a model file: `llama/train_config.yml` if the model file has no optimizer,
+and `local_setup.yml` if the two files have no key in common. The files in `kerple_configs` get
+`pos_emb: kerple_log`, because KERPLE's scripts add such a key. The number of processes is the
+product of a file's parallel sizes. If the only error asks for another `save` (a fine-tuning file
+with a `local_setup.yml` whose `save` equals `load`), the file is loaded with the proposed `save`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def combination(path: Path, root: Path) -> list[Path]:
 
 
 def check(path: Path, root: Path) -> tuple[bool, list[str]]:
-    """Load a model file; return whether it is accepted, and the reasons or remarks."""
+    """Load a model file. Return (whether it is accepted, the errors or the changed keys)."""
     files, keys = combination(path, root), _keys(path)
     ranks = max(1, keys.get("pipe_parallel_size", 1)) * keys.get("model_parallel_size", 1)
     fixed = ["pos_emb=kerple_log"] if files[0].parent.name == FOLDERS[1] else []
@@ -67,7 +68,10 @@ def _is_model(keys: dict) -> bool:
 
 
 def main() -> int:
-    """Check the model files of all given checkouts, print a line for each, and count."""
+    """Check the model files of all given checkouts, print one line for each, and print counts.
+
+    Return exit code 0, or 1 if there is no model file.
+    """
     parser = entry.parser(__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     accepted = total = 0
