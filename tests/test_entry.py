@@ -51,9 +51,10 @@ def without_reader(*command, unbuffered=""):
         ("train.py", CONFIG, "--check"),
         ("train.py", "--help"),
         ("evaluate.py", "--help"),
+        ("generate.py", "--help"),
         ("tools/inspect_shards.py", "SHARDS"),
     ],
-    ids=["train --check", "train --help", "evaluate --help", "inspect_shards"],
+    ids=["train --check", "train --help", "evaluate --help", "generate --help", "inspect_shards"],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_nobody_reads_and_nothing_is_printed(tmp_path, command, unbuffered):

@@ -76,6 +76,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "docs/cluster.md",
         "docs/data.md",
         "docs/evaluation.md",
+        "docs/generation.md",
         "docs/gpu.md",
         "docs/layouts.md",
         "docs/moving_from_kerple.md",

@@ -1,4 +1,4 @@
-"""Parse the arguments that `train.py` and `evaluate.py` share: config files and overrides."""
+"""Parse the arguments that several commands share: config files and overrides."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ _KEYS = ("wandb_group", "wandb_team", "wandb_run_name")
 """The config keys that GPT-NeoX also takes as options of the command line."""
 
 
-def config_parser(description: str | None) -> argparse.ArgumentParser:
+def config_parser(description: str | None, default: str = "") -> argparse.ArgumentParser:
     """Return a parser for `FILE.yml ... -o K=V ...`, to which the caller adds its own options.
 
     The other options are those of GPT-NeoX's `deepy.py`.
+
+    Args:
+        default: What the command reads without a file, for its help. If empty, it needs a file.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("configs", nargs="+", metavar="FILE.yml", help="later files win")
+    count, text = ("*", f"later files win {default}") if default else ("+", "later files win")
+    parser.add_argument("configs", nargs=count, metavar="FILE.yml", help=text)
     parser.add_argument("-d", "--conf_dir", metavar="DIR", default="", help="folder of the files")
     for key in _KEYS:
         parser.add_argument(f"--{key}", metavar="NAME", help=f"the same as -o {key}=NAME")

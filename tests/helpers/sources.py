@@ -11,7 +11,7 @@ from pathlib import Path
 
 SKIPPED = {"data", "runs", "venv"}
 """Folders in the root that contain no source code of the project."""
-COMMANDS = ("train.py", "evaluate.py", "prepare_data.py")
+COMMANDS = ("train.py", "evaluate.py", "generate.py", "prepare_data.py")
 PRODUCT = ("megatron", "tools", *COMMANDS)
 
 

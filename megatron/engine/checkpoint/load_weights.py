@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from megatron.config import Config
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.full_weights import Weights, fill, full_shapes
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Kind, Saved
+from megatron.engine.checkpoint.saved import Kind, Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
+from megatron.engine.shape import DTYPES, identity_of
+from megatron.model import GPT
 from megatron.model.embedding import THETA
 from megatron.parallel.groups import Groups
 from megatron.positional import within_bounds
@@ -21,6 +27,35 @@ if TYPE_CHECKING:
     from megatron.engine.training.pipeline import Model
 
 WORDS = "embedding.word_embeddings.weight"
+
+
+def load_model(
+    config: Config, load: Path, tokenizer: Tokenizer, groups: Groups
+) -> tuple[GPT, Saved, list[str]]:
+    """Build the config's model for inference, with the newest weights of the run folder `load`.
+
+    Every rank of the tensor-parallel group must call this function and gets its shard.
+
+    Returns:
+        The model in the config's precision on this rank's device, its checkpoint, and lines to
+        print for the user.
+
+    Raises:
+        AttentionError: the attention backend does not support this model on this device.
+        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+    """
+    saved = newest(load)
+    if saved is None:
+        raise CheckpointError(
+            f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
+        )
+    size, eod, kind = tokenizer.vocab_size, tokenizer.eod, groups.device.type
+    plan = plan_of(config, size, device_type=kind, eod=eod, training=False, tp=groups.model)
+    model = GPT(plan)
+    run = RunDescription(model=identity_of(config, model.shape, tokenizer))
+    notes = load_weights(model, saved, run, groups)
+    dtype = DTYPES[config.training.precision]
+    return model.to(device=groups.device, dtype=dtype).eval(), saved, notes
 
 
 def load_weights(

@@ -15,10 +15,8 @@ second scores single tokens that have exactly c predecessors.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,20 +29,15 @@ from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import plan_of, tokenizer_of
-from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import newest
-from megatron.engine.errors import CheckpointError
+from megatron.engine.build import tokenizer_of
+from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.evaluation import report
 from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
 from megatron.engine.evaluation.report import LengthResult, summarise
-from megatron.engine.job.join import joined_job
-from megatron.engine.shape import DTYPES, identity_of
+from megatron.engine.job.alone import job_or_alone
 from megatron.engine.text import Text, open_text
-from megatron.model import GPT
 from megatron.model.embedding import columns_of
-from megatron.parallel.groups import Groups, build_groups
+from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
 
@@ -155,19 +148,10 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
     """
-    with _job(config) as groups:
+    with job_or_alone(config) as groups:
         say = say if groups.is_main else lambda text: None
-        saved = newest(load)
-        if saved is None:
-            raise CheckpointError(
-                f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
-            )
-        tokenizer, kind = tokenizer_of(config), groups.device.type
-        size, eod = tokenizer.vocab_size, tokenizer.eod
-        model = GPT(plan_of(config, size, device_type=kind, eod=eod, training=False))
-        run = RunDescription(model=identity_of(config, model.shape, tokenizer))
-        notes = load_weights(model, saved, run)
-        model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
+        tokenizer = tokenizer_of(config)
+        model, saved, notes = load_model(config, load, tokenizer, groups)
         text = open_text(config, tokenizer)
         say("\n".join([f"evaluating {saved.path}", *notes]))
         scale_distances(model, config.evaluation.eval_distance_scale)
@@ -182,15 +166,6 @@ def scale_distances(model: nn.Module, scale: float) -> None:
         pos = getattr(module, "pos", None)
         if isinstance(pos, PositionalEmbedding) and pos.has_distances:
             vars(module)["pos"] = pos.scaled(scale)
-
-
-def _job(config: Config) -> AbstractContextManager[Groups]:
-    """Return a context manager that joins torchrun's job, or starts a job of this process alone."""
-    if "RANK" in os.environ:
-        parallel = config.parallel
-        backend, silence = parallel.distributed_backend, parallel.heartbeat_timeout
-        return joined_job(backend=backend, silence=silence)
-    return nullcontext(build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
 
 def evaluate_lengths(

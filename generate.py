@@ -1,0 +1,127 @@
+"""Continue prompts with a trained model. Prompts and texts go to stdout, all else to stderr.
+
+Example: `python generate.py --load runs/quickstart --prompt "import " --temperature 0`.
+"""
+
+import argparse
+import io
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from megatron import entry, launch
+from megatron.config.command_line import config_parser, load_or_exit
+
+
+def main() -> int:
+    """Generate as the command line asks, and return the exit code.
+
+    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
+    fix.
+    """
+    args = parse_arguments()
+    if not args.load.is_dir():
+        entry.refuse(f"error: --load {args.load}: there is no such folder", 1)
+    if not args.configs and not (args.load / "config.yml").is_file():
+        text = f"{args.load} has no config.yml; name the config files: generate.py FILE.yml ..."
+        entry.refuse(f"error: --load {args.load}: {text}", 1)
+    if not args.configs:
+        args.configs, args.conf_dir = [args.load / "config.yml"], ""
+    args.overrides.insert(0, "attention_backend=auto")  # the run may have used another device
+    config = load_or_exit(args, *layout())
+    from megatron.engine.job.exit_codes import user_errors
+
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(encoding="utf-8")
+    with user_errors(), redirect_stdout(sys.stderr):  # libraries print to stdout, too
+        from megatron.engine.generation.run import Request, generate
+        from megatron.engine.generation.sampling import Sampling
+
+        request = Request(
+            lambda: args.prompt or read_lines(args.prompts),
+            args.max_new_tokens,
+            Sampling(args.temperature, args.top_k, args.top_p),
+            tuple(args.stop),
+            args.endless,
+            args.seed,
+            args.batch_size,
+            args.json,
+        )
+        generate(
+            config,
+            args.load,
+            request,
+            lambda text: print(text, end="", file=out, flush=True),
+            lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = config_parser(__doc__, "[default: config.yml of the run]")
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="RUN", help="run folder")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    given.add_argument("--prompts", metavar="FILE", help="one prompt per line; - reads stdin")
+    add("--max-new-tokens", type=number(int, 1), default=128, metavar="N", help="[128]")
+    add("--temperature", type=number(float, 0.0), default=1.0, metavar="T", help="0: greedy [1]")
+    add("--top-k", type=number(int, 1), metavar="K", help="only the K most likely tokens")
+    text = "only the most likely tokens that together have the probability P"
+    add("--top-p", type=number(float, 0.0, 1.0), default=1.0, metavar="P", help=text)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    add("--endless", action="store_true", help="never choose the end-of-document token")
+    add("--seed", type=int, default=0, help="of the random numbers [0]")
+    add("--batch-size", type=number(int, 1), default=8, metavar="N", help="prompts at a time [8]")
+    add("--json", action="store_true", help="one JSON object per prompt and line")
+    args = parser.parse_intermixed_args()
+    if "" in args.stop:
+        parser.error("--stop needs a text that is not empty")
+    return args
+
+
+def number(kind, low, high=float("inf")):
+    """Return a function that reads a number from `low` to `high`, for an argument's `type`."""
+
+    def read(text):
+        value = kind(text)
+        if not low <= value <= high or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it in errors
+    return read
+
+
+def layout():
+    """Return overrides by which all processes of the job share one model."""
+    return (
+        f"model_parallel_size={launch.world_size()}",
+        "pipe_parallel_size=1",
+        "context_parallel_size=1",
+        "sequence_parallel=false",
+        "train_batch_size=null",
+        "gradient_accumulation_steps=null",
+        "train_micro_batch_size_per_gpu=1",
+    )
+
+
+def read_lines(name):
+    """Return the lines of a UTF-8 file, or of stdin if the name is `-`.
+
+    Raises:
+        DataError: The text is not UTF-8.
+    """
+    from megatron.data.errors import DataError
+
+    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompts {name}: is not UTF-8 ({error})") from None
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,1 @@
+"""Continue texts with a trained model."""

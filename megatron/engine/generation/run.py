@@ -1,0 +1,162 @@
+"""Load a run's newest checkpoint, continue prompts with it, and write them with their texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.build import tokenizer_of
+from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.checkpoint.saved import Kind, Saved
+from megatron.engine.generation.loop import Speed, continue_texts
+from megatron.engine.generation.sampling import Sampling
+from megatron.engine.generation.text import Continuation
+from megatron.engine.job.alone import job_or_alone
+from megatron.model import GPT
+from megatron.parallel.groups import Groups
+from megatron.parallel.rng import named_generator
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate.
+
+    Attributes:
+        read_prompts: A function that returns the prompts. Only rank 0 calls it.
+        max_new_tokens: The largest number of tokens of a continuation.
+        sampling: How to choose tokens.
+        stops: The stop sequences. A continuation ends before the first one that it contains.
+        endless: Whether the end-of-document token is never chosen. Otherwise it ends a
+            continuation.
+        seed: The seed of the random numbers. Each prompt has its own stream of them.
+        batch_size: The number of prompts that are continued at the same time.
+        as_json: Whether to write a JSON object per line instead of the text. Otherwise a single
+            prompt's text is written as it is generated.
+    """
+
+    read_prompts: Callable[[], list[str]]
+    max_new_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    endless: bool = False
+    seed: int = 0
+    batch_size: int = 8
+    as_json: bool = False
+
+
+def generate(
+    config: Config,
+    load: Path,
+    request: Request,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Continue the request's prompts with the newest checkpoint in the run folder `load`.
+
+    Call this function in a single process, or in every process of a torchrun job. All processes of
+    the job share the model by tensor parallelism.
+
+    Args:
+        write: A function that gets the prompts and texts. Only rank 0 calls it.
+        say: A function that prints a line about the work. Only rank 0 calls it.
+
+    Raises:
+        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+        DataError: There is no prompt, or one without tokens.
+        PositionalError: A trained position table is too short.
+    """
+    with job_or_alone(config) as groups:
+        groups = groups.divided(model_size=groups.world_size)
+        if not groups.is_main:
+            write = say = _nothing
+        tokenizer = tokenizer_of(config)
+        model, saved, notes = load_model(config, load, tokenizer, groups)
+        say("\n".join([_origin(saved, groups), *notes]))
+        texts = groups.gather_from_job(request.read_prompts() if groups.is_main else [])[0]
+        prompts = _encoded(texts, tokenizer, model)
+        # The last token is chosen, but never read.
+        longest = max(map(len, prompts)) + request.max_new_tokens - 1
+        model.embedding.require_positions(longest)
+        streams = len(texts) == 1 and not request.as_json
+        if streams:
+            write(texts[0])
+        rows = [
+            Continuation(tokenizer, ids, request.stops, write if streams else _nothing)
+            for ids in prompts
+        ]
+        speed = Speed()
+        for begin in range(0, len(rows), request.batch_size):
+            batch = range(begin, min(begin + request.batch_size, len(rows)))
+            continue_texts(
+                model,
+                [prompts[n] for n in batch],
+                [rows[n] for n in batch],
+                [named_generator(request.seed, f"prompt {n}") for n in batch],
+                how=request.sampling,
+                max_new_tokens=request.max_new_tokens,
+                banned=_banned(model, tokenizer, request.endless),
+                tp=groups.model,
+                speed=speed,
+            )
+            for n in batch:
+                write("\n" if streams else _line(texts[n], rows[n], request.as_json))
+        say(_report(speed, rows))
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def _origin(saved: Saved, groups: Groups) -> str:
+    """Return a line with the checkpoint and, if it is known, the layout of the run."""
+    line = f"generating with {saved.path} on {groups.world_size} {groups.device.type}"
+    if saved.kind is not Kind.OURS:
+        return line
+    layout = saved.record.layout
+    stages, tensor = layout["pipe_parallel_size"], layout["model_parallel_size"]
+    return f"{line} (trained in {stages} pipeline stage(s) x {tensor} tensor-parallel)"
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
+    """Return the tokens of each prompt that the model sees.
+
+    Raises:
+        DataError: There is no prompt, or one without tokens.
+    """
+    if not texts:
+        raise DataError("there is no prompt; write one per line")
+    prompts = []
+    for number, text in enumerate(texts, 1):
+        ids = tokenizer.encode(text).tolist()
+        if model.documents is not None and tokenizer.eod in ids:  # no token sees older documents
+            ids = ids[len(ids) - ids[::-1].index(tokenizer.eod) :]
+        if not ids:
+            raise DataError(f"prompt {number} is empty; the model continues at least one token")
+        prompts.append(ids)
+    return prompts
+
+
+def _banned(model: GPT, tokenizer: Tokenizer, endless: bool) -> list[int]:
+    """Return the ids of tokens that are never chosen: padding, and maybe the end of documents."""
+    padding = range(tokenizer.vocab_size, model.shape.vocab_size)
+    return [*padding, *([tokenizer.eod] if endless else [])]
+
+
+def _line(prompt: str, row: Continuation, as_json: bool) -> str:
+    if not as_json:
+        return f"{prompt}{row.text}\n"
+    values = {"prompt": prompt, "text": row.text, "tokens": row.tokens, "end": row.end}
+    return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+def _report(speed: Speed, rows: list[Continuation]) -> str:
+    total, rate = sum(row.tokens for row in rows), speed.tokens / max(speed.seconds, 1e-9)
+    return (
+        f"{speed.prompt_tokens:,} prompt tokens, first new tokens after "
+        f"{speed.prompt_seconds:.2f} s; {total:,} new tokens, {rate:,.1f} tokens/s after the first"
+    )

@@ -1,0 +1,64 @@
+"""Choose the next token of each text from the model's logits.
+
+    p_v = softmax_v(logits / temperature)
+
+`top_k` keeps the k most likely tokens. `top_p` then keeps the most likely tokens whose
+probabilities, rescaled to the sum 1, add up to at least `top_p`. Of equally likely tokens, the one
+with the smaller id comes first. The temperature 0 takes the most likely token.
+
+Legend: B texts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.engine.errors import DivergedError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens. `top_k` None and `top_p` 1 keep all tokens."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
+def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
+    """Return the probability of each token, float64 [B, V]. The temperature must be above 0."""
+    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / how.temperature
+    if how.top_k is None and how.top_p == 1.0:
+        return scaled_BV.softmax(-1)
+    sorted_BV, token_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
+    if how.top_k is not None:
+        sorted_BV[:, how.top_k :] = -torch.inf
+    probs_BV = sorted_BV.softmax(-1)
+    beyond_BV = probs_BV.cumsum(-1) - probs_BV >= how.top_p
+    beyond_BV[:, 0] = False
+    probs_BV = probs_BV.masked_fill(beyond_BV, 0.0)
+    probs_BV = torch.zeros_like(probs_BV).scatter(1, token_BV, probs_BV)
+    return probs_BV / probs_BV.sum(-1, keepdim=True)
+
+
+def sample(logits_BV: Tensor, how: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """Return the id of the next token of each text, int64 [B], on the CPU.
+
+    Args:
+        generators: The CPU generator of each text. Other texts of the batch do not change what is
+            drawn for a text.
+
+    Raises:
+        DivergedError: A logit is infinite or not a number.
+    """
+    logits_BV = logits_BV.to("cpu", torch.float64)
+    if not logits_BV.amax(-1).isfinite().all():
+        raise DivergedError("the model's logits are not finite; -o precision=fp32 may help")
+    if how.temperature == 0.0:
+        return logits_BV.argmax(-1)
+    rows = zip(probabilities(logits_BV, how), generators, strict=True)
+    return torch.cat([torch.multinomial(probs_V, 1, generator=each) for probs_V, each in rows])

@@ -1,0 +1,92 @@
+"""Turn the tokens of a continuation into text while they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron.data.tokenizers.base import Tokenizer
+
+WINDOW = 8
+"""The tokens that are decoded together. A character has at most 4 bytes, so at most 4 tokens."""
+UNFINISHED = "\ufffd"
+"""What tokenizers return for the bytes of an unfinished (or invalid) character."""
+
+
+class Continuation:
+    """The text that follows a prompt.
+
+    A character whose bytes are not complete yet is held back, and so is text with which a stop
+    sequence may begin.
+
+    Args:
+        prompt: The tokens of the prompt.
+        stops: The stop sequences. The text ends before the first one that it contains.
+        emit: A function that gets each piece of the text as soon as it is certain.
+
+    Attributes:
+        tokens: The number of tokens so far.
+        end: Why the text has ended: "document", "stop" or "length"; "" if it has not.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        emit: Callable[[str], None] = lambda text: None,
+    ):
+        self._tokenizer, self._stops, self._emit = tokenizer, stops, emit
+        self._ids = list(prompt[-WINDOW:])
+        self._known = tokenizer.decode(self._ids)  # the part of their text that was passed on
+        self._held, self._pieces = "", list[str]()
+        self.tokens, self.end = 0, ""
+
+    @property
+    def text(self) -> str:
+        """The text so far, without what is held back."""
+        return "".join(self._pieces)
+
+    def add(self, token: int) -> None:
+        """Add a token, unless the text has ended. The end-of-document token ends the text."""
+        if self.end:
+            return
+        self.tokens += 1
+        if token == self._tokenizer.eod:
+            self.finish("document")
+            return
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids).removesuffix(UNFINISHED)
+        new = text[len(self._known) :]
+        self._ids = self._ids[-WINDOW:]
+        self._known = self._tokenizer.decode(self._ids).removesuffix(UNFINISHED)
+        self._pass_on(new)
+
+    def finish(self, end: str) -> None:
+        """End the text, unless it has ended, and pass on what was held back."""
+        if self.end:
+            return
+        self._pass_on(self._tokenizer.decode(self._ids)[len(self._known) :])
+        if not self.end:
+            self.end = end
+            self._output(self._held)
+
+    def _pass_on(self, new: str) -> None:
+        held = self._held + new
+        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            self.end, certain = "stop", min(found)
+        else:
+            starts = (
+                size
+                for stop in self._stops
+                for size in range(1, len(stop))
+                if held.endswith(stop[:size])
+            )
+            certain = len(held) - max(starts, default=0)
+        self._held = held[certain:]
+        self._output(held[:certain])
+
+    def _output(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._emit(text)

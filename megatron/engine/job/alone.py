@@ -1,0 +1,22 @@
+"""Join the launcher's job, or stay alone without the seconds that importing DeepSpeed takes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from megatron.config import Config
+from megatron.parallel.groups import Groups, build_groups
+
+
+def job_or_alone(config: Config) -> AbstractContextManager[Groups]:
+    """Return a context manager that joins torchrun's job, or starts a job of this process alone."""
+    if "RANK" in os.environ:
+        from megatron.engine.job.join import joined_job
+
+        parallel = config.parallel
+        backend, silence = parallel.distributed_backend, parallel.heartbeat_timeout
+        return joined_job(backend=backend, silence=silence)
+    return nullcontext(build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
