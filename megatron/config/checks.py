@@ -34,6 +34,8 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
     if values.get("intermediate_size", 0) is None and {"hidden_size", "activation"} <= set(values):
         factor = 8 if values["activation"] == "geglu" else 4
         values["intermediate_size"] = factor * values["hidden_size"]
+    if values.get("momentum", 0) is None:
+        values["momentum"] = 0.95 if values.get("type") == "muon" else 0.0
     if values.get("decay_iters", 0) is None and "train_iters" in values:
         values["decay_iters"] = max(1, values["train_iters"])
     if values.get("on_bad_loss") == "roll_back" and not values.get("save", "wrong"):
@@ -142,9 +144,11 @@ def _min_lr(low: float, lr: float) -> Found | None:
 
 @relation("type", "momentum")
 def _momentum(kind: str, momentum: float) -> Found | None:
-    if kind == "adam" and momentum != 0:
+    if kind in ("adam", "fusedadam") and momentum != 0:
         text = f"{momentum}, but adam's momentum is betas[0]"
         return "momentum", f"{text}; drop momentum, or write type: sgd"
+    if kind == "muon" and momentum >= 1:
+        return "momentum", f"{momentum} never forgets a gradient; write a number below 1, e.g. 0.95"
 
 
 @relation("eval_lengths", "eval_tokens")

@@ -129,7 +129,7 @@ Tokenizer = Annotated[
     _Tokenizer, _choice(_Tokenizer, refused=_not_built("HFGPT2Tokenizer", "TiktokenTokenizer"))
 ]
 
-_Optimizer = Literal["adam", "sgd"]
+_Optimizer = Literal["adam", "fusedadam", "sgd", "muon"]
 _OTHERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "lamb")
 OptimizerType = Annotated[
     _Optimizer,

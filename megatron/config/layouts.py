@@ -132,6 +132,20 @@ def _vocabulary(ranks: int, multiple: int) -> Found | None:
         )
 
 
+@relation("type", "model_parallel_size", "zero_stage")
+def _muon(kind: str, ranks: int, stage: int) -> Found | None:
+    if kind != "muon" or (ranks == 1 and stage < 2):
+        return None
+    what, write = f"model_parallel_size {ranks}", "model_parallel_size: 1"
+    if ranks == 1:
+        what, write = f"ZeRO-{stage}", "zero_optimization: {stage: 1}"
+    return (
+        "type",
+        f"muon needs whole matrices, and {what} divides them among processes; write {write}, or "
+        "type: adam",
+    )
+
+
 @relation("zero_stage", "precision", "grad_accum_dtype")
 def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
     if stage == 0 and dtype != precision:

@@ -30,7 +30,7 @@ from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
 from megatron.engine.shape import identity_of
 from megatron.engine.text import JobData
-from megatron.engine.training.deepspeed_engine import job_engine, layout_of
+from megatron.engine.training.deepspeed_engine import job_engine, layout_of, optimizer_of
 from megatron.engine.training.log import RunLog
 from megatron.engine.training.loop import TrainingLoop
 from megatron.engine.training.optimizer import keep_hyperparameters
@@ -38,6 +38,7 @@ from megatron.engine.training.pipeline import build_local_shard, count_parameter
 from megatron.engine.training.settings import loop_settings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.files import write_text
+from megatron.model.norm import apex_norm
 from megatron.parallel.groups import Groups
 
 UNSAVED = Path("runs/unsaved")
@@ -175,6 +176,10 @@ class Job:
             + (f", {groups.context.size} share a sequence" if groups.context.size > 1 else "")
         )
         log.line(f"attention: {attend.name} ({attend.reason})")
+        choices = {"optimizer": optimizer_of(c)[1], "norm": apex_norm(self.model.shape.block)[1]}
+        for part, choice in choices.items():
+            if choice:
+                log.line(f"{part}: {choice}")
         identity = self.data.identity
         log.line(f"{identity['tokens']:,} tokens in {identity['documents']:,} documents")
         log.line(self.start.text)

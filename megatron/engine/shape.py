@@ -53,6 +53,8 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         num_heads=m.num_attention_heads,
         norm=m.norm,
         norm_eps=eps,
+        fused_norm=(m.norm == "layernorm" and m.layernorm_fusion)
+        or (m.norm == "rmsnorm" and m.rmsnorm_fusion),
         gpt_j_residual=m.gpt_j_residual,
         activation=m.activation,
         tanh_gelu=m.bias_gelu_fusion,
@@ -91,7 +93,7 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
     no_weights = ("checkpoint_activations", "row_parallel_output")
     for name in ("init_method", "output_init_method", "init_std", *no_weights):
         del shape[name]
-    for name in ("attention_dropout", "hidden_dropout", "numerics"):
+    for name in ("attention_dropout", "hidden_dropout", "numerics", "fused_norm"):
         del block[name]
     return {
         "pos_emb": config.model.pos_emb,

@@ -4,6 +4,9 @@
     rmsnorm    x / (|x|_2 / sqrt(D) + eps) * scale     eps OUTSIDE the root, as in GPT-NeoX
     scalenorm  x / max(|x|_2, eps) * g
 
+With `fused_norm`, layernorm and rmsnorm are apex's kernels where apex is installed, otherwise
+torch's functions of the same value. As in GPT-NeoX, the fused rmsnorm has eps INSIDE the root.
+
 Statistics are computed in the dtype that `numerics` prescribes, by default at least fp32. If the
 ranks of the tensor-parallel group `tp` hold different positions, `copy_to` sums the gradients of
 the weights over these ranks.
@@ -13,27 +16,34 @@ Legend: D size of the last dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron import nvidia_apex
 from megatron.model.shape import BlockShape
 from megatron.numerics import Numerics
 from megatron.parallel.collectives import copy_to
 from megatron.parallel.groups import ALONE, TensorGroup
 
+_Kernel = Callable[..., torch.Tensor]
+_APEX = "apex.normalization.fused_layer_norm"
+
 
 class LayerNorm(nn.LayerNorm):
     """torch's layer norm, with weight gradients summed over ranks that hold different positions."""
 
-    def __init__(self, dim: int, eps: float, tp: TensorGroup):
+    def __init__(self, dim: int, eps: float, tp: TensorGroup, kernel: _Kernel | None = None):
         super().__init__(dim, eps=eps)
-        self.tp = tp
+        self.tp, self.kernel = tp, kernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = copy_to(self.weight, self.tp), copy_to(self.bias, self.tp)
+        if self.kernel is not None:
+            return self.kernel(x, weight, bias, self.normalized_shape, self.eps)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -51,6 +61,21 @@ class RMSNorm(nn.Module):
         return (wide / (rms + self.eps)).to(x.dtype) * copy_to(self.scale, self.tp)
 
 
+class FusedRMSNorm(nn.Module):
+    """Root mean square norm with eps inside the root, by apex's kernel or torch's function."""
+
+    def __init__(self, dim: int, eps: float, tp: TensorGroup, kernel: _Kernel | None):
+        super().__init__()
+        self.dim, self.eps, self.tp, self.kernel = dim, eps, tp, kernel or F.rms_norm
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = copy_to(self.scale, self.tp)
+        if self.kernel is F.rms_norm:
+            return F.rms_norm(x, (self.dim,), scale, self.eps)
+        return self.kernel(x, scale, (self.dim,), self.eps)
+
+
 class ScaleNorm(nn.Module):
     """Norm that scales every vector to the same learned length (Nguyen & Salazar 2019)."""
 
@@ -65,6 +90,20 @@ class ScaleNorm(nn.Module):
         return unit * copy_to(self.g, self.tp)
 
 
+def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
+    """Return apex's function for the norm `shape.norm`, or None, and which one was chosen.
+
+    The text is "" if the shape does not ask for a fused norm.
+    """
+    if not shape.fused_norm:
+        return None, ""
+    name = {"layernorm": "fused_layer_norm_affine", "rmsnorm": "fused_rms_norm_affine"}[shape.norm]
+    found, why = nvidia_apex.find(_APEX, name, "fused_layer_norm_cuda")
+    if found is None:
+        return None, f"torch's {shape.norm} instead of apex's, because {why}"
+    return found, f"apex's {shape.norm}"
+
+
 def norm_layer(shape: BlockShape, tp: TensorGroup) -> tuple[type[nn.Module], dict[str, Any]]:
     """Return the class and the constructor arguments of the norm `shape.norm`.
 
@@ -73,8 +112,11 @@ def norm_layer(shape: BlockShape, tp: TensorGroup) -> tuple[type[nn.Module], dic
     """
     tp = tp if tp.splits_sequence else ALONE
     common = {"eps": shape.norm_eps, "tp": tp}
+    kernel, _ = apex_norm(shape)
     if shape.norm == "layernorm":
-        return LayerNorm, common | {"dim": shape.hidden_size}
+        return LayerNorm, common | {"dim": shape.hidden_size, "kernel": kernel}
+    if shape.norm == "rmsnorm" and shape.fused_norm:
+        return FusedRMSNorm, common | {"dim": shape.hidden_size, "kernel": kernel}
     if shape.norm == "rmsnorm":
         return RMSNorm, common | {"dim": shape.hidden_size, "numerics": shape.numerics}
     if shape.norm == "scalenorm":

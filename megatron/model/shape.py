@@ -19,6 +19,7 @@ class BlockShape:
 
     Attributes:
         norm: One of `layernorm`, `rmsnorm` and `scalenorm`.
+        fused_norm: Whether layernorm or rmsnorm uses apex's kernel where apex is installed.
         activation: One of `gelu`, `relu`, `softsign`, `swish`, `mish`, or with a gate `geglu`,
             `swiglu`, `reglu`, `glu` and `bilinear`.
         inner_size: The inner width of the MLP. None means 4 * hidden_size, or int(8/3 *
@@ -35,6 +36,7 @@ class BlockShape:
     num_heads: int
     norm: str = "layernorm"
     norm_eps: float = 1e-5
+    fused_norm: bool = False
     gpt_j_residual: bool = False
     activation: str = "gelu"
     tanh_gelu: bool = False

@@ -48,6 +48,12 @@ def test_the_data_parallel_size_is_what_is_left(
         ),
         ("model_parallel_size: 3", 3, "3 does not divide num_attention_heads 4; write"),
         (
+            "model_parallel_size: 2\noptimizer: {type: Muon}",
+            2,
+            "muon needs whole matrices, and model_parallel_size 2 divides them among processes; "
+            "write model_parallel_size: 1, or type: adam",
+        ),
+        (
             "model_parallel_size: 4\nmake_vocab_size_divisible_by: 6",
             4,
             "6 is not a multiple of model_parallel_size 4, and the padded vocabulary does not "

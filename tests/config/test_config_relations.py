@@ -15,8 +15,15 @@ BASE = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
     "pos_emb": "kerple_log",
 }
+MUON = {"type": "Muon", "params": {"lr": 0.01}}
 REFUSED = [
     ({"warmup": 0.6}, "warmup", "write at most 0.5"),
+    (
+        {"optimizer": MUON, "zero_optimization": {"stage": 3}},
+        "optimizer.type: muon needs whole matrices, and ZeRO-3 divides them",
+        "write zero_optimization: {stage: 1}, or type: adam",
+    ),
+    ({"optimizer": {**MUON, "params": {"lr": 1, "momentum": 1}}}, "momentum", "e.g. 0.95"),
     ({"lr_decay_style": "wsd", "warmup": 0.95}, "warmup", "write at most 0.9"),
     ({"hidden_dropout": 1.0}, "hidden_dropout", "below 1"),
     ({"attention_dropout": 1.0}, "attention_dropout", "below 1"),

@@ -21,7 +21,7 @@ _KEYS: dict[str, str] = {
     """,
     "a choice of kernel for the same function; attention_backend chooses here": """
         scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion
-        layernorm_fusion bias_dropout_fusion rmsnorm_fusion rope_fusion
+        bias_dropout_fusion rope_fusion
         fused_kernels_build_path use_flashattn_swiglu
     """,
     "saves memory in DeepSpeed's own checkpointing, which is not used": """

@@ -55,6 +55,8 @@ class ModelConfig(Section):
     layernorm_epsilon: Epsilon = 1e-5
     rms_norm_epsilon: Epsilon = 1e-8
     scalenorm_epsilon: Epsilon = 1e-8
+    layernorm_fusion: Flag = False  # apex's kernel where apex is installed
+    rmsnorm_fusion: Flag = False  # the same; as in GPT-NeoX, epsilon is then inside the root
     no_weight_tying: Flag = False
     gpt_j_residual: Flag = False
     activation: Activation = "gelu"

@@ -41,7 +41,8 @@ class OptimizerConfig(Section):
     lr: Annotated[Amount, Key("optimizer.params.lr")]
     betas: Annotated[Betas, Key("optimizer.params.betas")] = (0.9, 0.999)
     eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8
-    momentum: Annotated[Amount, Key("optimizer.params.momentum")] = 0.0
+    # of sgd (default: 0) and muon (0.95, as in torch)
+    momentum: Annotated[Amount, Key("optimizer.params.momentum")] = DERIVED
     weight_decay: Amount = 0.01  # the published code's default; gpt-neox: 0.1
     # Not in GPT-NeoX: whether weight decay applies to theta, the parameters of KERPLE and T5; its
     # learning rate; whether it is trained.

@@ -12,7 +12,11 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.engine.shape import numerics_of
-from megatron.engine.training.optimizer import build_optimizer, parameter_groups
+from megatron.engine.training.optimizer import (
+    build_optimizer,
+    optimizer_kind,
+    parameter_groups,
+)
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.numerics import WIDE, Numerics
 from megatron.parallel.groups import Groups
@@ -33,18 +37,20 @@ def job_engine(
     c = config
     beta1, beta2 = c.optimizer.betas
     optimizer = build_optimizer(
-        c.optimizer.type,
+        optimizer_of(c)[0],
         parameter_groups(
             model,
             c.optimizer.weight_decay,
             decay_theta=c.optimizer.weight_decay_positional
             and c.optimizer.theta_frozen is not True,
             theta_lr_multiplier=c.optimizer.theta_lr_multiplier,
+            muon=c.optimizer.type == "muon",
         ),
         lr=c.optimizer.lr,
         betas=(beta1, beta2),
         eps=c.optimizer.eps,
         momentum=c.optimizer.momentum,
+        ranks=groups,
     )
     annealing = AnnealingLR(
         optimizer, schedule_of(c), use_checkpoint=c.lr.use_checkpoint_lr_scheduler
@@ -68,6 +74,12 @@ def job_engine(
     return engine, annealing
 
 
+def optimizer_of(config: Config) -> tuple[str, str]:
+    """Return the config's kind of optimizer and a remark for the log, as `optimizer_kind` does."""
+    c = config
+    return optimizer_kind(c.optimizer.type, c.training.precision, c.parallel.zero_stage)
+
+
 def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
     """Return the settings that determine the files of a checkpoint, as JSON values.
 
@@ -85,7 +97,7 @@ def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
         "zero_stage": parallel.zero_stage,
         "sub_group_size": size if parallel.zero_stage == 3 and size != 10**9 else None,
         "precision": config.training.precision,
-        "optimizer": config.optimizer.type,
+        "optimizer": optimizer_of(config)[0],
         "weight_decay_positional": config.optimizer.weight_decay_positional,
         "theta_lr_multiplier": config.optimizer.theta_lr_multiplier,
         "theta_frozen": list(frozen) if isinstance(frozen, tuple) else frozen,

@@ -14,10 +14,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron import nvidia_apex
+from megatron.engine.training.muon import MuonWithAdamW
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.model.embedding import is_theta
 from megatron.parallel.groups import Groups, TensorGroup
 from megatron.parallel.sharding import sharding_of
+
+APEX_ADAM = ("apex.optimizers", "FusedAdam", "amp_C")
+"""Apex's FusedAdam and the CUDA extension that it needs, for `nvidia_apex.find`."""
+
+
+def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str]:
+    """Return the kind of optimizer to build, and which one was chosen, or "" without a choice.
+
+    `fusedadam` is apex's FusedAdam where that can be used, otherwise torch's fused Adam.
+
+    Args:
+        name: the config's `optimizer.type`.
+    """
+    if name != "fusedadam":
+        return name, ""
+    found, why = nvidia_apex.find(*APEX_ADAM)
+    if zero_stage == 0 and precision != "fp32":
+        found, why = None, f"DeepSpeed's {precision} training without ZeRO does not take it"
+    if found is None:
+        return "adam", f"torch's fused Adam instead of apex's FusedAdam, because {why}"
+    return "apex", "apex's FusedAdam"
 
 
 def parameter_groups(
@@ -26,28 +49,32 @@ def parameter_groups(
     *,
     decay_theta: bool = False,
     theta_lr_multiplier: float = 1.0,
+    muon: bool = False,
 ) -> list[dict[str, Any]]:
     """Divide the trained parameters into two groups: with weight decay, and without.
 
     If theta (the positional embedding's learned parameters) has another learning rate than the
     rest, theta is a third group. All pipeline stages must have the same number of groups, and ZeRO
     accepts no empty group. On a stage without theta, the third group therefore holds another
-    parameter, with the usual learning rate.
+    parameter, with the usual learning rate. For Muon, the blocks' matrices are the last group.
 
     Args:
         decay_theta: whether theta has weight decay.
         theta_lr_multiplier: theta's learning rate divided by the usual learning rate.
+        muon: whether the optimizer is `MuonWithAdamW`.
 
     Returns:
-        The groups in this order, each {"params", "weight_decay", "name"}. The third group also has
-        its "lr_multiplier".
+        The groups in this order, each {"params", "weight_decay", "name"}. The group of theta also
+        has its "lr_multiplier", and for Muon each has "muon", whether Muon trains it.
     """
-    decayed, exempt, theta = [], [], []
+    decayed, exempt, theta, hidden = [], [], [], []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         if is_theta(name) and theta_lr_multiplier != 1.0:
             theta.append(param)
+        elif muon and name.startswith("layers.") and param.ndim == 2 and not is_theta(name):
+            hidden.append(param)
         elif decay_theta if is_theta(name) else param.ndim >= 2:
             decayed.append(param)
         else:
@@ -61,6 +88,12 @@ def parameter_groups(
         if not theta:
             theta, own = [exempt.pop()], {"lr_multiplier": 1.0, "weight_decay": 0.0}
         groups.append({"params": theta, "name": "theta", **own})
+    if muon:
+        if not decayed:  # a pipeline stage with blocks only: ZeRO accepts no empty group
+            groups[0] |= {"params": [exempt.pop()], "weight_decay": 0.0}
+        groups.append({"params": hidden, "weight_decay": weight_decay, "name": "hidden matrices"})
+        for group in groups:
+            group["muon"] = group["params"] is hidden
     return groups
 
 
@@ -72,21 +105,30 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     momentum: float = 0.0,
+    ranks: Groups | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer `kind` for parameter groups.
 
     Args:
-        kind: `adam` is AdamW, with decoupled weight decay as in apex's FusedAdam; `sgd` is SGD.
+        kind: `adam` is AdamW, with decoupled weight decay as in apex's FusedAdam; `sgd` is SGD;
+            `muon` is Muon for hidden matrices and AdamW for the others; `apex` is apex's FusedAdam.
         groups: the result of `parameter_groups`.
         betas: Adam's betas.
         eps: Adam's epsilon.
-        momentum: SGD's momentum.
+        momentum: SGD's or Muon's momentum.
+        ranks: the process groups of the job, which Muon needs.
     """
     if kind == "adam":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if kind == "apex":
+        fused, _ = nvidia_apex.find(*APEX_ADAM)
+        return fused(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum)
-    raise ValueError(f"optimizer {kind!r} is unknown; use adam or sgd")
+    if kind == "muon":
+        assert ranks is not None
+        return MuonWithAdamW(groups, lr=lr, betas=betas, eps=eps, momentum=momentum, ranks=ranks)
+    raise ValueError(f"optimizer {kind!r} is unknown; use adam, sgd or muon")
 
 
 HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "lr_multiplier")

@@ -1,0 +1,43 @@
+"""Find NVIDIA's apex, an optional library of fused kernels that is built from source.
+
+docs/gpu.md says how to build it. Whether it is used is always decided at the start of a job, and
+the job's log says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+
+def find(module: str, name: str, extension: str) -> tuple[Any, str]:
+    """Return a class or function of apex, or None if it cannot be used, and then the reason.
+
+    The package `apex` on PyPI is not NVIDIA's. NVIDIA's has `apex.optimizers.FusedAdam`.
+
+    Args:
+        module: the module of apex, such as `apex.optimizers`.
+        name: the name in that module.
+        extension: the CUDA extension that it needs, which apex builds only if asked to.
+    """
+    if not torch.cuda.is_available():
+        return None, "there is no GPU"
+    try:
+        importlib.import_module("apex")
+    except ModuleNotFoundError as error:
+        if error.name == "apex":
+            return None, "apex is not installed"
+    except Exception:  # another package of this name: its import may fail in any way
+        pass
+    try:
+        found = importlib.import_module("apex.optimizers").FusedAdam
+        found = getattr(importlib.import_module(module), name)
+    except Exception:
+        return None, "the installed package `apex` is not NVIDIA's"
+    try:
+        importlib.import_module(extension)
+    except ImportError:
+        return None, f"apex was built without its CUDA extension {extension}"
+    return found, ""

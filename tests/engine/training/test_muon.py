@@ -1,0 +1,144 @@
+"""Test Muon: which parameters it trains, its steps against torch's own, and jobs in each layout."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.engine.checkpoint.saved import newest
+from megatron.engine.training.muon import MuonWithAdamW
+from megatron.engine.training.optimizer import parameter_groups
+from megatron.model import GPT
+from tests.engine.training.test_optimizer_groups import model, names
+from tests.helpers.jobs import cell, digest, rows, train_run, write_shards
+from tests.helpers.launch import run_ranks
+
+SHAPES = ((6, 4), (3, 9), (5, 5))
+SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "momentum": 0.9}
+
+
+def test_muon_trains_the_matrices_of_the_blocks():
+    gpt: GPT = model()
+    *others, hidden = parameter_groups(gpt, 0.1, muon=True)
+    kinds = (
+        "attention.query_key_value",
+        "attention.dense",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    )
+    assert names(gpt, hidden) == {f"layers.0.{kind}.weight" for kind in kinds}
+    assert [group["muon"] for group in (*others, hidden)] == [False, False, True]
+    assert {"embedding.word_embeddings.weight", "output.weight"} == names(gpt, others[0])
+    stage = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4)])})
+    stage["layers"].append(torch.nn.LayerNorm(4))  # a stage of a pipeline: nothing but blocks
+    decayed, exempt, hidden = parameter_groups(stage, 0.1, muon=True)
+    assert [len(group["params"]) for group in (decayed, exempt, hidden)] == [1, 2, 1]
+    assert decayed["weight_decay"] == 0.0
+
+
+def groups_of(matrices, other):
+    common = {"weight_decay": 0.2}
+    return [
+        {"params": [other], "muon": False, "name": "decayed", **common},
+        {"params": matrices, "muon": True, "name": "hidden matrices", **common},
+    ]
+
+
+def random_gradients(steps=3):
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(s, generator=generator) for s in (*SHAPES, (7,))] for _ in range(steps)]
+
+
+def parameters():
+    return [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in (*SHAPES, (7,))]
+
+
+def torchs_own():
+    """Return the parameters after three steps of torch's Muon and AdamW."""
+    *matrices, other = parameters()
+    muon = torch.optim.Muon(
+        matrices, lr=0.1, weight_decay=0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW([other], lr=0.1, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
+    for gradients in random_gradients():
+        for parameter, gradient in zip((*matrices, other), gradients, strict=True):
+            parameter.grad = gradient
+        muon.step()
+        adamw.step()
+    return [*matrices, other]
+
+
+def test_steps_on_whole_matrices_are_torchs_own_and_resume():
+    *matrices, other = parameters()
+    alone = SimpleNamespace(replica_rank=0, replica_size=1)
+    optimizer = MuonWithAdamW(groups_of(matrices, other), **SETTINGS, ranks=alone)
+    for gradients in random_gradients():
+        for parameter, gradient in zip((*matrices, other), gradients, strict=True):
+            parameter.grad = gradient
+        state = optimizer.state_dict()
+        optimizer = MuonWithAdamW(groups_of(matrices, other), **SETTINGS, ranks=alone)
+        optimizer.load_state_dict(state)
+        optimizer.step()
+    for ours, theirs in zip((*matrices, other), torchs_own(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_on_a_slice_is_that_on_whole_matrices():
+    """The slice holds all matrices, one behind the other, and padding, as under ZeRO-1."""
+    *matrices, other = parameters()
+    alone = SimpleNamespace(replica_rank=0, replica_size=1)
+    optimizer = MuonWithAdamW(groups_of(matrices, other), **SETTINGS, ranks=alone)
+    slice_ = torch.nn.Parameter(
+        torch.cat([m.detach().flatten() for m in matrices] + [torch.ones(3)])
+    )
+    optimizer.param_groups[1]["params"] = [slice_]
+    for *gradients, _ in random_gradients():
+        slice_.grad = torch.cat([g.flatten() for g in gradients] + [torch.zeros(3)])
+        optimizer.step()
+    expected = torch.cat([matrix.detach().flatten() for matrix in torchs_own()[:-1]])
+    torch.testing.assert_close(slice_.detach()[:-3], expected, rtol=1e-5, atol=1e-6)
+
+
+KEYS = {
+    "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
+    "train_batch_size": 8,
+    "save_interval": 3,
+    "weight_decay": 0.1,
+    "theta_lr_multiplier": 10.0,
+}
+JOBS = {
+    1: {"zero0": cell(0, "fp32"), "zero1": cell(1, "fp32"), "zero0-bf16": cell(0, "bf16")},
+    2: {
+        "dp2-zero1": cell(1, "fp32"),
+        "dp2-zero1-bf16": cell(1, "bf16"),
+        "pp2": {"pipe_parallel_size": 2},
+    },
+}
+
+
+def train(groups, folder, prefix):
+    torch.set_num_threads(1)
+    for name, keys in JOBS[groups.world_size].items():
+        train_run(groups, folder / name, prefix, KEYS | keys)
+        again = folder / f"{name} again"
+        train_run(groups, again, prefix, KEYS | keys, source=folder / name, step=3)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("muon")
+    prefix = write_shards(folder)
+    for size in JOBS:
+        run_ranks(size, train, folder, prefix)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for jobs in JOBS.values() for name in jobs])
+def test_every_layout_computes_the_same_and_resumes(runs, name):
+    bf16 = "bf16" in name
+    assert rows(runs / name) == pytest.approx(rows(runs / "zero0"), abs=0.05 if bf16 else 2e-3)
+    assert digest(runs / name) == digest(runs / f"{name} again")
+    if not bf16:
+        weights, expected = (newest(runs / run).weights() for run in (name, "zero0"))
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=5e-3, msg=key)
