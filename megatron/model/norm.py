@@ -66,14 +66,14 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float, tp: TensorGroup, kernel: _Kernel | None):
         super().__init__()
-        self.dim, self.eps, self.tp, self.kernel = dim, eps, tp, kernel or F.rms_norm
+        self.dim, self.eps, self.tp, self.kernel = dim, eps, tp, kernel
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = copy_to(self.scale, self.tp)
-        if self.kernel is F.rms_norm:
-            return F.rms_norm(x, (self.dim,), scale, self.eps)
-        return self.kernel(x, scale, (self.dim,), self.eps)
+        if self.kernel is not None:
+            return self.kernel(x, scale, (self.dim,), self.eps)
+        return F.rms_norm(x, (self.dim,), scale, self.eps)
 
 
 class ScaleNorm(nn.Module):
