@@ -69,7 +69,10 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("norm: [rmsnorm]", "expected one of layernorm, rmsnorm, scalenorm"),
         ("lr_decay_style: cosin", "did you mean cosine?"),
         ("tokenizer_type: GPT2Tokenizer", "did you mean GPT2BPETokenizer?"),
-        ("optimizer: {type: Lion}", "'Lion' is refused: not built yet; write one of adam, fusedadam, sgd"),
+        (
+            "optimizer: {type: Lion}",
+            "'Lion' is refused: not built yet; write one of adam, fusedadam, sgd",
+        ),
         ("optimizer: {type: Adm}", "did you mean adam?"),
         ("optimizer: {params: {lr: -1}}", "at least 0, got -1"),
         ("optimizer: {params: {betas: [0.9]}}", "expected two numbers"),
