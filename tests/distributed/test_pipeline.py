@@ -7,7 +7,7 @@ from megatron.config import load_config
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.run import Job
 from tests.helpers.jobs import cell, digest, rewind, rows, write_config, write_shards
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import call, run_ranks
 
 BASE = {
     "train_batch_size": 8,
@@ -136,6 +136,18 @@ def test_a_pipeline_trains_and_evaluates_the_plain_model(jobs, variant):
         a, b = ([float(x) for x in row.split(",")] for row in (a, b))
         assert a == pytest.approx(b, rel=1e-2 if variant == "fp32 sums" else 1e-4)
     assert len(tables[0]) == 2
+
+
+def test_one_process_generates_with_a_pipelines_checkpoint(jobs):
+    """Two runs whose weights are equal to 1e-6 give equal texts."""
+    folder, *_ = jobs
+    options = ("--prompt", "abcd", "--temperature", 0, "--max-new-tokens", 40, "--json")
+    plain, pipe = (
+        call("generate.py", "--load", folder / f"one-step-{kind}", *options).splitlines()
+        for kind in ("plain", "pipe")
+    )
+    assert "trained in 2 pipeline stage(s) x 1 tensor-parallel" in pipe[0]
+    assert pipe[1] == plain[1] and pipe[1].startswith('{"prompt": "abcd", "text": ')
 
 
 def test_dropout_is_repeatable_and_changes_the_loss(jobs):
