@@ -104,6 +104,8 @@ def layout():
         "train_batch_size=null",
         "gradient_accumulation_steps=null",
         "train_micro_batch_size_per_gpu=1",
+        "optimizer=null",  # Muon refuses tensor parallelism, but nothing is trained here
+        "optimizer={type: Adam, params: {lr: 1.0}}",
     )
 
 
