@@ -142,8 +142,7 @@ def be_rank(folder: Path, config: str) -> None:
 
     (folder / "pids" / str(os.getpid())).touch()
     failure.POLL_INTERVAL = 0.1  # to leave after few of the short steps
-    fault = os.environ.get("SOAK_FAULT")
-    if fault:
+    if fault := os.environ.get("SOAK_FAULT"):
         hurt_rank(Fault(**json.loads(fault)))
     stage = os.environ["SOAK_STAGE"]
     sys.argv = ["train.py", config, "-o", f"zero_optimization.stage={stage}"]
@@ -257,15 +256,13 @@ def soak(folder: Path, seed: int, until: float, async_save: bool) -> bool:
             file.write(text + "\n")
 
     if done < 0:
-        how = ", saving beside training" if async_save else ""
-        steps = f"{PHASE * PHASES} steps, two ranks under torchrun{how}"
-        note(f"seed {seed}: {FAULTS} faults over {steps}")
+        how = "two ranks under torchrun" + ", saving beside training" * async_save
+        note(f"seed {seed}: {FAULTS} faults over {PHASE * PHASES} steps, {how}")
         done = 0
-    number = 0
     for phase, faults in enumerate(drawn_faults(seed)):
-        for fault in faults:
-            number += 1
+        for number, fault in enumerate(faults, phase * FAULTS // PHASES + 1):
             if time.monotonic() > until:
+                print(f"stopped before fault {number}; {run.save.parent} is in memory, mounted")
                 return False
             if number > done:
                 before = run.step
@@ -277,6 +274,8 @@ def soak(folder: Path, seed: int, until: float, async_save: bool) -> bool:
     same = digest(run.save) == digest(alone.save)
     same = same and all_but_speed(run.save) == all_but_speed(alone.save)
     note(f"weights and metrics are {'' if same else 'NOT '}those of the undisturbed run")
+    if same:
+        subprocess.run(["umount", run.save.parent], check=True)
     return same
 
 

@@ -157,8 +157,10 @@ def check(call: Call) -> None:
             )
     if call.pos.has("gate") and call.decay_BHS is None:
         raise AttentionError(f"{call.pos.name} needs decay_BHS, which its layer computes")
-    if call.window is not None and call.window < 0:
-        raise AttentionError(f"window must be 0 or more, not {call.window}")
+    if call.starts_BS is not None and call.starts_BS.dtype not in (torch.int32, torch.int64):
+        raise AttentionError(f"starts_BS must be int32 or int64, not {call.starts_BS.dtype}")
+    if call.window is not None and not (isinstance(call.window, int) and call.window >= 0):
+        raise AttentionError(f"window must be a whole number, 0 or more, not {call.window}")
     if call.has_kernel or call.pos.parameters:
         expected = (heads, len(call.pos.parameters))
         if theta_HN is None or tuple(theta_HN.shape) != expected:

@@ -6,8 +6,10 @@
 c is the decay, m is the middle row of a tile and s_h is the sink of a head. c_i - c_m would change
 no softmax without a sink, so it is left out. With a sink, the null key has the weight p_i and the
 logit z_i = s_h - (c_i - c_m), and dc_i loses dz_i. The decay may be a sum over a long sequence.
-It is subtracted in fp64. The differences that matter are those near the tile, which are small
-enough for the compute precision.
+It is subtracted in fp64, and the difference is rounded to the compute precision. For a row other
+than m the difference is off by c_i - c_m, which is small for gates that let a tile through. Gates
+that forget within a few positions cost precision: fp32 outputs are off by 7e-6 if c changes by 1
+from each position to the next, and by 4e-5 if it changes by 5; those of `eager` by less than 1e-6.
 
 Legend: see `blocked`.
 """

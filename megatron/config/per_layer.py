@@ -68,6 +68,23 @@ def problem_of(value: Any, num_layers: int) -> str | None:
     return f"names {found} layers, but num_layers is {num_layers}; write repeats that add up to it"
 
 
+def same_layers(one: Any, other: Any, num_layers: int) -> bool:
+    """Return whether two values give each layer the same, whatever their groups and repeats are.
+
+    Args:
+        one: A value that `per_layer` accepts.
+        other: Another such value, or anything else that a JSON file may hold.
+    """
+    check = per_layer(lambda each: each)
+    try:
+        values = [check(one), check(other)]
+    except ValueError:
+        return False
+    if any(problem_of(value, num_layers) for value in values):
+        return False
+    return layers_of(values[0], num_layers) == layers_of(values[1], num_layers)
+
+
 def _times(values: tuple[Any, ...], repeats: Any, num_layers: int) -> int:
     """Return how many times the values of a group occur."""
     return num_layers // len(values) if repeats == ALL else repeats

@@ -6,7 +6,7 @@ config object, so that those modules need not import `megatron.config`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.attention import AttentionFn, choose
@@ -110,6 +110,23 @@ def attention_of(
         masked=masked,
         decays=pos.has("gate"),
     )
+
+
+def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:
+    """Return lines for the log that say which backend the layers have, and why.
+
+    Args:
+        attends: the attention backend of each layer.
+    """
+    layers: dict[str, list[str]] = {}
+    for index, attend in enumerate(attends):
+        layers.setdefault(f"{attend.name} ({attend.reason})", []).append(str(index))
+    if len(layers) == 1:
+        return [f"attention: {text}" for text in layers]
+    return [
+        f"attention of layer{'s' * (len(these) > 1)} {', '.join(these)}: {text}"
+        for text, these in layers.items()
+    ]
 
 
 def plan_of(

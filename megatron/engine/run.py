@@ -14,6 +14,7 @@ from megatron.config import Config
 from megatron.config.describe import how_to_go_on
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
+from megatron.engine.build import describe_attention
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import choose_start, restore
@@ -168,14 +169,15 @@ class Job:
     def _announce(self, log: RunLog) -> None:
         """Print the job's model, devices, text and first step; write the resolved `config.yml`."""
         parameters = count_parameters(self.model, self.groups)
-        c, groups, attend = self.config, self.groups, self.model.attend
+        c, groups = self.config, self.groups
         log.line(
             f"{parameters:,} parameters, {self.model.pos.name}, {c.training.precision}, "
             f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
             f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel)"
             + (f", {groups.context.size} share a sequence" if groups.context.size > 1 else "")
         )
-        log.line(f"attention: {attend.name} ({attend.reason})")
+        for line in describe_attention(self.model.attends):
+            log.line(line)
         choices = {"optimizer": optimizer_of(c)[1], "norm": apex_norm(self.model.shape.block)[1]}
         for part, choice in choices.items():
             if choice:

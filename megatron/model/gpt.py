@@ -42,7 +42,7 @@ class GPT(nn.Module):
 
     def __init__(self, plan: Plan):
         super().__init__()
-        self.shape, self.pos, self.attend, self.cp = plan.shape, plan.pos, plan.attend, plan.cp
+        self.shape, self.pos, self.attends, self.cp = plan.shape, plan.pos, plan.attends, plan.cp
         self.split, self.documents = plan.split, plan.documents
         self.embedding = EmbeddingLayer(plan)
         self.layers = nn.ModuleList(Block(plan, i) for i in range(plan.shape.num_layers))

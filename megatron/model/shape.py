@@ -150,6 +150,11 @@ class Plan:
         return LayerAttention(self.pos, self.attend, slice(None))
 
     @property
+    def attends(self) -> list[AttentionFn]:
+        """The attention backend of each layer."""
+        return [self.layer(index).attend for index in range(self.shape.num_layers)]
+
+    @property
     def split(self) -> SequenceSplit:
         """The split of each sequence over the ranks."""
         return SequenceSplit(self.tp, self.cp)

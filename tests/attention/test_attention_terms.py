@@ -133,8 +133,11 @@ def test_wrong_terms_are_refused():
     pos, use = load("none"), {"scale": 0.4, "backend": "eager"}
     with pytest.raises(AttentionError, match=r"starts_BS must be \[2, 9\] on cpu, not \[2, 8\]"):
         attend(q, k, v, pos, **use, starts_BS=STARTS[:, :8])
-    with pytest.raises(AttentionError, match="window must be 0 or more, not -1"):
-        attend(q, k, v, pos, **use, window=-1)
+    with pytest.raises(AttentionError, match="starts_BS must be int32 or int64, not torch.float32"):
+        attend(q, k, v, pos, scale=0.4, backend="blocked", starts_BS=STARTS.float())
+    for window in (-1, 2.5):
+        with pytest.raises(AttentionError, match=f"whole number, 0 or more, not {window}"):
+            attend(q, k, v, pos, scale=0.4, backend="blocked", window=window)
     with pytest.raises(AttentionError, match=r"sink needs theta \[2, 1\], got none"):
         attend(q, k, v, load("sink"), **use)
     with pytest.raises(AttentionError, match="forget_gate needs decay_BHS"):

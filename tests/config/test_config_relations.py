@@ -1,9 +1,12 @@
 """Test relations between keys: the message for each refused pair says what to write instead."""
 
+from typing import Any
+
 import pytest
 import yaml
 
 from megatron.config import ConfigError, load_config
+from megatron.config.per_layer import same_layers
 
 BASE = {
     "num_layers": 2,
@@ -61,3 +64,18 @@ def test_the_values_beside_them_are_accepted(tmp_path):
     load(tmp_path, reset_position_ids=True, reset_attention_mask=True)
     load(tmp_path, finetune=True, save="a", load="b")
     load(tmp_path, pos_emb="rpe", rpe_num_buckets=2)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "same"),
+    [
+        ([[["a"], 3]], [[["a"], 2], [["a"], 1]], True),
+        ([[["a"], 3]], "a", True),
+        ([[["a", "b", "a"], 1]], [[["a"], 1], [["b", "a"], 1]], True),
+        ([[["a"], 3]], [[["a"], 2], [["b"], 1]], False),
+        ([[["a"], 10**12]], [[["a"], 3]], False),
+        ([["a"], "all"], [[["a"], 3]], False),
+    ],
+)
+def test_layers_may_be_grouped_otherwise(there: Any, here: Any, same: bool) -> None:
+    assert same_layers(here, there, 3) == same

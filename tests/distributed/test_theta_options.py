@@ -38,6 +38,14 @@ LAYERS = {
     "theta_init": {"layers.0.bias_p": 1.25},
     "theta_frozen": ["layers.0.bias_p"],
 }
+UNLIKE = {
+    "pos_emb": [[["kerple_log", "kerple_power", "kerple_log"], 1]],
+    "num_layers": 3,
+    "theta_per_layer": True,
+    "theta_init": {},
+    "theta_frozen": False,
+    "train_iters": 1,
+}
 CHANGES = {"pp2 to one": "pp2", "zero3 to one": "zero3"}
 
 
@@ -60,6 +68,7 @@ def runs(tmp_path_factory):
     changes = [(name, {}, source) for name, source in CHANGES.items()]
     one_step = {"train_iters": 1, "warmup": 0.0, "gradient_clipping": 0.0, "theta_frozen": False}
     cells = [("one", {}, None), *changes, ("one step", one_step, None), ("layers", LAYERS, None)]
+    cells.append(("unlike", UNLIKE, None))
     run_ranks(1, train, folder, prefix, cells)
     run_ranks(2, train, folder, prefix, [("one to pp2", PIPE, "one")])
     return folder
@@ -110,6 +119,16 @@ def test_each_layers_own_theta_is_logged_per_layer_and_head(runs):
     assert p[6] == stored[:, [0, 2]].T.tolist()
     assert p[6][0] == p[1][0] == [1.25] * 4 and p[6][1] != p[1][1]
     assert rows(runs / "layers", "theta/bias_a")[6] == stored[:, [1, 3]].T.tolist()
+
+
+def test_parameters_of_unlike_kernels_are_not_logged_as_one(runs):
+    stored = theta(runs / "unlike").T.tolist()
+    logged = {
+        name: rows(runs / "unlike", f"theta/{name}")[1]
+        for name in ("kerple_log.bias_a", "kerple_power.bias_a", "kerple_log.bias_p")
+    }
+    assert logged["kerple_log.bias_a"] == [stored[1], stored[5]]
+    assert logged["kerple_power.bias_a"] == stored[3]
 
 
 def test_theta_moves_by_its_own_learning_rate(runs):

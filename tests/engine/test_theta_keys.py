@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.config import ConfigError, load_config
-from megatron.engine.build import plan_of
+from megatron.engine.build import describe_attention, plan_of
 from megatron.model import GPT
 from tests.helpers.jobs import write_config
 
@@ -30,6 +30,16 @@ def test_the_names_of_a_frozen_theta(tmp_path):
     gpt = GPT(plan(tmp_path, theta_frozen=["bias_p"]))
     gpt(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     assert (gpt.theta.grad[:, 0] == 0).all() and (gpt.theta.grad[:, 1] != 0).all()
+
+
+def test_the_backends_of_unlike_layers_are_told_apart(tmp_path):
+    layers = {"pos_emb": [[["kerple_log", "none", "kerple_log"], 1]], "num_layers": 3}
+    first, second = describe_attention(plan(tmp_path, **layers).attends)
+    assert first.startswith("attention of layers 0, 2: blocked (auto: for kerple_log in ")
+    assert second.startswith("attention of layer 1: blocked (auto: for none in ")
+    layers["pos_emb"] = [[["kerple_log"], 3]]
+    [alike] = describe_attention(plan(tmp_path, **layers).attends)
+    assert alike.startswith("attention: blocked (auto: for kerple_log in ")
 
 
 WRONG = [

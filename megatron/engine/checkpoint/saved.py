@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.config.per_layer import same_layers
 from megatron.engine.checkpoint import checksums
 from megatron.engine.checkpoint.full_weights import Weights, read_full
 from megatron.engine.checkpoint.record import Record, RunDescription
@@ -146,6 +147,8 @@ class Saved:
         for subject in subjects:
             there = _ADDED | getattr(self.record, subject)
             here = json.loads(json.dumps(getattr(run, subject)))  # as it would be read back
+            if same_layers(here.get("pos_emb"), there.get("pos_emb"), here.get("num_layers", 1)):
+                there["pos_emb"] = here.get("pos_emb")
             differing = [
                 f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
                 for key, value in here.items()

@@ -62,7 +62,7 @@ class Pipeline(PipelineModule):
                 loss_fn=loss,
                 partition_method=f"type:{PipeBlock.__name__}",
             )
-        self.shape, self.pos, self.attend = plan.shape, plan.pos, plan.attend
+        self.shape, self.pos, self.attends = plan.shape, plan.pos, plan.attends
         initialise(self.named_parameters(), plan.shape, plan.seed)
 
     def named_parameters(

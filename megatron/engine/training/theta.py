@@ -9,6 +9,7 @@ different place, so this module treats each stage separately.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import deepspeed
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding, bounds
 
-LAYER = re.compile(r"^layers\.\d+\.")
+LAYER = re.compile(r"^layers\.(\d+)\.")
 """The start of a parameter's name if it belongs to one layer alone."""
 MOST_COLUMNS = 8
 """If theta has more columns than this, the log shows one range for all, otherwise one for each."""
@@ -99,19 +100,26 @@ class TrainedTheta:
     def columns(self) -> dict[str, Tensor]:
         """Return a dict from parameter name to the values [all heads] after the last `project`.
 
-        If several layers have parameters of the same name, the values are [layers, all heads]. If
-        there are more than MOST_COLUMNS names, the dict has the single entry "table" with all
-        columns of theta, [all heads, parameters per head].
+        If several layers with the same embedding have their own parameters, the values are [layers,
+        all heads]. If different embeddings have a parameter of one name, the embedding's name is
+        put before it. If there are more than MOST_COLUMNS names, the dict has the single entry
+        "table" with all columns of theta, [all heads, parameters per head].
         """
         if self._projected_HN is None:
             return {}
         theta_HN = self._all_heads(self._projected_HN)
-        columns: dict[str, list[Tensor]] = {}
+        columns: dict[tuple[str, str], list[Tensor]] = {}
         for parameter, column_H in zip(self.pos.trained_parameters, theta_HN.T, strict=True):
-            columns.setdefault(LAYER.sub("", parameter.name), []).append(column_H)
+            of_layer = LAYER.match(parameter.name)
+            owner = self.pos.of_layer(int(of_layer[1]))[0].name if of_layer else ""
+            columns.setdefault((owner, LAYER.sub("", parameter.name)), []).append(column_H)
         if len(columns) > MOST_COLUMNS:  # such as T5's table of buckets
             return {"table": theta_HN}
-        return {name: torch.stack(all_H).squeeze(0) for name, all_H in columns.items()}
+        times = Counter(name for _, name in columns)
+        return {
+            name if times[name] == 1 else f"{owner}.{name}": torch.stack(all_H).squeeze(0)
+            for (owner, name), all_H in columns.items()
+        }
 
     def _all_heads(self, theta_HN: Tensor) -> Tensor:
         return torch.cat(self.groups.model.gather(theta_HN))

@@ -258,6 +258,8 @@ def test_what_differs_is_named_with_a_way_out(tmp_path):
         saved.require_same(RunDescription(model={"width": 3}), "model")
     with pytest.raises(CheckpointError, match="pos_emb: None in the checkpoint, 'none' here"):
         saved.require_same(RunDescription(model={"pos_emb": "none"}), "model")
+    saved.record.model.update(pos_emb=[[["none"], 2]], num_layers=2)
+    saved.require_same(RunDescription(model={"pos_emb": "none", "num_layers": 2}), "model")
 
 
 def test_weights_that_do_not_fit_are_all_listed(tmp_path):
