@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron.attention.call import Call
 from megatron.positional import PositionalEmbedding
+
+F = TypeVar("F", bound=Callable)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ def weighted(pos: PositionalEmbedding) -> bool:
     if not pos.has("distance"):
         return False
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
+
+
+def constant(function: F) -> F:
+    """Decorate a function so that `torch.compile` calls it while it compiles, and keeps the result.
+
+    `torch.compiler.assume_constant_result` does the same, but it imports the compiler, which takes
+    a second.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -36,7 +36,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from megatron.attention import operations
 from megatron.attention.backend import Backend, first_order
 from megatron.attention.blocked_call import BlockedCall
 from megatron.attention.call import Call
@@ -66,9 +68,12 @@ def blocked(call: Call) -> Tensor:
     starts_BT = call.starts_BS
     if starts_BT is not None:
         starts_BT = starts_BT[:, call.query_offset : keys].flip(1)
-    seed = int(torch.randint(1 << 62, (), device=device)) if call.dropout_p else 0
-    inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, call.decay_BHS, call.sink_H, starts_BT)
-    arguments = *inputs, call.scale, call.dropout_p, seed, call.window
+    seed = torch.randint(1 << 62, (), device=device) if call.dropout_p else None
+    terms = (call.decay_BHS, call.sink_H, starts_BT, seed)
+    inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, *terms)
+    arguments = *inputs, call.scale, call.dropout_p, call.window
+    if is_compiling():  # without keeping P, whose size may depend on where documents start
+        return operations.blocked(*arguments)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _BlockedAttention.apply(*arguments)
     return BlockedCall(*arguments).forward(None)
@@ -83,7 +88,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """Compute the attention output. `arguments` are the arguments of `BlockedCall` in order."""
-        inputs, ctx.numbers = arguments[:8], arguments[8:]
+        inputs, ctx.numbers = arguments[:9], arguments[9:]
         call = BlockedCall(*arguments)
         kept = call.new_kept()
         ctx.save_for_backward(*inputs, kept)
@@ -96,7 +101,7 @@ class _BlockedAttention(torch.autograd.Function):
         gradients = BlockedCall(*inputs, *ctx.numbers).backward(
             grad_BHTE, kept, need_bias=ctx.needs_input_grad[3], need_weight=ctx.needs_input_grad[4]
         )
-        return *gradients, *[None] * (1 + len(ctx.numbers))
+        return *gradients, *[None] * (2 + len(ctx.numbers))
 
 
 BACKEND = Backend("blocked", blocked, remark=lambda request: "no quadratic buffer")

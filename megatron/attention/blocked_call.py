@@ -28,9 +28,9 @@ class BlockedCall:
         decay_BHS: The decay c of each position, or None.
         sink_H: The sink of each head, or None.
         starts_BT: The first key of each row's document, in reversed order of the rows, or None.
+        seed: The seed of the dropout mask, a whole number. None is enough without dropout.
         scale: The factor of the query-key products, usually 1/sqrt(head size).
         dropout_p: The probability of dropping a softmax weight.
-        seed: The seed of the dropout mask.
         window: The largest distance at which a query sees a key, or None. At longer distances
             `bias_HS` is -inf.
     """
@@ -45,15 +45,16 @@ class BlockedCall:
         decay_BHS: Tensor | None,
         sink_H: Tensor | None,
         starts_BT: Tensor | None,
+        seed: Tensor | None,
         scale: float,
         dropout_p: float,
-        seed: int,
         window: int | None,
     ):
         self.B, self.H, self.T, self.E = q_BHTE.shape
         self.S = k_BHSE.shape[2]
         self.out_dtype, self.dtype = q_BHTE.dtype, bias_HS.dtype
-        self.scale, self.keep, self.seed = scale, 1.0 - dropout_p, seed
+        self.scale, self.keep = scale, 1.0 - dropout_p
+        self.seed = 0 if seed is None else int(seed)
         self.rows = block_rows(self.T, self.S)
         self.starts_BT = starts_BT
         starts = None if starts_BT is None else starts_BT.tolist()

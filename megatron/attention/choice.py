@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention import blocked, eager, flex, fused, published_numerics, sdpa
-from megatron.attention.backend import Backend, Request
+from megatron.attention.backend import Backend, Request, constant
 from megatron.attention.call import AttentionError, Call, check, lowered
 from megatron.positional import PositionalEmbedding
 from megatron.suggest import did_you_mean
@@ -108,13 +108,8 @@ class AttentionFn:
             query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
             positions_BT=positions_BT,
         )  # fmt: skip
-        return self.run(call)
-
-    def run(self, call: Call) -> Tensor:
-        """Return the attention output. First check `call` if its shapes or dtypes are new."""
         self._check_layout(call)
-        with torch.autocast(call.q_BHTE.device.type, enabled=False):
-            return self.backend.function(lowered(call, grouped=self.backend.grouped))
+        return _computed(self.backend, call)
 
     def _check_layout(self, call: Call) -> None:
         """Check a call, unless it has the same layout as the previous call.
@@ -130,16 +125,13 @@ class AttentionFn:
 
     def _check(self, call: Call) -> None:
         check(call)
-        request = replace(
-            self.request,
-            device_type=call.q_BHTE.device.type,
-            dtype=call.q_BHTE.dtype,
-            training=self.request.training or call.wants_gradients,
-            dropout=self.request.dropout or call.dropout_p > 0.0,
-            head_size=call.q_BHTE.shape[-1],
-            masked=self.request.masked or call.masked,
-            decays=self.request.decays or call.decay_BHS is not None,
-        )
+        self._check_request(**_conditions(call))
+
+    @constant
+    def _check_request(self, **conditions: Any) -> None:
+        for name in ("training", "dropout", "masked", "decays"):
+            conditions[name] = conditions[name] or getattr(self.request, name)
+        request = replace(self.request, **conditions)
         if request != self.request and (why := refusal(self.backend, request)):
             raise refused(self.name, why, request)
 
@@ -171,7 +163,7 @@ def choose(
         raise AttentionError(
             f"no attention_backend {backend!r}; {hint}There are: {', '.join(offered)}"
         )
-    chosen = named(backend, request)
+    chosen = named(backend, pos)
     if why := refusal(chosen, request):
         raise refused(backend, why, request)
     remark = chosen.remark(request)
@@ -182,7 +174,7 @@ def first_that_serves(request: Request) -> AttentionFn:
     """Choose the first backend that serves the request, from `AUTO`'s list for the device."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
-        backend = named(name, request)
+        backend = named(name, request.pos)
         why = refusal(backend, request)
         if why is None:
             remark = backend.remark(request)
@@ -192,13 +184,13 @@ def first_that_serves(request: Request) -> AttentionFn:
     raise AssertionError("eager, the last of each list, serves every request")
 
 
-def named(name: str, request: Request) -> Backend:
+def named(name: str, pos: PositionalEmbedding) -> Backend:
     """Return the backend called `name`.
 
     If the embedding rounds as the released KERPLE code does (`PublishedNumerics`), the name `eager`
     means the backend in the module `published_numerics`.
     """
-    if name == "eager" and request.pos.numerics.published:
+    if name == "eager" and pos.numerics.published:
         return published_numerics.BACKEND
     return BACKENDS[name]
 
@@ -212,7 +204,7 @@ def refusal(backend: Backend, request: Request) -> str | None:
 
 
 def refused(backend: str, why: str, request: Request) -> AttentionError:
-    others = [name for name in BACKENDS if refusal(named(name, request), request) is None]
+    others = [name for name in BACKENDS if refusal(named(name, request.pos), request) is None]
     serve = ", ".join(["auto", *others])
     return AttentionError(
         f"attention_backend {backend} {why}. For pos_emb {request.pos.name} in {request.dtype} on "
@@ -238,15 +230,30 @@ def attend(
         options: The other keyword arguments of `AttentionFn.__call__`.
     """
     call = Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, **options)
-    chosen = choose(
-        backend,
-        pos,
-        device_type=call.q_BHTE.device.type,
-        dtype=call.q_BHTE.dtype,
-        training=call.wants_gradients,
-        dropout=call.dropout_p > 0.0,
-        head_size=call.q_BHTE.shape[-1],
-        masked=call.masked,
-        decays=call.decay_BHS is not None,
-    )
-    return chosen.run(call)
+    name = _name_of_choice(backend, pos, **_conditions(call))
+    check(call)
+    return _computed(named(name, pos), call)
+
+
+def _conditions(call: Call) -> dict[str, Any]:
+    """Return the properties of the call that a backend may refuse, as arguments of `choose`."""
+    return {
+        "device_type": call.q_BHTE.device.type,
+        "dtype": call.q_BHTE.dtype,
+        "training": call.wants_gradients,
+        "dropout": call.dropout_p > 0.0,
+        "head_size": call.q_BHTE.shape[-1],
+        "masked": call.masked,
+        "decays": call.decay_BHS is not None,
+    }
+
+
+@constant
+def _name_of_choice(backend: str, pos: PositionalEmbedding, **conditions: Any) -> str:
+    return choose(backend, pos, **conditions).name
+
+
+def _computed(backend: Backend, call: Call) -> Tensor:
+    """Return the attention output of a call that has been checked."""
+    with torch.autocast(call.q_BHTE.device.type, enabled=False):
+        return backend.function(lowered(call, grouped=backend.grouped))

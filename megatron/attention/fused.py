@@ -30,9 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.torch_version import TorchVersion
 
-from megatron.attention.backend import Backend, Request, first_order
+from megatron.attention import operations
+from megatron.attention.backend import Backend, Request, constant, first_order
 from megatron.attention.call import Call
 from megatron.attention.trace import Unreadable, read
 from megatron.positional import PositionalEmbedding
@@ -69,32 +71,45 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     return functions, "evaluated in registers"
 
 
-# torch.compile must not trace this call, because it would trace sympy while the formula is read.
-# (torch.compiler.disable has the same effect, but it imports the compiler, which takes a second.)
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage] see above
+@constant  # because sympy reads the formula
+def code_of(pos: PositionalEmbedding) -> tuple[str, bool]:
+    """Return the string for an embedding's device functions, and whether they read a table."""
+    functions, _ = functions_of(pos)
+    return operations.register(pos.name, functions), functions.tabulated
+
+
 def fused(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    numbers = (call.scale, call.query_offset, call.dropout_p)
+    if is_compiling():
+        code, tabulated = code_of(call.pos)
+        return operations.fused(*_inputs(call, tabulated), code, *numbers)[0]
     from megatron.kernels.launch import Setting
 
     functions, _ = functions_of(call.pos)
+    terms = call.masked or call.sink_H is not None or call.decay_BHS is not None
+    setting = Setting(functions, *numbers, terms=terms)
+    return _FusedAttention.apply(*_inputs(call, functions.tabulated), setting)
+
+
+def _inputs(call: Call, tabulated: bool) -> tuple[Tensor | None, ...]:
+    """Return q, k, v, the kernel's rows, the sink, the decay, the first keys and the seed."""
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]
     if not call.has_kernel:
         rows_HW = q_BHTE.new_zeros(heads, 1, dtype=torch.float32)
-    elif functions.tabulated:
+    elif tabulated:
         rows_HW = tabulate(call.pos, call.theta.float(), offset + queries, call.scale)
     else:
         rows_HW = call.theta.float().contiguous()
     seed = None
     if call.dropout_p:
         seed = torch.randint(1 << 62, (1,), device=q_BHTE.device)  # never copied to the host
-    terms = call.masked or call.sink_H is not None or call.decay_BHS is not None
-    setting = Setting(functions, call.scale, offset, call.dropout_p, terms=terms)
     first_BT = call.first_keys()
     if first_BT is not None:
         first_BT = first_BT.int().expand(len(q_BHTE), -1).contiguous()
     inputs = (q_BHTE, call.k_BKSE, call.v_BKSE, rows_HW, call.sink_H, call.decay_BHS)
-    return _FusedAttention.apply(*inputs, first_BT, seed, setting)
+    return *inputs, first_BT, seed
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:

@@ -245,9 +245,10 @@ class Terms:
         return -lost_BHT.sum((0, 2)), ddecay_BHS
 
     def zeros(self) -> tuple[Tensor | None, ...]:
-        """Return zeros as the gradients of the sink and the decay, or None for an absent term."""
+        """Return fp32 zeros as the gradients of the sink and the decay; None for absent terms."""
         terms = (self.sink_H, self.decay_BHS)
-        return tuple(None if x is None else torch.zeros_like(x) for x in terms)
+        fp32 = torch.float32
+        return tuple(None if x is None else torch.zeros_like(x, dtype=fp32) for x in terms)
 
 
 NO_TERMS = Terms()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Combination(PositionalEmbedding):
             for parameter in term.parameters
         )
         self.learnable = bool(self.trained_parameters)
+        self._kernel = self._distance_part()
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
@@ -89,22 +90,23 @@ class Combination(PositionalEmbedding):
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._only("input").table(positions, dim, dtype)
 
-    @cached_property
-    def _kernel(self) -> tuple[PositionalEmbedding, list[int]]:
-        """The distance kernel alone, and the places of its columns in theta."""
+    def _distance_part(self) -> tuple[PositionalEmbedding, list[int]]:
+        """Return the distance kernel alone, and the places of its columns in theta."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind == "distance":
                 terms.append(term)
                 columns += range(start, start + len(term.parameters))
             start += len(term.parameters)
+        if len(terms) == len(self._terms):
+            return self, columns
         if len(terms) == 1:
             return terms[0], columns
         return Combination(terms) if terms else NOTHING, columns
 
     def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
         kernel, columns = self._kernel
-        if len(kernel.terms) == len(self._terms):
+        if kernel is self:
             return self, theta_HN
         return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
 
