@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -48,8 +49,8 @@ class Started:
     """
 
     def __init__(self, command: list, config: Path, held: bool = False, **variables: str):
-        self._output = config.parent / "output"
-        with self._output.open("a") as output:
+        self.output = config.parent / "output"
+        with self.output.open("a") as output:
             self.process = subprocess.Popen(
                 [*command, ROOT / "train.py", config], cwd=config.parent,
                 stdout=subprocess.PIPE if held else output, pipesize=4096, stderr=output,
@@ -58,7 +59,7 @@ class Started:
 
     def release(self) -> None:
         """Let the job go on, which prints into `output` from now on."""
-        with self._output.open("a") as output:
+        with self.output.open("a") as output:
             subprocess.Popen(["cat"], stdin=self.process.stdout, stdout=output)
 
 
@@ -69,10 +70,9 @@ def srun(rank: int) -> dict[str, str]:
     return step | place | {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node1"}
 
 
-def wait_for_checkpoint(run: Path, process: subprocess.Popen, until: float) -> None:
-    while not (run / "latest").exists():
-        text = (run.parent / "output").read_text()
-        assert process.poll() is None and time.monotonic() < until, text
+def wait_for(happens: Callable[[], bool], job: Started, until: float) -> None:
+    while not happens():
+        assert job.process.poll() is None and time.monotonic() < until, job.output.read_text()
         time.sleep(0.05)
 
 
@@ -107,13 +107,14 @@ def jobs(tmp_path_factory):
     started = [job for many in every.values() for job in many]
     until = time.monotonic() + PATIENCE
     try:
-        wait_for_checkpoint(folder / "killed" / "run", killed.process, until)
+        wait_for((folder / "killed" / "run" / "latest").exists, killed, until)
         psutil.Process(killed.process.pid).children()[1].kill()
         killed.release()
-        wait_for_checkpoint(folder / "left" / "run", left.process, until)
+        wait_for((folder / "left" / "run" / "latest").exists, left, until)
         left.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "leaving after this step" in left.output.read_text(), left, until)
         left.release()
-        wait_for_checkpoint(folder / "shrinks" / "run", shrinks[0].process, until)
+        wait_for((folder / "shrinks" / "run" / "latest").exists, shrinks[0], until)
         for process in [shrinks[1].process, *psutil.Process(shrinks[1].process.pid).children()]:
             process.kill()
         for job in shrinks:

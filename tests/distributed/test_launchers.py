@@ -45,7 +45,7 @@ sys.exit(launch.start_ranks(2))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe"]
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
-WAIT = 200
+WAIT = 400
 """Seconds until all launchers have started, on a busy machine."""
 
 
