@@ -4,6 +4,7 @@ Each model has several of them, so that few models suffice.
 """
 
 import pytest
+import torch
 
 from tests.helpers.jobs import (
     cell,
@@ -17,9 +18,11 @@ from tests.helpers.jobs import (
 from tests.helpers.launch import run_ranks
 
 BASE = {
-    "train_batch_size": 8,
+    "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 2,  # in each layout, as eod_mask_loss averages over each
-    "save_interval": 3,
+    "train_iters": 4,
+    "save_interval": 2,
+    "eval_interval": 3,
     "seq_length_val": 24,
     "eval_lengths": [41],  # cannot be cut evenly
     "eval_tokens": 246,
@@ -54,11 +57,12 @@ CHANGES = {"cross": ("pp2", "zero3"), "layers": ("zero1", "pp2"), "own theta": (
 
 
 def train(groups, folder, prefix, cells):
-    """Train each of `cells`: (run, model, layout, run to continue at step 3, or None)."""
+    """Train each of `cells`: (run, model, layout, run to continue at step 2, or None)."""
+    torch.set_num_threads(1)
     for name, model, layout, source in cells:
         source = folder / source if source else None
         keys = BASE | MODELS[model] | LAYOUTS.get(layout, {})
-        train_run(groups, folder / name, prefix, keys, source=source, step=3)
+        train_run(groups, folder / name, prefix, keys, source=source, step=2)
 
 
 @pytest.fixture(scope="module")

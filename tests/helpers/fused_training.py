@@ -1,4 +1,4 @@
-"""Train in a separate process, and count the launches of fused Triton kernels."""
+"""Train in another process, and count the launches of fused Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.launch import run_script
 from tests.helpers.paths import ROOT
 
 DRIVER = """
@@ -23,17 +24,20 @@ sys.exit(code)
 
 def train(config: Path, *args: str, interpret: str = "1") -> tuple[int, str, dict[str, int]]:
     """Return (exit code, output, number of launches of each Triton kernel)."""
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(config), *args],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": interpret},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    launches = [line for line in done.stdout.splitlines() if line.startswith("LAUNCHES ")]
+    driver, environ = config.with_name("driver.py"), os.environ | {"TRITON_INTERPRET": interpret}
+    driver.write_text(DRIVER)
+    if environ == os.environ:
+        code, text = run_script(driver, config, *args, cwd=ROOT, environ=environ)
+    else:  # Triton reads the variable when it is imported
+        done = subprocess.run(
+            [sys.executable, driver, config, *args],
+            cwd=ROOT, env=environ | {"PYTHONPATH": str(ROOT)}, timeout=240,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        code, text = done.returncode, done.stdout
+    launches = [line for line in text.splitlines() if line.startswith("LAUNCHES ")]
     counts = json.loads(launches[0].partition(" ")[2]) if launches else {}
-    return done.returncode, done.stdout + done.stderr, counts
+    return code, text, counts
 
 
 def keys(run: Path) -> dict:

@@ -5,6 +5,7 @@ All processes are forked from a server process that has already imported DeepSpe
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -18,9 +19,11 @@ from contextlib import suppress
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.multiprocessing as mp
 
+from megatron.engine.evaluation import report
 from megatron.engine.job import join
 from megatron.launch import PORTS
 from tests.helpers.paths import ROOT
@@ -86,6 +89,7 @@ def run_ranks(
 
 
 def _rank(rank, world_size, port, results, function, args):
+    gc.freeze()  # or DeepSpeed's many collections would look at all that the server has imported
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -93,6 +97,8 @@ def _rank(rank, world_size, port, results, function, args):
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # Drawing takes a third of such a short run; tests/engine/evaluation tests the pictures.
+    report.write_kernels = report.extrapolation_figure = mock.Mock()
     try:
         groups = join.join_job()
         value = function(groups, *args)
@@ -132,6 +138,7 @@ def call(script: str, *args: object, code: int = 0) -> str:
 
 
 def _script(argv, cwd, environ, output):
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)

@@ -1,5 +1,6 @@
 """Run the processes of a job without a launcher, which would end them when one fails."""
 
+import gc
 import multiprocessing
 import os
 import time
@@ -63,6 +64,7 @@ def start(context, port, rank, ready, function, args):
 
 
 def child(environ, output, ready, function, args):
+    gc.freeze()
     os.environ.update(environ)
     descriptor = output.detach()
     os.dup2(descriptor, 1)
