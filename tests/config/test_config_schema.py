@@ -73,11 +73,11 @@ def test_keys_without_effect_are_noted_once(load: Callable) -> None:
 
 
 def test_a_repeated_key_and_keys_of_forks_are_noted(load: Callable) -> None:
-    config = load("seed: 1\nmlp_width: 32\nnoise_seq_length: 128\nseed: 1")
+    config = load("seed: 1\nmlp_width: 32\ncapev2_kernel: 3\nseed: 1")
     assert config.training.seed == 1
     again, *rest = config.notes
     assert again.startswith("seed: given again on line 4, with the same value (")
-    assert [note.split(":")[0] for note in rest] == ["mlp_width", "noise_seq_length"]
+    assert [note.split(":")[0] for note in rest] == ["mlp_width", "capev2_kernel"]
     (note,) = load("attention_type: groupedquery").notes
     assert "num_kv_heads sets the number" in note
 

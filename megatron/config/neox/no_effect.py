@@ -76,7 +76,9 @@ _KEYS: dict[str, str] = {
     "bits per byte are reported instead": "char_level_ppl",
     "only num_unique_layers reads it": "param_sharing_style",
     "num_kv_heads sets the number of key and value heads": "attention_type",
-    "only networks of DAPE read it, which are refused": "mlp_width noise_seq_length",
+    "DAPE's own networks read it; options of embeddings are in pos_emb_options": """
+        mlp_width noise_seq_length capev2_kernel
+    """,
     "only mixtures of experts read it": """
         moe_expert_interval moe_top_k moe_router_type moe_lbl_in_fp32 moe_jitter_eps
     """,
