@@ -70,9 +70,9 @@ HALF = ("bf16", "fp16")
 SIZES, USUAL = (16, 32, 64, 80, 96, 128, 256), (64, 128)
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
-# These are compiled for fewer head sizes. Other embeddings compile to the same code as one of the
-# listed: kerple_power_original as alibi, and embeddings without a distance kernel as none.
-OTHERS = ("kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich")
+# These for fewer head sizes. Others compile to the same code as a listed one, as alibi or none.
+OTHERS = ("kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich",
+          "fire")  # fmt: skip
 AMPERE_AND_HOPPER = (90, 80, 86)
 BLACKWELL = (100, 120)
 # Each entry is (targets, distance kernels, dtypes, head sizes, dropout).
@@ -162,7 +162,7 @@ def variants(sample: bool) -> Iterator[Variant]:
     for *parts, dropout in SAMPLE if sample else LISTED:
         for target, kernel, dtype, size in product(*parts):
             for which in PASSES:
-                if which != "table" or kernel == "rpe":
+                if {"table": "rpe", "hidden": "fire"}.get(which, kernel) == kernel:
                     yield Variant(target, kernel, which, dtype, size, dropout)
 
 
@@ -177,8 +177,8 @@ def tile_of(variant: Variant) -> Tile:
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     _, functions = kernel_of(variant.kernel)
     group = family(divmod(variant.target, 10))
-    sizes = look_up(group, itemsize, size, functions.heavy, variant.dropout, functions.num_theta)
-    return getattr(sizes, variant.which)
+    sizes = look_up(group, itemsize, size, *functions.needs(variant.dropout))
+    return getattr(sizes, "query" if variant.which == "hidden" else variant.which)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -206,11 +206,12 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 def build(variant: Variant) -> Row:
     """Compile one variant for pointers and strides that are divisible by 16, as at run time."""
     tile, (pos, functions) = tile_of(variant), kernel_of(variant.kernel)
-    flags: dict[str, Any] = {"dropout": variant.dropout, "theta": pos.learnable}
+    terms = ("position",) if functions.reads_position else ()
+    flags: Any = {"dropout": variant.dropout, "theta": pos.learnable, "terms": terms}
     fixed = constants(variant.which, functions, tile, variant.head_size, **flags) | {"group": 1}
     function = PASSES[variant.which]
     pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "sums_ptr": "*fp32",
-                "theta_ptr": "*fp32", "seed_ptr": "*i64"}  # fmt: skip
+                "theta_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i32"}  # fmt: skip
     signature, attributes = {}, {}
     for n, name in enumerate(function.arg_names):
         if name in fixed:

@@ -12,7 +12,8 @@ bias and the factor of a distance kernel, which depend only on the query-key dis
 This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
 and the scores of keys after a block's last query are never computed. The embedding's formula
 computes b and w before the call, as vectors over distances in at least fp32. Therefore autograd
-propagates db and dw to the kernel's parameters. `toeplitz` explains why queries are reversed here.
+propagates db and dw to the kernel's parameters. If b also depends on the query's position, it is
+computed tile by tile (`row_bias`). `toeplitz` explains why queries are reversed here.
 A window makes b = -inf at longer distances. Keys that no query of a block sees, because of the
 window or because they are in an earlier document, are skipped.
 
@@ -32,6 +33,7 @@ products. With the same number of threads, the results are repeatable bit for bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ from megatron.attention.backend import Backend, first_order
 from megatron.attention.blocked_call import BlockedCall
 from megatron.attention.call import Call
 from megatron.attention.eager import eager
+from megatron.attention.row_bias import RowBias
 
 
 def blocked(call: Call) -> Tensor:
@@ -53,11 +56,15 @@ def blocked(call: Call) -> Tensor:
     heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
     bias_HS = weight_HS = None
+    theta_HN = positions_BT = None
     if call.has_kernel:
         theta_HN = call.theta.to(torch.promote_types(call.theta.dtype, dtype))
         distance_S = torch.arange(keys, device=device)
-        bias_HS = call.pos.bias(theta_HN, distance_S)
         weight_HS = call.pos.weight(theta_HN, distance_S)
+        if call.pos.reads_position:
+            positions_BT = call.positions().flip(1)
+        else:
+            bias_HS, theta_HN = call.pos.bias(theta_HN, distance_S), None
     if bias_HS is None:
         bias_HS = torch.zeros(heads, keys, device=device)  # still carries the causal mask
     bias_HS = bias_HS.to(dtype)
@@ -71,12 +78,35 @@ def blocked(call: Call) -> Tensor:
     seed = torch.randint(1 << 62, (), device=device) if call.dropout_p else None
     terms = (call.decay_BHS, call.sink_H, starts_BT, seed)
     inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, *terms)
-    arguments = *inputs, call.scale, call.dropout_p, call.window
-    if is_compiling():  # without keeping P, whose size may depend on where documents start
-        return operations.blocked(*arguments)
+    numbers = call.scale, call.dropout_p, call.window
+    if is_compiling() and theta_HN is None:
+        # without keeping P, whose size may depend on where documents start
+        return operations.blocked(*inputs, *numbers)
+    return _run((*inputs, theta_HN, positions_BT), (*numbers, call.pos))
+
+
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage] as torch.compiler.disable
+def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Tensor:
+    """Compute the attention output. No compiled graph contains this call.
+
+    Args:
+        inputs: The tensors that are arguments of `BlockedCall`, then theta and the positions of the
+            rows if the bias depends on them, otherwise None.
+        others: The numbers that are arguments of `BlockedCall`, and the embedding.
+    """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _BlockedAttention.apply(*arguments)
-    return BlockedCall(*arguments).forward(None)
+        return _BlockedAttention.apply(*inputs, *others)
+    return _call(inputs, others).forward(None)
+
+
+def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
+    """Return the call with the arguments of `_run`."""
+    *inputs, theta_HN, positions_BT = inputs
+    *numbers, pos = others
+    row_bias = None
+    if theta_HN is not None:
+        row_bias = RowBias(pos, theta_HN, positions_BT, inputs[1].shape[2])
+    return BlockedCall(*inputs, *numbers, row_bias)
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -87,9 +117,9 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Compute the attention output. `arguments` are the arguments of `BlockedCall` in order."""
-        inputs, ctx.numbers = arguments[:9], arguments[9:]
-        call = BlockedCall(*arguments)
+        """Compute the attention output. `arguments` are those of `_run` in order."""
+        inputs, ctx.others = arguments[:11], arguments[11:]
+        call = _call(inputs, ctx.others)
         kept = call.new_kept()
         ctx.save_for_backward(*inputs, kept)
         return call.forward(kept)
@@ -98,10 +128,10 @@ class _BlockedAttention(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_BHTE: Tensor) -> tuple:
         *inputs, kept = ctx.saved_tensors
-        gradients = BlockedCall(*inputs, *ctx.numbers).backward(
+        *gradients, dtheta_HN = _call(inputs, ctx.others).backward(
             grad_BHTE, kept, need_bias=ctx.needs_input_grad[3], need_weight=ctx.needs_input_grad[4]
         )
-        return *gradients, *[None] * (2 + len(ctx.numbers))
+        return *gradients, None, None, dtheta_HN, *[None] * (1 + len(ctx.others))
 
 
 BACKEND = Backend("blocked", blocked, remark=lambda request: "no quadratic buffer")

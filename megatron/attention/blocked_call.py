@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.decay_and_sink import Decay, Sink
+from megatron.attention.row_bias import RowBias
 from megatron.attention.tiles import QueryTile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
@@ -33,6 +34,7 @@ class BlockedCall:
         dropout_p: The probability of dropping a softmax weight.
         window: The largest distance at which a query sees a key, or None. At longer distances
             `bias_HS` is -inf.
+        row_bias: A bias that depends on the positions of the rows, beside `bias_HS`.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class BlockedCall:
         scale: float,
         dropout_p: float,
         window: int | None,
+        row_bias: RowBias | None = None,
     ):
         self.B, self.H, self.T, self.E = q_BHTE.shape
         self.S = k_BHSE.shape[2]
@@ -66,6 +69,7 @@ class BlockedCall:
         self.weight = None if weight_HS is None else DistanceVector(weight_HS, self.rows, 1.0)
         self.decay = None if decay_BHS is None else Decay(decay_BHS, self.dtype)
         self.sink = None if sink_H is None else Sink(sink_H, self.q_NTE, self.decay)
+        self.row_bias = row_bias
 
     def _flat(self, x_BHXE: Tensor) -> Tensor:
         return x_BHXE.to(self.dtype).reshape(self.B * self.H, -1, self.E).contiguous()
@@ -139,6 +143,8 @@ class BlockedCall:
             weight_HRn = self.weight.block(tile.heads, tile.num_rows, tile.keys)
             torch.baddbmm(raw_mRn, q_mRE, k_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
             torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
+        if self.row_bias is not None:
+            self.row_bias.add_to(tile, out_BHRn)
         if self.decay is not None:
             out_mRn -= self.decay.of_keys(tile)
         if tile.mixed and self.starts_BT is not None:
@@ -179,7 +185,7 @@ class BlockedCall:
     def backward(
         self, grad_BHTE: Tensor, kept: Tensor | None, *, need_bias: bool, need_weight: bool
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, the bias, the factor, the decay and the sink.
+        """Return the gradients of q, k, v, the bias, the factor, the decay, the sink and theta.
 
         The gradients of q, k and v have the inputs' dtype. The gradients of the bias and
         the factor are [heads, distances] in compute precision. The gradient of the bias is None if
@@ -220,6 +226,8 @@ class BlockedCall:
             )
             if db_HS is not None:
                 add_diagonal_sums(db_HS[tile.heads], ds_mRn.view(tile.shape))
+            if self.row_bias is not None:
+                self.row_bias.add_gradient(tile, ds_mRn.view(tile.shape))
             if self.decay is not None:
                 self.decay.add_gradient(tile, ds_mRn)
             if self.weight is not None and raw_mRn is not None:
@@ -235,8 +243,8 @@ class BlockedCall:
         kernel = (None if x is None else x.flip(1) for x in (db_HS, dw_HS))
         return *gradients, *kernel, *self._gradients_of_terms()
 
-    def _gradients_of_terms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the decay and the sink, after those of all tiles were added."""
+    def _gradients_of_terms(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of decay, sink and theta, after those of all tiles were added."""
         dc_BHS = ds_H = None
         if self.decay is not None:
             dc_BHS = self.decay.grad_NS.view(self.B, self.H, self.S)
@@ -245,4 +253,4 @@ class BlockedCall:
             ds_H = dz_BHT.sum((0, 2))
             if dc_BHS is not None:
                 dc_BHS[:, :, self.S - self.T :] -= dz_BHT
-        return dc_BHS, ds_H
+        return dc_BHS, ds_H, None if self.row_bias is None else self.row_bias.grad_HN

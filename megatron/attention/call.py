@@ -81,6 +81,22 @@ class Call:
             hidden_BHTS = hidden_BHTS | (key_S < first_BT[:, None, :, None])
         return hidden_BHTS
 
+    def positions(self) -> Tensor:
+        """Return the position of each query in its document, [B or 1, T]."""
+        if self.positions_BT is not None:
+            return self.positions_BT
+        end = self.query_offset + self.q_BHTE.shape[2]
+        row_T = torch.arange(self.query_offset, end, device=self.q_BHTE.device)
+        if self.starts_BS is None:
+            return row_T[None]
+        return row_T - self.starts_BS[:, self.query_offset : end]
+
+    def bias(self, theta_HN: Tensor, distance_TS: Tensor) -> Tensor | None:
+        """Return the distance kernel's bias [B or 1, H, T, S], or None if it is 0 everywhere."""
+        d_1TS = distance_TS.clamp(min=0)[None]
+        bias_HBTS = self.pos.bias_at(theta_HN, d_1TS, self.positions()[:, :, None])
+        return None if bias_HBTS is None else bias_HBTS.transpose(0, 1)
+
     def lost(self, dtype: torch.dtype) -> Tensor | None:
         """Return c_j - c_i [B, H, T, S], by which the decay c lowers the logits, if there is one.
 

@@ -1,13 +1,13 @@
 """Compute attention directly from its formula. This backend is the specification and not optimised.
 
-    s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j) + c_i - c_j, -inf where i does not see j
+    s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j, i) + c_i - c_j, -inf where i does not see j
     out = dropout(softmax(s)) v
 
 w and b are the factor and the bias of the distance kernel, which depend only on the query-key
-distance. c is the decay. Query i sees the keys first_i <= j <= i. With a sink, the softmax has one
-more key, the null key, whose logit is the sink and whose value is 0. Scores, w and b are at least
-fp32. `published_numerics` computes the same formula with the rounding of the
-released KERPLE code.
+distance. (Some biases also depend on the query's position i in its document.) c is the decay. Query
+i sees the keys first_i <= j <= i. With a sink, the softmax has one more key, the null key, whose
+logit is the sink and whose value is 0. Scores, w and b are at least fp32. `published_numerics`
+computes the same formula with the rounding of the released KERPLE code.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
 parameters.
@@ -51,11 +51,11 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
     distance_TS = query_T[:, None] - key_S
     if theta_HN is not None:
         weight_HTS = call.pos.weight(theta_HN, distance_TS.clamp(min=0))
-        bias_HTS = call.pos.bias(theta_HN, distance_TS.clamp(min=0))
+        bias_BHTS = call.bias(theta_HN, distance_TS)
         if weight_HTS is not None:
             scores_BHTS = scores_BHTS * weight_HTS.to(dtype)
-        if bias_HTS is not None:
-            scores_BHTS = scores_BHTS + bias_HTS.to(dtype)
+        if bias_BHTS is not None:
+            scores_BHTS = scores_BHTS + bias_BHTS.to(dtype)
     if (lost_BHTS := call.lost(dtype)) is not None:
         scores_BHTS = scores_BHTS - lost_BHTS
     scores_BHTS = scores_BHTS.masked_fill(call.hidden(distance_TS), -torch.inf)

@@ -51,7 +51,8 @@ def flex(call: Call) -> Tensor:
     if theta_HN is not None:
         theta_HN = theta_HN.to(torch.promote_types(call.q_BHTE.dtype, torch.float32))
     offset, keys = call.query_offset, call.k_BKSE.shape[2]
-    score_mod = score_mod_of(call.pos, theta_HN, offset, keys)
+    positions_BT = call.positions().expand(len(call.q_BHTE), -1) if call.has_kernel else None
+    score_mod = score_mod_of(call.pos, theta_HN, offset, keys, positions_BT)
     if decay_BHS is not None:
         score_mod = decayed(score_mod, decay_BHS, offset)
     options: dict[str, Any] = {} if sink_H is None else {"return_aux": AuxRequest(lse=True)}
@@ -72,12 +73,19 @@ def flex(call: Call) -> Tensor:
 
 
 def score_mod_of(
-    pos: PositionalEmbedding, theta_HN: Tensor | None, offset: int, length: int
+    pos: PositionalEmbedding,
+    theta_HN: Tensor | None,
+    offset: int,
+    length: int,
+    positions_BT: Tensor | None = None,
 ) -> ScoreMod | None:
     """Return FlexAttention's score_mod for an embedding, or None if it is no distance kernel.
 
     The score_mod evaluates the embedding's formula. If the formula has no symbolic expression, the
     score_mod looks up the values of the formula in tables.
+
+    Args:
+        positions_BT: The position of each query in its document, which only some biases need.
     """
     if not pos.has("distance") or theta_HN is None:
         return None
@@ -85,9 +93,8 @@ def score_mod_of(
     if formula is None:
         return tabulated(pos, theta_HN, offset, length)
 
-    arguments = (formula.distance, *formula.theta)
     bias, weight = (
-        None if expression is None else torch_function(expression, arguments)
+        None if expression is None else torch_function(expression, formula.arguments)
         for expression in (formula.bias, formula.weight)
     )
     # FlexAttention allows only one lookup in a tensor that requires a gradient. Therefore each
@@ -96,10 +103,12 @@ def score_mod_of(
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         d = (i + offset - j).clamp(min=0).to(theta_HN.dtype)
-        theta = [column[h] for column in columns]
+        arguments = [d, *(column[h] for column in columns)]
+        position = d if positions_BT is None else positions_BT[b, i].to(d.dtype)
+        arguments.insert(1, position)
         if weight is not None:
-            score = score * weight(d, *theta)
-        return score if bias is None else score + bias(d, *theta)
+            score = score * weight(*arguments)
+        return score if bias is None else score + bias(*arguments)
 
     return score_mod
 
@@ -224,6 +233,8 @@ def refusal(request: Request) -> str | None:
         return "has no backward pass on a CPU: it serves evaluation there"
     if request.device_type != "cpu" and request.dtype == torch.float64:
         return "does not compute in fp64 on a GPU"
+    if request.pos.reads_position and formula_of(request.pos) is None:
+        return f"cannot read the formula of {request.pos.name}, which no table can hold"
     if request.dropout:
         return "has no dropout (attention_dropout must be 0)"
     return None

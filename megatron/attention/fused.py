@@ -36,13 +36,16 @@ from torch.torch_version import TorchVersion
 from megatron.attention import operations
 from megatron.attention.backend import Backend, Request, constant, first_order
 from megatron.attention.call import Call
-from megatron.attention.trace import Unreadable, read
+from megatron.attention.graph_reader import Unreadable
+from megatron.attention.trace import parts_of, read
 from megatron.positional import PositionalEmbedding
+from megatron.positional.hidden_layer import pieces
 
 if TYPE_CHECKING:
     from megatron.kernels.codegen import DeviceFunctions
     from megatron.kernels.launch import Setting
 
+Columns = tuple[tuple[int, ...], ...]
 MAX_HEAD_SIZE = 256
 LOWEST = -1e30
 OLDEST = (8, 0)
@@ -62,38 +65,46 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     try:
         formula = read(pos)
         functions = codegen.device_functions(
-            pos.name, formula.bias, formula.weight, formula.distance, formula.theta
-        )
+            pos.name, formula.bias, formula.weight, formula.distance, formula.theta,
+            formula.position,
+        )  # fmt: skip
     except (Unreadable, lowering.NotExpressible) as reason:
         one_HN, d = torch.ones(1, len(pos.parameters)), torch.arange(2)
-        has = (part(one_HN, d) is not None for part in (pos.bias, pos.weight))
+        has = (part(one_HN, d, d) is not None for part in parts_of(pos))
         return tabulated.device_functions(*has), f"tabulated, {reason}"
     return functions, "evaluated in registers"
 
 
 @constant  # because sympy reads the formula
-def code_of(pos: PositionalEmbedding) -> tuple[str, bool]:
-    """Return the string for an embedding's device functions, and whether they read a table."""
+def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
+    """Return the string for an embedding's device functions, and arguments of `_inputs`."""
     functions, _ = functions_of(pos)
-    return operations.register(pos.name, functions), functions.tabulated
+    code = operations.register(pos.name, functions)
+    return code, functions.tabulated, functions.layer and functions.layer.columns
 
 
 def fused(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     numbers = (call.scale, call.query_offset, call.dropout_p)
     if is_compiling():
-        code, tabulated = code_of(call.pos)
-        return operations.fused(*_inputs(call, tabulated), code, *numbers)[0]
+        code, *read = code_of(call.pos)
+        return operations.fused(*_inputs(call, *read), code, *numbers)[0]
     from megatron.kernels.launch import Setting
 
     functions, _ = functions_of(call.pos)
     terms = call.masked or call.sink_H is not None or call.decay_BHS is not None
     setting = Setting(functions, *numbers, terms=terms)
-    return _FusedAttention.apply(*_inputs(call, functions.tabulated), setting)
+    columns = functions.layer and functions.layer.columns
+    return _FusedAttention.apply(*_inputs(call, functions.tabulated, columns), setting)
 
 
-def _inputs(call: Call, tabulated: bool) -> tuple[Tensor | None, ...]:
-    """Return q, k, v, the kernel's rows, the sink, the decay, the first keys and the seed."""
+def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor | None, ...]:
+    """Return q, k, v, the kernel's rows, the sink, decay, first keys, positions, and the seed.
+
+    Args:
+        tabulated: Whether the device functions read a table.
+        layer: The columns of theta that are w, b and v of a layer of hidden units.
+    """
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]
     if not call.has_kernel:
@@ -102,14 +113,20 @@ def _inputs(call: Call, tabulated: bool) -> tuple[Tensor | None, ...]:
         rows_HW = tabulate(call.pos, call.theta.float(), offset + queries, call.scale)
     else:
         rows_HW = call.theta.float().contiguous()
+        if layer is not None:
+            lines = pieces(*(rows_HW[:, columns] for columns in layer))
+            rows_HW = torch.cat((rows_HW, *lines), dim=1)
     seed = None
     if call.dropout_p:
         seed = torch.randint(1 << 62, (1,), device=q_BHTE.device)  # never copied to the host
     first_BT = call.first_keys()
     if first_BT is not None:
         first_BT = first_BT.int().expand(len(q_BHTE), -1).contiguous()
+    position_BT = None
+    if call.pos.reads_position:
+        position_BT = call.positions().int().expand(len(q_BHTE), -1).contiguous()
     inputs = (q_BHTE, call.k_BKSE, call.v_BKSE, rows_HW, call.sink_H, call.decay_BHS)
-    return *inputs, first_BT, seed
+    return *inputs, first_BT, position_BT, seed
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
@@ -137,13 +154,13 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
-        sink: Any, decay: Any, first: Any, seed: Any, setting: Setting,
+        sink: Any, decay: Any, first: Any, position: Any, seed: Any, setting: Setting,
     ) -> Tensor:  # fmt: skip
         from megatron.kernels import launch
 
-        terms = launch.Terms(first, sink, decay)
+        terms = launch.Terms(first, sink, decay, position)
         out, lse = launch.forward(q, k, v, rows, seed, setting, terms)
-        ctx.save_for_backward(q, k, v, out, lse, rows, sink, decay, first, seed)
+        ctx.save_for_backward(q, k, v, out, lse, rows, sink, decay, first, position, seed)
         ctx.setting = setting
         return out
 
@@ -153,12 +170,12 @@ class _FusedAttention(torch.autograd.Function):
         from megatron.kernels import launch
 
         need_rows = ctx.needs_input_grad[3]
-        q, k, v, out, lse, rows, sink, decay, first, seed = ctx.saved_tensors
+        q, k, v, out, lse, rows, sink, decay, first, position, seed = ctx.saved_tensors
         gradients = launch.backward(
             grad, q, k, v, out, lse, rows, seed, ctx.setting, need_rows,
-            launch.Terms(first, sink, decay),
+            launch.Terms(first, sink, decay, position),
         )  # fmt: skip
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def refusal(request: Request) -> str | None:
@@ -168,6 +185,8 @@ def refusal(request: Request) -> str | None:
         return f"computes in fp32 and does not serve {request.dtype}"
     if request.head_size is not None and request.head_size > MAX_HEAD_SIZE:
         return f"serves head sizes up to {MAX_HEAD_SIZE}, not {request.head_size}"
+    if request.pos.reads_position and functions_of(request.pos)[0].tabulated:
+        return f"cannot evaluate {request.pos.name} in registers, and no table can hold it"
     from megatron.kernels.device import INTERPRETED
 
     if INTERPRETED:

@@ -95,6 +95,7 @@ blocked.register_autograd(_differentiate_blocked, setup_context=_save_blocked)
 def register(name: str, functions: DeviceFunctions) -> str:
     """Return the string that stands for the device functions in calls of `kerple::fused`."""
     flags = functions.num_theta, functions.weighted, functions.tabulated, functions.biased
+    flags += (functions.layer,)
     digest = hashlib.sha256(f"{flags} {functions.source}".encode()).hexdigest()
     code = f"{name} {digest[:16]}"
     _DEVICE_FUNCTIONS[code] = functions
@@ -104,13 +105,13 @@ def register(name: str, functions: DeviceFunctions) -> str:
 @torch.library.custom_op("kerple::fused", mutates_args=())
 def fused(
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, rows_HW: Tensor, sink_H: Tensor | None,
-    decay_BHS: Tensor | None, first_BT: Tensor | None, seed: Tensor | None,
-    code: str, scale: float, query_offset: int, dropout_p: float,
+    decay_BHS: Tensor | None, first_BT: Tensor | None, position_BT: Tensor | None,
+    seed: Tensor | None, code: str, scale: float, query_offset: int, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention output, and `lse` for the backward pass; see `launch.forward`."""
     from megatron.kernels import launch
 
-    terms = launch.Terms(first_BT, sink_H, decay_BHS)
+    terms = launch.Terms(first_BT, sink_H, decay_BHS, position_BT)
     setting = _setting(code, scale, query_offset, dropout_p, terms)
     return launch.forward(q_BHTE, k_BKSE, v_BKSE, rows_HW, seed, setting, terms)
 
@@ -124,13 +125,14 @@ def _(q_BHTE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def fused_backward(
     grad_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor,
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, rows_HW: Tensor, sink_H: Tensor | None,
-    decay_BHS: Tensor | None, first_BT: Tensor | None, seed: Tensor | None,
-    code: str, scale: float, query_offset: int, dropout_p: float, need_rows: bool,
+    decay_BHS: Tensor | None, first_BT: Tensor | None, position_BT: Tensor | None,
+    seed: Tensor | None, code: str, scale: float, query_offset: int, dropout_p: float,
+    need_rows: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, the rows, the sink and the decay, if needed."""
     from megatron.kernels import launch
 
-    terms = launch.Terms(first_BT, sink_H, decay_BHS)
+    terms = launch.Terms(first_BT, sink_H, decay_BHS, position_BT)
     setting = _setting(code, scale, query_offset, dropout_p, terms)
     found = launch.backward(
         grad_BHTE, q_BHTE, k_BKSE, v_BKSE, out_BHTE, lse_BHT, rows_HW, seed, setting, need_rows,
@@ -153,15 +155,15 @@ def _(
 def _save_fused(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     out_BHTE, lse_BHT = output
     ctx.mark_non_differentiable(lse_BHT)
-    ctx.save_for_backward(out_BHTE, lse_BHT, *inputs[:8])
-    ctx.numbers = inputs[8:]
+    ctx.save_for_backward(out_BHTE, lse_BHT, *inputs[:9])
+    ctx.numbers = inputs[9:]
 
 
 def _differentiate_fused(ctx: Any, grad_BHTE: Tensor, _: Any) -> tuple:
     saved, need_rows = ctx.saved_tensors, ctx.needs_input_grad[3]
     found = iter(torch.ops.kerple.fused_backward(grad_BHTE, *saved, *ctx.numbers, need_rows))
     given = (True, True, True, need_rows, *(x is not None for x in saved[6:8]))
-    return *(next(found) if has else None for has in given), *[None] * 6
+    return *(next(found) if has else None for has in given), *[None] * 7
 
 
 fused.register_autograd(_differentiate_fused, setup_context=_save_fused)

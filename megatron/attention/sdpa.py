@@ -47,9 +47,9 @@ def sdpa(call: Call) -> Tensor:
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
     mask_BHTS = torch.zeros(1, q_BHTE.shape[1], 1, 1, dtype=dtype, device=q_BHTE.device)
     if call.has_kernel:
-        bias_HTS = call.pos.bias(call.theta.to(dtype), distance_TS.clamp(min=0))
-        assert bias_HTS is not None  # `refusal` excludes distance kernels that have only a factor
-        mask_BHTS = bias_HTS[None]
+        bias_BHTS = call.bias(call.theta.to(dtype), distance_TS)
+        assert bias_BHTS is not None  # `refusal` excludes distance kernels that have only a factor
+        mask_BHTS = bias_BHTS
     if (lost_BHTS := call.lost(dtype)) is not None:
         mask_BHTS = mask_BHTS - lost_BHTS
     mask_BHTS = call.with_null_key(torch.where(hidden_BHTS, -torch.inf, mask_BHTS))

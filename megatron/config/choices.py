@@ -27,11 +27,11 @@ def _positional_names() -> list[str]:
     """List the positional embeddings, which are named after their files in `megatron/positional/`.
 
     The folder is the registry: every file in it defines one embedding, except `base.py`,
-    `combination.py` and files whose names start with an underscore.
+    `combination.py`, `hidden_layer.py` and files whose names start with an underscore.
     """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
-    return sorted(names - {"base", "combination"})
+    return sorted(names - {"base", "combination", "hidden_layer"})
 
 
 POSITIONAL_NAMES = tuple(_positional_names())

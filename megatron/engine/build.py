@@ -224,6 +224,8 @@ def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[
             yield key, f"pos_emb {pos.name} has no parameter {name!r}; {hint.rstrip()}"
     for name, parameter in known.items():
         values = init.get(name, ())
+        if parameter.shared and len(set(values if isinstance(values, tuple) else ())) > 1:
+            yield f"theta_init.{name}", "all heads share this parameter; write one number"
         for value in values if isinstance(values, tuple) else [values]:
             if not parameter.low <= value <= parameter.high:
                 text = f"{value} is outside of its bounds, {parameter.low} to {parameter.high}"

@@ -127,7 +127,7 @@ class Job:
         self.description = replace(description, lineage=self.start.lineage)
         self.start.load_weights(self.model, self.description, groups)
         self.engine, self.schedule = job_engine(config, self.model, groups)
-        self.theta = TrainedTheta(self.engine, self.model.theta, self.model.pos, groups)
+        self.theta = TrainedTheta(self.engine, self.model.theta_parts, self.model.pos, groups)
         self.progress = self.start.finish(self.engine, self.schedule, groups, self.description)
 
     def run(self) -> None:

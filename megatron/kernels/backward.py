@@ -45,6 +45,7 @@ from megatron.kernels.terms import (
     lost_by,
     null_score,
     open_decay,
+    positions_of,
     row_tile_at,
     row_tiles,
     store_ddecay,
@@ -53,19 +54,19 @@ from megatron.kernels.terms import (
 
 @triton.jit
 def weights(
-    s, i, j, distance, limit, decay, constants, c, lse,
+    s, i, j, distance, limit, decay, constants, c, lse, at,
     f_evaluate: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return the results of `f_evaluate` and the softmax weights p of a tile.
 
     If `decay` is not None, it is subtracted from y. With MASKED, p is 0 for future keys (i < j),
-    and also where `limit` is false if `limit` is not None.
+    and also where `limit` is false if `limit` is not None. `at` is the rows' positions or None.
     """
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
-        e = f_evaluate(s, d, 0.0, distance, constants)
+        e = f_evaluate(s, d, 0.0, distance, constants, at)
     else:
-        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)
+        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants, at)
     y = e[0]
     if decay is not None:
         y -= decay
@@ -76,7 +77,7 @@ def weights(
 def query_tile(
     q, do, lse, delta, dq, excess, acc,
     k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
-    seed, item, threshold, rescale, first, decay,
+    seed, item, threshold, rescale, first, decay, at,
     f_evaluate: tl.constexpr, f_add: tl.constexpr, WEIGHTED: tl.constexpr, LEARNS: tl.constexpr,
     THETA: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
@@ -91,7 +92,9 @@ def query_tile(
     distance = table_distance(i, j, m0, n0, offset, queries)
     limit = None if first is None else j >= (first - n0)[:, None]
     lost_N = None if decay is None else lost(decay, n0, keys, MASKED, N)[None, :]
-    e, p = weights(s, i, j, distance, limit, lost_N, constants, c, lse[:, None], f_evaluate, MASKED)
+    e, p = weights(
+        s, i, j, distance, limit, lost_N, constants, c, lse[:, None], at, f_evaluate, MASKED
+    )
     if DROPOUT:
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
     ds = p * (dp - delta[:, None])
@@ -108,7 +111,7 @@ def query_tile(
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def query_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, sums_ptr, theta_ptr, seed_ptr,
-    first_ptr, sink_ptr, high_ptr, low_ptr,
+    first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     do_b, do_h, do_t, dq_b, dq_h, dq_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
@@ -141,14 +144,14 @@ def query_pass(
     per_row = item.to(tl.int64) * queries + i
     # lse = +inf makes p = 0 in rows past the last query.
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
-    last = tl.minimum(offset + m0 + M, offset + queries)
-    past = (offset + m0 + 1) // N * N
+    last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     dq = tl.zeros([M, P], dtype=tl.float32)
     excess, acc = tl.zeros([M], dtype=tl.float32), f_zeros(M)
     decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, m0, offset, keys)
     first, begin, lead = None, 0, 0
     if first_ptr is not None:
         first, begin, lead = first_keys(first_ptr + b * queries, m0, queries, past, M, N)
+    at = None if position_ptr is None else positions_of(position_ptr, b, m0, queries, M)[:, None]
     if sink_ptr is not None and LEARNS:  # the null key's ds; its value is 0
         excess -= ex2(null_score(sink_ptr + h, decay, m0, offset, keys, M) * c - lse) * delta
     for MASKED in tl.static_range(2):
@@ -156,7 +159,7 @@ def query_pass(
             dq, excess, acc = query_tile(
                 q, do, lse, delta, dq, excess, acc, k_base, v_base, k_t, v_t,
                 m0, key_tile_at(n, past, lead, first, MASKED), offset, queries, keys, constants, c,
-                seed, item, threshold, rescale, first, decay,
+                seed, item, threshold, rescale, first, decay, at,
                 f_evaluate, f_add, WEIGHTED, LEARNS, THETA, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
     tl.store(delta_ptr + per_row, delta + excess, mask=i < queries)
@@ -172,7 +175,7 @@ def query_pass(
 def key_tile(
     k, v, dk, dv, ddecay,
     q_base, do_base, lse_base, delta_base, q_stride, do_stride, m0, n0, offset, queries,
-    constants, c, seed, item, threshold, rescale, end, decay,
+    constants, c, seed, item, threshold, rescale, end, decay, at,
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +203,10 @@ def key_tile(
     )
     limit = None if end is None else i < (end - m0)[:, None]
     lost_N = None if decay is None else lost_by(decay, offset + m0 // BLOCK * BLOCK)[:, None]
-    e, p = weights(s, i, j, distance, limit, lost_N, constants, c, lse[None, :], f_evaluate, MASKED)
+    at = None if at is None else load_clamped(at, m0, queries, M).to(tl.float32)[None, :]
+    e, p = weights(
+        s, i, j, distance, limit, lost_N, constants, c, lse[None, :], at, f_evaluate, MASKED
+    )
     dropped = p
     if DROPOUT:
         keep = tl.trans(kept(seed, item, m0, n0, threshold, M, N))
@@ -219,7 +225,7 @@ def key_tile(
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def key_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
-    end_ptr, high_ptr, low_ptr, ddecay_ptr,
+    end_ptr, high_ptr, low_ptr, ddecay_ptr, position_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
@@ -242,11 +248,11 @@ def key_pass(
     seed = tl.load(seed_ptr) if DROPOUT else 0
     k = load_rows(k_ptr + b_64 * k_b + h_64 * k_h, n0, keys, k_t, True, N, E, P)
     v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
-    dk = tl.zeros([N, P], dtype=tl.float32)
-    dv = tl.zeros([N, P], dtype=tl.float32)
+    dk, dv = tl.zeros([N, P], dtype=tl.float32), tl.zeros([N, P], dtype=tl.float32)
     # The first loop is over the tiles that need a mask: `masked` tiles, of which the first
     # `crossing` begin at row `first`, the others at `rest`. The second loop is over all others.
     end_ptr = None if end_ptr is None else end_ptr + b_64 * keys
+    at = None if position_ptr is None else position_ptr + b_64 * queries
     end = None if end_ptr is None else load_clamped(end_ptr, n0, keys, N)
     tiles_of_rows = row_tiles(end_ptr, n0, offset, queries, keys, M, N)
     first, whole, full, crossing, masked, rest = tiles_of_rows
@@ -265,13 +271,13 @@ def key_pass(
             m0 = row_tile_at(tile, crossing, first, rest, end, M)
             dk, dv, ddecay = key_tile(
                 k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0,
-                offset, queries, constants, c, seed, item, threshold, rescale, end, decay,
+                offset, queries, constants, c, seed, item, threshold, rescale, end, decay, at,
                 f_evaluate, WEIGHTED, DROPOUT, True, M, N, E, P,
             )  # fmt: skip
         for m0 in tl.range(whole, full, M):
             dk, dv, ddecay = key_tile(
                 k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0,
-                offset, queries, constants, c, seed, item, threshold, rescale, end, decay,
+                offset, queries, constants, c, seed, item, threshold, rescale, end, decay, at,
                 f_evaluate, WEIGHTED, DROPOUT, False, M, N, E, P,
             )  # fmt: skip
         store_ddecay(ddecay_ptr, ddecay, item, n0, keys, N)

@@ -6,6 +6,10 @@ y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each thet
 dx/dtheta_k without its constant factors, which depend on neither s nor d. The Triton kernels sum
 the terms over scores, and `finish` multiplies the sums by the constant factors.
 
+A bias may also depend on the position i of the row in its document, an argument `row` of
+`evaluate` in the tile's layout. And it may contain one layer of hidden units (see `hidden`), which
+has no terms: the third result of `evaluate` is then the layer's input u.
+
 The generated code is fast for three reasons:
 
 - Logarithms and exponentials have base 2, for which a GPU has single instructions. The constants
@@ -30,11 +34,13 @@ import triton
 import triton.language as tl
 
 from megatron.kernels.device import ex2, lg2, lg2_or_finite, rcp, rcp_any
-from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, lower
+from megatron.kernels.hidden import Layer, hidden_layer, hidden_slope, relu, step
+from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, layers, lower
 
 GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any}
-GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2}
-CALLS = {name: name for name in NAMES}
+GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2, "relu": relu, "step": step}
+GLOBALS |= {"hidden_layer": hidden_layer, "hidden_slope": hidden_slope}
+CALLS = {name: name for name in (*NAMES, "relu", "step")}
 SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2"}
 for _name in ("sin", "cos"):
     CALLS[_name] = SCALAR_CALLS[_name] = f"tl.{_name}"
@@ -46,13 +52,15 @@ class DeviceFunctions:
 
     Attributes:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
-        evaluate: Maps (s, di, dj, d, c) to (y, w, one term per column of theta), for a tile.
+        evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms), for a tile.
         zeros, add, finish: Create, update and sum up theta's gradients, one number per query row.
-        num_theta: The number of columns of theta that have a gradient.
+        num_theta: The number of columns of theta that have a term.
         weighted: Whether there is a factor w.
         tabulated: Whether "theta" is a table over distances (see `tabulated`).
         biased: Whether the table contains b.
         source: The generated source text.
+        layer: The layer of hidden units, if there is one.
+        reads_position: Whether `evaluate` needs `row`.
     """
 
     prepare: Any
@@ -65,11 +73,17 @@ class DeviceFunctions:
     tabulated: bool = False
     biased: bool = True
     source: str = field(default="", repr=False)
+    layer: Layer | None = None
+    reads_position: bool = False
 
     @property
     def heavy(self) -> bool:
         """Whether the Triton kernels need more registers than for a bias with two parameters."""
-        return self.weighted or self.tabulated or self.num_theta > 2
+        return self.weighted or self.tabulated or self.num_theta > 2 or self.layer is not None
+
+    def needs(self, dropout: bool, terms: bool = False) -> tuple[bool, bool, int, bool, bool]:
+        """Return the last arguments of `tile_sizes.look_up`."""
+        return self.heavy, dropout, self.num_theta, terms, self.layer is not None
 
 
 def device_functions(
@@ -78,8 +92,12 @@ def device_functions(
     weight: sympy.Expr | None,
     distance: sympy.Symbol,
     theta: tuple[sympy.Symbol, ...],
+    position: sympy.Symbol | None = None,
 ) -> DeviceFunctions:
     """Generate the device functions for a bias (None means 0) and a factor (None means 1).
+
+    Args:
+        position: The symbol of the row's position, if the bias may contain it.
 
     Raises:
         NotExpressible: The bias or the factor cannot be expressed in the generated code.
@@ -89,21 +107,28 @@ def device_functions(
     w = sympy.S.One if weight is None else weight
     for power in (b + s * w).atoms(sympy.Pow):
         confirm_power(power, distance)
-    writer = Writer(s, distance, theta, scale)
+    found = layers(b, theta)
+    layer = Layer(len(theta), found[1:]) if found else None
+    i = position or sympy.Symbol("i")
+    writer = Writer(s, distance, theta, scale, i, layer)
+    inner = [writer.tile(lower(found[0], distance))] if found else []
     y = writer.tile(lower(s * w + b / scale, distance))
     slope = writer.tile(lower(w, distance))
     factors, terms = [], []
-    for column in theta:
+    terms_of = list(range(len(theta))) if layer is None else layer.others
+    for column in (theta[n] for n in terms_of):
         derivative = lower(sympy.diff(scale * s * w + b, column), distance)
-        factor, term = derivative.as_independent(s, distance, as_Add=False)
+        factor, term = derivative.as_independent(s, distance, i, as_Add=False)
         factors.append(writer.constant(factor))
         terms.append(writer.tile(term))
-    source = writer.source(y, slope, terms, factors)
+    source = writer.source([y, slope, *inner], terms, factors, terms_of)
     return DeviceFunctions(
         **compiled(name, source),
-        num_theta=len(theta),
+        num_theta=len(terms),
         weighted=weight is not None,
         source=source,
+        layer=layer,
+        reads_position=b.has(i),
     )
 
 
@@ -113,12 +138,15 @@ class Writer:
     `prepare` computes scalars, and `evaluate` computes tiles.
     """
 
-    def __init__(self, s: sympy.Symbol, d: sympy.Symbol, theta: tuple, scale: sympy.Symbol):
-        self.s, self.d, self.scale = s, d, scale
+    def __init__(
+        self, s: sympy.Symbol, d: sympy.Symbol, theta: tuple, scale: sympy.Symbol,
+        i: sympy.Symbol, layer: Layer | None,
+    ):  # fmt: skip
+        self.s, self.d, self.i, self.scale, self.layer = s, d, i, scale, layer
         self.scalars = {column: f"t{n}" for n, column in enumerate(theta)} | {scale: "scale"}
         self.constants: dict[sympy.Expr, str] = {}
         self.prepared: list[str] = []
-        self.names: dict[sympy.Expr, str] = {s: "s"}
+        self.names: dict[sympy.Expr, str] = {s: "s", i: "row"}
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
@@ -147,7 +175,7 @@ class Writer:
 
     def tile(self, expr: sympy.Expr) -> str:
         """Emit statements that compute an expression for a tile, and return the result's name."""
-        if not expr.has(self.s, self.d):
+        if not expr.has(self.s, self.d, self.i):
             return self.constant(expr)
         if expr not in self.names:
             text = self.text(expr)
@@ -159,7 +187,7 @@ class Writer:
         """Return the right-hand side of the statement that computes an expression for a tile."""
         slopes, others = [], []
         for arg in sympy.Add.make_args(expr):
-            factor, rest = arg.as_independent(self.s, self.d, as_Add=False)
+            factor, rest = arg.as_independent(self.s, self.d, self.i, as_Add=False)
             (slopes.append(factor) if rest == self.d else others.append((factor, rest)))
         if slopes:
             offset = sum(factor for factor, rest in others if rest == 1)
@@ -173,8 +201,19 @@ class Writer:
         if expr.is_Pow and expr.exp < -1:  # a product of 1/x, since x^4 may leave rcp's range
             return power(-expr.exp, self.tile(1 / expr.base), "")
         if expr.is_Pow:
-            return power(expr.exp, self.tile(expr.base), "rcp({})")
+            # `rcp` takes numbers in pairs, and a row alone may be an odd one.
+            reciprocal = "rcp({})" if expr.has(self.s, self.d) else "rcp_any({})"
+            return power(expr.exp, self.tile(expr.base), reciprocal)
+        if self.layer is not None and type(expr).__name__ in ("hidden_layer", "hidden_slope"):
+            sizes = f"{self.layer.first}, {self.layer.width}"
+            return f"{type(expr).__name__}({self.tile(expr.args[0])}, {self.row()}, {sizes})"
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
+
+    def row(self) -> str:
+        """Return the code of the pointer to the numbers of a head."""
+        if "theta" not in self.prepared:
+            self.prepared.append("theta")
+        return f"c[{self.prepared.index('theta')}]"
 
     def affine(self, slope: Any, offset: Any) -> str:
         """Return the code of offset + slope d with d = di - dj: (offset + slope di) - slope dj."""
@@ -197,13 +236,22 @@ class Writer:
             raise NotExpressible(f"{name} has no counterpart in the generated kernels")
         return calls[name]
 
-    def source(self, y: str, slope: str, terms: list[str], factors: list[str]) -> str:
-        """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`."""
-        count = len(terms)
-        loads = [f"t{n} = tl.load(theta + {n})" for n in range(count)]
+    def source(
+        self, results: list[str], terms: list[str], factors: list[str], columns: list[int]
+    ) -> str:
+        """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`.
+
+        Args:
+            results: The results of `evaluate` before the terms.
+            columns: The columns of theta to which the terms belong.
+        """
+        count, first = len(terms), len(results)
+        loads = [f"t{n} = tl.load(theta + {n})" for n in columns]
         zeros = "tl.zeros([M], dtype=tl.float32)"
         pairs = [(x, n) for x in ("ds", "p") for n in range(count)]
-        sums = [f"acc[{m}] + tl.sum({x} * e[{n + 2}], axis=1)" for m, (x, n) in enumerate(pairs)]
+        sums = [
+            f"acc[{m}] + tl.sum({x} * e[{n + first}], axis=1)" for m, (x, n) in enumerate(pairs)
+        ]
         rows = [f"acc[{n}] - excess * acc[{count + n}]" for n in range(count)]
         ends = [
             f"tl.sum({row}, axis=0) * {factor}" for row, factor in zip(rows, factors, strict=True)
@@ -211,7 +259,7 @@ class Writer:
         return "\n".join(
             [
                 *function("prepare(theta, width, scale)", loads, self.prepared or ["scale"]),
-                *function("evaluate(s, di, dj, d, c)", self.lines, [y, slope, *terms]),
+                *function("evaluate(s, di, dj, d, c, row)", self.lines, [*results, *terms]),
                 *function("zeros(M: tl.constexpr)", [], [zeros] * (2 * count)),
                 *function("add(acc, ds, p, e)", [], sums),
                 *function("finish(acc, excess, c)", [], ends),

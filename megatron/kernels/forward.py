@@ -1,6 +1,6 @@
 """Compute the forward pass of fused causal attention in one Triton kernel.
 
-    y_ij = s_ij w(d) + b(d) / scale     s_ij = q_i . k_j     d = query_offset + i - j >= 0
+    y_ij = s_ij w(d) + b(d, i) / scale     s_ij = q_i . k_j     d = query_offset + i - j >= 0
     out_i = sum_j p_ij v_j              p_ij = softmax_j(scale y_ij)
 
 w and b are the factor and the bias of the distance kernel, which depend only on the query-key
@@ -31,6 +31,7 @@ from megatron.kernels.terms import (
     lost,
     null_score,
     open_decay,
+    positions_of,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -40,7 +41,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def forward_tile(
     q, top, total, acc,
     k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
-    seed, item, threshold, first, decay,
+    seed, item, threshold, first, decay, at,
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -52,9 +53,9 @@ def forward_tile(
     distance = table_distance(i, j, m0, n0, offset, queries)
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
-        y = f_evaluate(s, d, 0.0, distance, constants)[0]
+        y = f_evaluate(s, d, 0.0, distance, constants, at)[0]
     else:
-        y = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants)[0]
+        y = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants, at)[0]
     if decay is not None:
         y -= lost(decay, n0, keys, MASKED, N)[None, :]
     if MASKED:
@@ -75,7 +76,7 @@ def forward_tile(
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
 def forward_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
-    first_ptr, sink_ptr, high_ptr, low_ptr,
+    first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr,
@@ -110,6 +111,7 @@ def forward_pass(
         top = tl.full([M], LEAST, dtype=tl.float32)
     if high_ptr is not None:
         decay = open_decay(high_ptr, low_ptr, item, m0, offset, keys)
+    at = None if position_ptr is None else positions_of(position_ptr, b, m0, queries, M)[:, None]
     if sink_ptr is not None:  # the null key comes first
         top = null_score(sink_ptr + h, decay, m0, offset, keys, M)
         total = tl.full([M], 1.0, dtype=tl.float32)
@@ -120,7 +122,7 @@ def forward_pass(
             top, total, acc = forward_tile(
                 q, top, total, acc,
                 k_base, v_base, k_t, v_t, m0, n0, offset, queries, keys, constants, c,
-                seed, item, threshold, first, decay,
+                seed, item, threshold, first, decay, at,
                 f_evaluate, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
     out = acc * (rescale / total)[:, None]

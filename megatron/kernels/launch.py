@@ -19,12 +19,13 @@ from torch import Tensor
 from megatron.kernels.backward import key_pass, query_pass
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.forward import forward_pass
+from megatron.kernels.hidden import Layer, hidden_pass
 from megatron.kernels.tabulated import table_pass
 from megatron.kernels.terms import NO_TERMS, TENSORS, Terms
 from megatron.kernels.tile_sizes import Tile, TileSizes, choose, padded
 
 PASSES: dict[str, Any] = {"forward": forward_pass, "query": query_pass, "key": key_pass}
-PASSES["table"] = table_pass
+PASSES |= {"table": table_pass, "hidden": hidden_pass}
 
 LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""
@@ -58,8 +59,7 @@ class Setting:
             return self.tile_sizes
         cuda = q_BHTE.is_cuda
         capability = torch.cuda.get_device_capability(q_BHTE.device) if cuda else (0, 0)
-        f, dropout = self.functions, self.dropout_p > 0.0
-        needs = (f.heavy, dropout, f.num_theta, self.terms)
+        needs = self.functions.needs(self.dropout_p > 0.0, self.terms)
         return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], *needs)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
@@ -86,7 +86,7 @@ def constants(
     """Return the compile-time arguments of a Triton kernel.
 
     Args:
-        which: The Triton kernel: "forward", "query", "key" or "table".
+        which: The Triton kernel: "forward", "query", "key", "table" or "hidden".
         theta: Whether the gradient of the distance kernel's parameters or table is needed. This
             affects only "query".
         terms: The names, from `terms.TENSORS`, of the tensors that the call passes. The pointers
@@ -96,8 +96,10 @@ def constants(
     values |= {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
     values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
     values |= {"R": tile.M} if which == "table" else {"M": tile.M, "N": tile.N}
-    if which != "forward":
+    if which not in ("forward", "hidden"):
         values["WEIGHTED"] = functions.weighted
+    if which == "hidden" and (layer := functions.layer) is not None:
+        values |= {"FIRST": layer.first, "K": layer.width, "R": layer.padded}
     if which == "table":
         values["BIASED"] = functions.biased
     if which == "query":
@@ -244,10 +246,32 @@ def backward(
     drows = None
     if need_theta:
         drows = sums.view(batch, heads, -1, columns).sum((0, 2))
+        if functions.layer is not None:
+            drows = hidden_gradient(setting, shared, functions.layer, drows)
     elif need_rows:
         drows = table_gradient(setting, shared)
     ddecay = of_keys.get("ddecay")
     return dq, dk, dv, drows, *terms.gradients(lse_BHT, delta, ddecay, setting.query_offset)
+
+
+def hidden_gradient(
+    setting: Setting, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
+) -> Tensor:
+    """Return the gradient of `rows_HW` of a distance kernel with a layer of hidden units.
+
+    Args:
+        tensors: The tensors that all Triton kernels of the backward pass share.
+        plain_HN: The gradient of the columns of theta outside of the layer.
+    """
+    q, rows_HW = tensors["q"], tensors["theta"]
+    tile, heads = setting.tiles(q).query, q.shape[1]
+    programs = len(q) * heads * cdiv(q.shape[2], tile.M)
+    sums = tensors["lse"].new_empty(programs, 2, layer.padded)
+    launch("hidden", programs, tile, setting, tensors | {"sums": sums})
+    by_head = sums.view(len(q), heads, -1, 2, layer.padded).sum((0, 2))
+    drows_HW = layer.gradient(by_head, rows_HW.shape[1])
+    drows_HW[:, layer.others] = plain_HN
+    return drows_HW
 
 
 def table_gradient(setting: Setting, tensors: dict[str, Tensor]) -> Tensor:

@@ -17,6 +17,40 @@ LG2, LG2_OR_FINITE, EX2, RCP_ANY = (sympy.Function(name) for name in NAMES)
 HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
 
 
+class step(sympy.Function):
+    """1 if x > 0, otherwise 0."""
+
+    nargs = 1
+
+
+class relu(sympy.Function):
+    """max(x, 0)."""
+
+    nargs = 1
+
+    def fdiff(self, argindex: int = 1) -> Any:
+        return step(self.args[0])
+
+
+class hidden_slope(sympy.Function):
+    """The derivative of `hidden_layer` with respect to u, with the same arguments."""
+
+
+class hidden_layer(sympy.Function):
+    """sum_k v_k relu(w_k u + b_k), with the arguments u, all w, all b, all v."""
+
+    @property
+    def columns(self) -> tuple[tuple[Any, ...], ...]:
+        """The symbols (w, b, v), each a tuple."""
+        width = len(self.args) // 3
+        return tuple(self.args[1 + n * width :][:width] for n in range(3))
+
+    def fdiff(self, argindex: int = 1) -> Any:
+        if argindex != 1:
+            raise NotExpressible("w, b and v must be columns of theta")
+        return hidden_slope(*self.args)
+
+
 class NotExpressible(ValueError):
     """A distance kernel contains a function or a power that the generated code cannot compute.
 
@@ -39,6 +73,25 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
     if expr.is_Pow and expr.exp.is_Integer and expr.exp < 0 and exponential(expr.base, d):
         return RCP_ANY(args[0]) ** -expr.exp
     return expr.func(*args)
+
+
+def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
+    """Return the input u of the layer of hidden units in `expr` and its columns of theta.
+
+    Returns:
+        (u, columns of w, columns of b, columns of v), or None if there is no layer.
+
+    Raises:
+        NotExpressible: There are several layers, or a layer's columns are also used elsewhere.
+    """
+    found = list(expr.atoms(hidden_layer))
+    if not found:
+        return None
+    layer, places = found[0], {symbol: n for n, symbol in enumerate(theta)}
+    rest = expr.subs(layer, 0)
+    if len(found) > 1 or (rest.free_symbols | layer.args[0].free_symbols) & set(layer.args[1:]):
+        raise NotExpressible("the generated code has one layer of hidden units, of own columns")
+    return layer.args[0], *(tuple(places[x] for x in each) for each in layer.columns)
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:

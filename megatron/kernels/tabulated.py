@@ -39,18 +39,18 @@ def prepare(theta, width, scale):
 
 
 @triton.jit
-def evaluate_bias(s, di, dj, d, c):
+def evaluate_bias(s, di, dj, d, c, row):
     return (s + tl.load(c[0] + d), 1.0)
 
 
 @triton.jit
-def evaluate_weight(s, di, dj, d, c):
+def evaluate_weight(s, di, dj, d, c, row):
     w = tl.load(c[0] + d)
     return (s * w, w)
 
 
 @triton.jit
-def evaluate_both(s, di, dj, d, c):
+def evaluate_both(s, di, dj, d, c, row):
     w = tl.load(c[1] + d)
     return (s * w + tl.load(c[0] + d), w)
 
@@ -137,7 +137,7 @@ def tile_gradients(
     if first_ptr is not None:
         seen &= n0 + column[None, :] >= tl.load(first_ptr + tl.minimum(safe, queries - 1))[:, None]
     distance = tl.maximum(distance, 0)
-    y = f_evaluate(s, 0.0, 0.0, distance, constants)[0]
+    y = f_evaluate(s, 0.0, 0.0, distance, constants, None)[0]
     if high_ptr is not None:  # both y and lse relative to the decay of the tile's first row
         high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
         at = tl.minimum(n0 + column, keys - 1)

@@ -1,6 +1,6 @@
 """Define what the Triton kernels compute for the terms beside the distance kernel.
 
-    y_ij = s_ij w(d) + b(d) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
+    y_ij = s_ij w(d) + b(d, i) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
 
 First keys: documents and a window hide the keys before first_i from row i.
 first_i never falls from a row to the next, so a tile of rows sees one range of keys, and a tile of
@@ -14,6 +14,8 @@ out.
 
 Sink: a null key with a value of 0 takes part in the softmax. For row i, its y is sink / scale minus
 (c_i - c_r) / scale.
+
+Positions: the position of each row in its document, for biases that depend on it.
 
 If a call lacks one of these terms, all arguments of the term are None, and no code is generated.
 
@@ -145,6 +147,12 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 
 @triton.jit
+def positions_of(position_ptr, b, first, queries, M: tl.constexpr):
+    """Return the positions of M rows from `first` on in their documents, in fp32."""
+    return load_clamped(position_ptr + b * queries, first, queries, M).to(tl.float32)
+
+
+@triton.jit
 def decay_of_keys(high_ptr, low_ptr, item, n0, keys, N: tl.constexpr):
     """Return the decay of one head: (high, low, high of N keys, low of N keys).
 
@@ -178,7 +186,7 @@ def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
     return y
 
 
-TENSORS = ("first", "end", "sink", "high", "low", "ddecay")
+TENSORS = ("first", "end", "sink", "high", "low", "ddecay", "position")
 """The names of the tensors that Triton kernels read or write for these terms."""
 
 
@@ -190,15 +198,19 @@ class Terms:
         first_BT: The first key that each query sees, [batch, queries] int32, contiguous.
         sink_H: The logit of the null key.
         decay_BHS: The decay of each key, in fp64 or fp32.
+        position_BT: The position of each query in its document, int32, contiguous.
     """
 
     first_BT: Tensor | None = None
     sink_H: Tensor | None = None
     decay_BHS: Tensor | None = None
+    position_BT: Tensor | None = None
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
         """Return the tensors of these terms that Triton kernels read, by name."""
         found = {} if self.first_BT is None else {"first": self.first_BT}
+        if self.position_BT is not None:
+            found["position"] = self.position_BT
         if self.sink_H is not None:
             found["sink"] = (self.sink_H.float() / scale).contiguous()
         if self.decay_BHS is not None:

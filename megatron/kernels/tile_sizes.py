@@ -109,6 +109,12 @@ MANY = {(90, 128): {"query": Tile(128, 16, 8, 2)}}
 The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.
 """
 
+LAYER = {(90, 64): {"query": Tile(128, 16, 8, 3)}}
+"""These tiles replace those of `TABLE` for 16-bit kernels with a layer of hidden units.
+
+The keys are as in `DROPOUT`.
+"""
+
 TERMS = {
     (90, 64, False): {"key": Tile(64, 128, 8, 3)},
     (80, 128, True): {"key": Tile(32, 64, 8, 1)},
@@ -140,6 +146,7 @@ def family(capability: tuple[int, int]) -> int:
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int,
     heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
+    layer: bool = False,
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for a GPU, a dtype and a head size.
 
@@ -149,16 +156,18 @@ def choose(
         dropout: Whether there is dropout, which needs extra registers, too.
         columns: The number of the distance kernel's parameters.
         terms: Whether there are documents, a window, a sink or a decay.
+        layer: Whether the distance kernel has a layer of hidden units.
     """
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
     where = (family(capability), dtype.itemsize, padded(head_size))
-    return look_up(*where, heavy, dropout, columns, terms)
+    return look_up(*where, heavy, dropout, columns, terms, layer)
 
 
 def look_up(
     family: int, itemsize: int, size: int,
     heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
+    layer: bool = False,
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
@@ -172,6 +181,7 @@ def look_up(
         dropout: Whether there is dropout, which needs extra registers, too.
         columns: The number of the distance kernel's parameters.
         terms: Whether there are documents, a window, a sink or a decay.
+        layer: Whether the distance kernel has a layer of hidden units.
     """
     rows = TABLE[family]
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
@@ -179,5 +189,6 @@ def look_up(
     if itemsize != 2:
         return found
     special = DROPOUT.get((family, listed), {}) if dropout else {}
+    special |= LAYER.get((family, listed), {}) if layer else {}
     special = (TERMS.get((family, listed, heavy or dropout), {}) if terms else {}) | special
     return replace(found, **special | (MANY.get((family, listed), {}) if columns > 4 else {}))

@@ -11,7 +11,7 @@ Legend: B batch, T positions of this rank, D hidden size, H heads of this rank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,14 +26,14 @@ from megatron.parallel.rng import named_generator
 from megatron.parallel.sharding import Sharding, mark_sharding
 from megatron.positional import PositionalEmbedding, PositionalError, within_bounds
 
-THETA = "embedding.theta"
-"""The name of the parameter theta in the model and in checkpoints."""
+THETA, SHARED_THETA = "embedding.theta", "embedding.shared_theta"
+"""The names of the parameters theta in the model and in checkpoints."""
 BY_HEADS = Sharding(0)
 
 
 def is_theta(name: str) -> bool:
     """Return whether the model parameter `name` is theta, the distance kernel's parameters."""
-    return name.rpartition(".")[2] == "theta"
+    return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
 def initial_theta(plan: Plan) -> torch.Tensor:
@@ -51,9 +51,32 @@ def initial_theta(plan: Plan) -> torch.Tensor:
     return BY_HEADS.slice(theta_HN, plan.tp.rank, plan.tp.size)
 
 
-def columns_of(pos: PositionalEmbedding, *, trained: bool) -> list[int]:
-    """Return the columns of theta that are trained, or those that are not."""
-    return [n for n, parameter in enumerate(pos.parameters) if parameter.trained == trained]
+def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None = None) -> list[int]:
+    """Return the columns of theta that are trained, or those that are not.
+
+    Args:
+        shared: Whether to return only columns that all heads share, or only others. None is both.
+    """
+    return [
+        n
+        for n, parameter in enumerate(pos.parameters)
+        if parameter.trained == trained and shared in (None, parameter.shared)
+    ]
+
+
+def trained_theta(pos: PositionalEmbedding, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the trained columns of theta [heads, columns] in order.
+
+    Args:
+        parts: The columns of each head, followed by the shared columns [1, columns] if there are
+            any, as in the model's `theta_parts`.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    own_HN, shared_1N = parts
+    theta_HN = torch.cat((own_HN, shared_1N.expand(len(own_HN), -1)), dim=1)
+    own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
+    return theta_HN[:, sorted(range(theta_HN.shape[1]), key=[*own, *shared].__getitem__)]
 
 
 class FixedTheta(nn.Module):
@@ -91,9 +114,10 @@ class EmbeddingLayer(nn.Module):
     """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
 
     x [batch, positions, hidden size] is the hidden states. theta [heads, columns], in fp32, is the
-    distance kernel's parameters, or None if there are none. The layer also takes the start of each
-    token's document [batch, all positions], or None if a sequence is one document, and the position
-    of each token [batch, positions], or None to count from the sequence's first token.
+    distance kernel's parameters, or None if there are none. Parameters that all heads share are
+    stored once and repeated for each head. The layer also takes the start of each token's document
+    [batch, all positions], or None if a sequence is one document, and the position of each token
+    [batch, positions], or None to count from the sequence's first token.
 
     Args:
         words: Whether this layer embeds the tokens. If False, the input is the embedded tokens. In
@@ -112,6 +136,7 @@ class EmbeddingLayer(nn.Module):
         self.word_embeddings: VocabEmbedding | None = None
         self.position_embeddings: nn.Embedding | None = None
         self.theta: nn.Parameter | None = None
+        self.shared_theta: nn.Parameter | None = None
         self.fixed_theta: FixedTheta | None = None
         self.register_buffer("frozen_N", None, persistent=False)
         if words:
@@ -122,14 +147,21 @@ class EmbeddingLayer(nn.Module):
         trained, fixed = (columns_of(pos, trained=which) for which in (True, False))
         start_HN = initial_theta(plan)
         if trained:
-            self.theta = nn.Parameter(start_HN[:, trained])
+            own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
+            self.theta = nn.Parameter(start_HN[:, own])
             mark_sharding(self.theta, BY_HEADS, tp)
+            self.shared_theta = nn.Parameter(start_HN[:1, shared]) if shared else None
             frozen = [p.name in plan.theta_frozen for p in pos.trained_parameters]
             self.frozen_N = torch.tensor(frozen) if any(frozen) else None
         if fixed or (pos.has("distance") and not trained):
             self.fixed_theta = FixedTheta(pos, start_HN)
         self._order = sorted(range(len(pos.parameters)), key=[*trained, *fixed].__getitem__)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, tp)
+
+    @property
+    def theta_parts(self) -> tuple[nn.Parameter, ...]:
+        """The parameters theta: the columns of each head, then those that all heads share."""
+        return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def forward(
         self,
@@ -186,7 +218,10 @@ class EmbeddingLayer(nn.Module):
         if self.theta is None:
             return None if self.fixed_theta is None else self.fixed_theta(wide)
         # Never a view, because an engine that shards parameters frees their storage after a layer.
-        theta_HN = self.theta.to(wide, copy=True)
+        parts = [self.theta.to(wide, copy=True)]
+        if self.shared_theta is not None:  # other ranks have other heads: sum their gradients
+            parts.append(copy_to(self.shared_theta.to(wide, copy=True), self.tp))
+        theta_HN = trained_theta(self.pos, parts)
         # A frozen column has the gradient 0, so the optimizer does not move it. In a pipeline, the
         # engine expects a gradient of all that is passed between stages.
         if self.frozen_N is not None:

@@ -148,6 +148,11 @@ class GPT(nn.Module):
         """The trained parameters [heads, columns] of the distance kernel, or None."""
         return self.embedding.theta
 
+    @property
+    def theta_parts(self) -> tuple[nn.Parameter, ...]:
+        """`theta`, if there is one, and the parameters that all heads share [1, columns]."""
+        return self.embedding.theta_parts
+
 
 def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
     """Return the class and the constructor arguments of the output layer for untied weights."""

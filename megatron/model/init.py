@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import init
 
-from megatron.model.embedding import THETA
+from megatron.model.embedding import is_theta
 from megatron.model.shape import GPTShape
 from megatron.parallel.rng import named_generator
 from megatron.parallel.sharding import full_shape, local_slice
@@ -63,7 +63,7 @@ def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, 
     """Set each named parameter to its initial value, which depends only on `seed` and the name."""
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
-        if name == THETA:
+        if is_theta(name):
             continue  # drawn by the embedding itself
         if leaf == "bias":
             param.zero_()

@@ -39,11 +39,11 @@ __all__ = [
 def names() -> tuple[str, ...]:
     """Return the sorted names of all embeddings.
 
-    The names are those of this package's files, except `base`, `combination` and files whose names
-    start with `_`.
+    The names are those of this package's files, except `base`, `combination`, `hidden_layer` and
+    files whose names start with `_`.
     """
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
-    return tuple(sorted(stems - {"base", "combination"}))
+    return tuple(sorted(stems - {"base", "combination", "hidden_layer"}))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:

@@ -4,7 +4,7 @@ An embedding is one class in one file. Its kind says what it does:
 
 - `distance` changes the attention scores by a distance kernel. A distance kernel is a bias b
   (`bias`), a factor w (`weight`), or both. b and w depend only on the query-key distance and the
-  parameters theta;
+  parameters theta. (If `reads_position` is true, b also depends on the query's position);
 - `temperature` multiplies the attention scores by a factor t that depends only on the query's
   position;
 - `gate` adds the differences of a decay c to the attention scores. A layer computes c from its
@@ -17,7 +17,7 @@ An embedding is one class in one file. Its kind says what it does:
 Embeddings of different kinds can be combined, see `combination`. The attention logit of query
 position i and key position j <= i in head h, at distance d = i - j, is
 
-    s_ij = t_h(i) scale (q_i . k_j) w_h(d) + b_h(d) + c_i - c_j
+    s_ij = t_h(i) scale (q_i . k_j) w_h(d) + b_h(d, i) + c_i - c_j
 
 The bias is added AFTER the 1/sqrt(head size) scaling, as in the released KERPLE code and
 checkpoints. (Eq. 1 of the paper, arXiv 2205.09921, adds the bias before the scaling.)
@@ -54,6 +54,7 @@ class ThetaParameter:
             into the bounds after each optimizer step.
         scale: Initial values are drawn as `scale * U(0, 1)` and projected into the bounds.
         trained: Whether training changes the column.
+        shared: Whether all heads have the same number. The model then stores and logs it once.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ThetaParameter:
     high: float = torch.inf
     scale: float = 1.0
     trained: bool = True
+    shared: bool = False
 
 
 def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:
@@ -106,6 +108,8 @@ class PositionalEmbedding:
     numerics: Numerics = WIDE
     distance_scale: float = 1.0
     """The formulas see every distance times this factor (see `scaled`)."""
+    reads_position: bool = False
+    """Whether the bias depends on the query's position, too (see `bias_at`)."""
 
     def __init__(self, numerics: Numerics = WIDE):
         self.numerics = numerics
@@ -172,9 +176,21 @@ class PositionalEmbedding:
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """Return the bias b_h(d) as [heads, *d.shape], or None if b is 0 everywhere.
 
-        The dtype is that of theta, but at least fp32.
+        The dtype is that of theta, but at least fp32. If `reads_position` is true, there is a third
+        argument, the positions i, and the result is b_h(d, i).
         """
         return None
+
+    def bias_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
+        """Return the bias b_h(d, i), or None if it is 0 everywhere; see `bias`.
+
+        Args:
+            i: The position of each query in its document. It has as many dimensions as `d` and
+                broadcasts with it. Most embeddings ignore it.
+        """
+        if not self.reads_position:
+            return self.bias(theta_HN, d)
+        return self.bias(theta_HN, d, i)  # pyright: ignore[reportCallIssue] see `reads_position`
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """Return the factor w_h(d) as [heads, *d.shape], or None if w is 1 everywhere.

@@ -45,6 +45,7 @@ class Combination(PositionalEmbedding):
             for parameter in term.parameters
         )
         self.learnable = bool(self.trained_parameters)
+        self.reads_position = any(term.reads_position for term in terms)
         self._kernel = self._distance_part()
 
     @property
@@ -61,9 +62,11 @@ class Combination(PositionalEmbedding):
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.cat([term.initial_theta(num_heads, generator) for term in self._terms], dim=1)
 
-    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        values = (term.bias(own_HN, d) for term, own_HN in self._with_theta(theta_HN).items())
-        return _joined(values, torch.add)
+    def bias(self, theta_HN: Tensor, d: Tensor, i: Tensor | None = None) -> Tensor | None:
+        parts = self._with_theta(theta_HN).items()
+        if i is None:
+            return _joined((term.bias(own_HN, d) for term, own_HN in parts), torch.add)
+        return _joined((term.bias_at(own_HN, d, i) for term, own_HN in parts), torch.add)
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN).items())

@@ -30,7 +30,12 @@ BASE = {
 DOCUMENTS = {"reset_attention_mask": True, "eod_mask_loss": True}
 RESTARTED = DOCUMENTS | {"reset_position_ids": True}
 MODELS = {
-    "cross": RESTARTED | {"pos_emb": "rotary + kerple_log", "sliding_window_width": 9},
+    "cross": RESTARTED
+    | {
+        "pos_emb": "rotary + kerple_log + fire",
+        "pos_emb_options": {"fire": {"length": 8}},
+        "sliding_window_width": 9,
+    },
     "learned": RESTARTED | {"pos_emb": "learned", "max_position_embeddings": 64},
     "layers": DOCUMENTS
     | {

@@ -25,6 +25,7 @@ VARIANTS = {
     "rpe": {"pos": "rpe"},
     "alibi": {"pos": "alibi"},
     "rotary": {"pos": "rotary"},
+    "fire": {"pos": "kerple_log + fire"},
     "learned": {"pos": "learned", "rows": 13},  # as many as the longest sequence has tokens
     "untied": {"tied": False},
     "output cut by inputs": {"tied": False, "row": True},

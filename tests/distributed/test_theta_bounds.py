@@ -57,7 +57,7 @@ def push(groups, stage, precision, bound, numerics=WIDE):
     )
     schedule = AnnealingLR(optimizer, Schedule(0.1, 100))
     engine = build_engine(model, optimizer, schedule, config, groups, numerics=numerics)
-    trained = TrainedTheta(engine, gpt.theta, pos, groups)
+    trained = TrainedTheta(engine, gpt.theta_parts, pos, groups)
     seen = []
     for step in range(3):
         tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(step))

@@ -42,6 +42,23 @@ def test_the_backends_of_unlike_layers_are_told_apart(tmp_path):
     assert alike.startswith("attention: blocked (auto: for kerple_log in ")
 
 
+FIRE = {"pos_emb": "fire", "pos_emb_options": {"width": 5}}
+
+
+def test_parameters_that_all_heads_share(tmp_path):
+    gpt = GPT(plan(tmp_path, **FIRE, theta_init={"c": 0.5, "w1": 2}, theta_frozen=["w0", "v1"]))
+    assert gpt.theta.shape == (4, 5) and gpt.embedding.shared_theta.shape == (1, 12)
+    assert gpt.embedding.shared_theta[0, [0, 1, 3]].tolist() == [0.5, 1.0, 2.0]
+    _, theta = gpt.embedding(torch.zeros(1, 8, dtype=torch.long))
+    assert torch.equal(theta[:, :12], gpt.embedding.shared_theta.expand(4, -1))
+    assert torch.equal(theta[:, 12:], gpt.theta)
+    (theta * torch.arange(4.0)[:, None]).sum().backward()
+    expected = torch.full((1, 12), 6.0)  # the sum over heads
+    expected[0, 2] = 0.0
+    assert torch.equal(gpt.embedding.shared_theta.grad, expected)
+    assert gpt.theta.grad[3].tolist() == [3.0, 0.0, 3.0, 3.0, 3.0]
+
+
 WRONG = [
     ({"theta_init": {"bias_q": 1.0}}, "theta_init: pos_emb kerple_log has no parameter 'bias_q'; "),
     ({"theta_init": {"wei": 1}}, "has no parameter 'wei'; it has bias_p, bias_a"),
@@ -63,6 +80,7 @@ WRONG = [
     ),
     ({"pos_emb": "rotary", "theta_frozen": True}, "theta_frozen: pos_emb rotary has no learned"),
     ({"pos_emb": "rpe", "eval_distance_scale": 2}, "eval_distance_scale: rpe's buckets hold whole"),
+    (FIRE | {"theta_init": {"c": [1, 1, 2, 1]}}, "theta_init.c: all heads share this parameter"),
     ({"pos_emb": "none", "eval_distance_scale": 2}, "eval_distance_scale: none depends on no"),
 ]
 

@@ -27,6 +27,11 @@ class Column:
     top: float | None  # None: not drawn uniformly, see the entry's `initial`
 
 
+def position_of(d: np.ndarray) -> np.ndarray:
+    """Return a position of a query that sees a key at distance d: an early one or a late one."""
+    return d + 40 * (d % 50)
+
+
 @dataclass(frozen=True)
 class Entry:
     kind: str
@@ -103,6 +108,14 @@ def sandwich_bias(theta: Sequence[float], d: np.ndarray) -> np.ndarray:
 
 def sum_bias(theta: Sequence[float], d: np.ndarray) -> np.ndarray:
     return log_bias(theta[:2], d) + power_bias(theta[2:4], d) + power_bias(theta[4:], d)
+
+
+def fire_bias(theta: Sequence[float], d: np.ndarray, i: np.ndarray) -> np.ndarray:
+    """Compute FIRE's network of 32 hidden units, unit by unit, with the initial L = 512."""
+    c, factor, *units = theta
+    u = np.log(c * d + 1.0) / np.log(c * np.maximum(512 * factor, i) + 1.0)
+    triples = zip(units[:32], units[32:64], units[64:], strict=True)
+    return sum(v * np.maximum(w * u + b, 0.0) for w, b, v in triples) + 0.0 * u
 
 
 def slopes_column(heads: int) -> np.ndarray:
@@ -206,6 +219,15 @@ ENTRIES: dict[str, Entry] = {
         True,
         tuple(Column(f"bucket_{i}", -INF, INF, None) for i in range(32)),
         t5_bias,
+    ),
+    "fire": Entry(
+        "distance",
+        True,
+        (
+            *(Column("c", 0.001, INF, None), Column("L_factor", 0.001, INF, None)),
+            *(Column(f"{x}{k}", -INF, INF, None) for x in "wbv" for k in range(32)),
+        ),
+        lambda theta, d: fire_bias(theta, d, position_of(d)),
     ),
     "rotary": Entry("rotary"),
     "sinusoidal": Entry("input"),

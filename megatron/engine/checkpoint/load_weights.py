@@ -19,7 +19,7 @@ from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
 from megatron.engine.shape import DTYPES, identity_of
 from megatron.model import GPT
-from megatron.model.embedding import THETA
+from megatron.model.embedding import SHARED_THETA, THETA
 from megatron.parallel.groups import Groups
 from megatron.positional import within_bounds
 
@@ -179,12 +179,14 @@ def _project_theta(model: Model, weights: Weights) -> list[str]:
     Theta contains the learned parameters of the positional embedding. It is clamped in the model's
     dtype. Every rank clamps the unsharded theta, so all ranks return the same line.
     """
-    if THETA not in weights:
-        return []
-    theta_HN = weights[THETA].to(next(model.parameters()).dtype)
-    bounded_HN = weights[THETA] = within_bounds(theta_HN, model.pos.trained_parameters)
-    moved = int((bounded_HN != theta_HN).sum())
+    moved = count = 0
+    for name, shared in ((THETA, False), (SHARED_THETA, True)):
+        if name in weights:
+            columns = [p for p in model.pos.trained_parameters if p.shared == shared]
+            theta_HN = weights[name].to(next(model.parameters()).dtype)
+            bounded_HN = weights[name] = within_bounds(theta_HN, columns)
+            moved += int((bounded_HN != theta_HN).sum())
+            count += theta_HN.numel()
     if moved == 0:
         return []
-    count = theta_HN.numel()
     return [f"{moved} of {count} kernel parameters lay beyond their bounds: projected"]

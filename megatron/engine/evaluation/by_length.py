@@ -36,7 +36,7 @@ from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
 from megatron.engine.evaluation.report import LengthResult, summarise
 from megatron.engine.job.alone import job_or_alone
 from megatron.engine.text import Text, open_text
-from megatron.model.embedding import columns_of
+from megatron.model.embedding import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
@@ -155,7 +155,8 @@ def evaluate_checkpoint(
         text = open_text(config, tokenizer)
         say("\n".join([f"evaluating {saved.path}", *notes]))
         scale_distances(model, config.evaluation.eval_distance_scale)
-        theta_HN = None if model.theta is None else model.theta.detach().float().cpu()
+        parts = [theta.detach().float().cpu() for theta in model.theta_parts]
+        theta_HN = trained_theta(model.pos, parts) if parts else None
         measured = MeasuredModel(model, model.pos, tokenizer, theta_HN)
         return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
 
@@ -231,11 +232,13 @@ def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path
 
     If layers have different kernels, there is one picture for each kernel. Its file is named after
     the first layer with this kernel.
+    A bias that depends on the query's position is that of a query at position `longest`.
     """
     theta_HN = model.pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if model.theta_HN is not None:
         theta_HN[:, columns_of(model.pos, trained=True)] = model.theta_HN
     distances = torch.logspace(0, math.log10(longest), 400).long().unique()
+    position = torch.full_like(distances, longest)
     kernels = {}
     for index in range(config.model.num_layers):
         pos, columns = model.pos.of_layer(index)
@@ -244,7 +247,8 @@ def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path
         kernel, kernel_HN = pos.kernel_part(own_HN)
         if kernel_HN is None or not kernel.has("distance"):
             continue
-        bias, weight = kernel.bias(kernel_HN, distances), kernel.weight(kernel_HN, distances)
+        bias = kernel.bias_at(kernel_HN, distances, position)
+        weight = kernel.weight(kernel_HN, distances)
         report.write_kernels(
             None if bias is None else bias.numpy(),
             distances.numpy(),

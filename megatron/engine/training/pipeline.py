@@ -24,7 +24,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.engine.build import plan_of
 from megatron.model import GPT, Plan
-from megatron.model.embedding import THETA
+from megatron.model.embedding import SHARED_THETA, THETA
 from megatron.model.gpt import logits_group
 from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
@@ -92,6 +92,12 @@ class Pipeline(PipelineModule):
         without learned parameters.
         """
         return dict(self.named_parameters()).get(THETA)
+
+    @property
+    def theta_parts(self) -> tuple[nn.Parameter, ...]:
+        """`theta`, if this stage has it, and the parameters that all heads share [1, columns]."""
+        named = dict(self.named_parameters())
+        return tuple(named[name] for name in (THETA, SHARED_THETA) if name in named)
 
 
 Model = GPT | Pipeline

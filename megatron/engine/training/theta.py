@@ -1,6 +1,7 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
 Theta contains the learned parameters of the positional embedding, [heads, parameters per head].
+Columns that all heads share are stored once, in a second parameter [1, columns] of the model.
 Theta's master is the fp32 copy that the optimizer updates. After each optimizer step, the master
 and the model's copy of theta are clamped to the bounds. Each ZeRO stage stores the master in a
 different place, so this module treats each stage separately.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 import deepspeed
 import torch
@@ -22,13 +24,15 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron.model.embedding import trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding, bounds
 
 LAYER = re.compile(r"^layers\.(\d+)\.")
 """The start of a parameter's name if it belongs to one layer alone."""
 MOST_COLUMNS = 8
-"""If theta has more columns than this, the log shows one range for all, otherwise one for each."""
+"""If theta has more columns than this, the log shows one range for all of the columns of a head and
+one for all shared columns, otherwise one for each."""
 
 
 class TrainedTheta:
@@ -40,7 +44,8 @@ class TrainedTheta:
 
     Args:
         engine: the engine that trains theta.
-        parameter: theta of this rank's heads, in the engine's model; None on a rank without theta.
+        parameters: theta of this rank's heads, in the engine's model, and the shared columns if
+            there are any; empty on a rank without theta.
         pos: the positional embedding, with the names and the bounds of theta's columns. Its
             numerics decide whether theta's fp32 master copy is clamped as well.
         groups: the job's process groups; each tensor-parallel rank holds theta of its heads.
@@ -49,12 +54,12 @@ class TrainedTheta:
     def __init__(
         self,
         engine: deepspeed.DeepSpeedEngine,
-        parameter: nn.Parameter | None,
+        parameters: Sequence[nn.Parameter],
         pos: PositionalEmbedding,
         groups: Groups,
     ):
-        self.engine, self.parameter, self.pos, self.groups = engine, parameter, pos, groups
-        self._projected_HN: Tensor | None = None
+        self.engine, self.parameters, self.pos, self.groups = engine, parameters, pos, groups
+        self._projected: list[Tensor] = []
 
     @torch.no_grad()
     def master(self) -> Tensor | None:
@@ -62,9 +67,72 @@ class TrainedTheta:
 
         The result is None on a rank without theta.
         """
-        theta = self.parameter
-        if theta is None:
+        masters = [self._master(theta) for theta in self.parameters]
+        return trained_theta(self.pos, masters) if masters else None
+
+    @torch.no_grad()
+    def master_of_all_heads(self) -> Tensor | None:
+        """Return a clone of theta's fp32 master copy, [all heads, parameters per head].
+
+        The result is None on a rank without theta.
+        """
+        return self._of_all_heads([self._master(theta) for theta in self.parameters])
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Clamp theta, the kernel's parameters, to its bounds, after an optimizer step."""
+        self._projected = []
+        for theta, shared in zip(self.parameters, (False, True), strict=False):
+            columns = [p for p in self.pos.trained_parameters if p.shared == shared]
+            master_HN = self._master(theta)
+            low_N, high_N = (limit.to(master_HN.device) for limit in bounds(columns))
+            bounded_HN = master_HN.clamp(low_N, high_N)
+            if self.pos.numerics.projects_master:
+                self._set_master(theta, bounded_HN)
+            is_partitioned = hasattr(theta, "ds_id")  # ZeRO-3
+            with deepspeed.zero.GatheredParameters(
+                [theta], modifier_rank=0, enabled=is_partitioned
+            ):
+                theta.data.copy_(bounded_HN)
+            self._projected.append(bounded_HN)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return a dict from parameter name to the values [all heads] after the last `project`.
+
+        If all heads share a parameter, it has one value. If several layers with the same embedding
+        have their own parameters, the values are [layers, all heads]. If different embeddings have
+        a parameter of one name, the embedding's name is put before it. If there are more than
+        MOST_COLUMNS names, the dict has the entry "table" with all columns of each head, [all
+        heads, parameters per head], and "shared" with the shared columns if there are any.
+        """
+        theta_HN = self._of_all_heads(self._projected)
+        if theta_HN is None:
+            return {}
+        trained = self.pos.trained_parameters
+        columns: dict[tuple[str, str], list[Tensor]] = {}
+        for parameter, column_H in zip(trained, theta_HN.T, strict=True):
+            of_layer = LAYER.match(parameter.name)
+            owner = self.pos.of_layer(int(of_layer[1]))[0].name if of_layer else ""
+            values = column_H[:1] if parameter.shared else column_H
+            columns.setdefault((owner, LAYER.sub("", parameter.name)), []).append(values)
+        if len(columns) > MOST_COLUMNS:  # such as T5's table of buckets
+            shared = torch.tensor([p.shared for p in trained], device=theta_HN.device)
+            tables = {"table": theta_HN[:, ~shared]}
+            return tables | ({"shared": theta_HN[0, shared]} if shared.any() else {})
+        times = Counter(name for _, name in columns)
+        return {
+            name if times[name] == 1 else f"{owner}.{name}": torch.stack(all_H).squeeze(0)
+            for (owner, name), all_H in columns.items()
+        }
+
+    def _of_all_heads(self, parts: Sequence[Tensor]) -> Tensor | None:
+        if not parts:
             return None
+        own_HN, *shared = parts
+        return trained_theta(self.pos, [torch.cat(self.groups.model.gather(own_HN)), *shared])
+
+    def _master(self, theta: nn.Parameter) -> Tensor:
+        """Return a clone of the fp32 master copy of one of the parameters."""
         flat = safe_get_full_fp32_param(theta)
         if flat is None:
             return self._unsharded_master(theta).detach().float().clone()
@@ -73,56 +141,6 @@ class TrainedTheta:
             getattr(theta, "ds_shape", theta.shape),
         )
         return flat.detach().clone().view(-1)[:count].view(shape)
-
-    def master_of_all_heads(self) -> Tensor | None:
-        """Return a clone of theta's fp32 master copy, [all heads, parameters per head].
-
-        The result is None on a rank without theta.
-        """
-        master_HN = self.master()
-        return None if master_HN is None else self._all_heads(master_HN)
-
-    @torch.no_grad()
-    def project(self) -> None:
-        """Clamp theta to its bounds. Call this method after each optimizer step."""
-        theta, master_HN = self.parameter, self.master()
-        if theta is None or master_HN is None:
-            return
-        low_N, high_N = bounds(self.pos.trained_parameters)
-        bounded_HN = master_HN.clamp(low_N.to(master_HN.device), high_N.to(master_HN.device))
-        if self.pos.numerics.projects_master:
-            self._set_master(theta, bounded_HN)
-        is_partitioned = hasattr(theta, "ds_id")  # ZeRO-3
-        with deepspeed.zero.GatheredParameters([theta], modifier_rank=0, enabled=is_partitioned):
-            theta.data.copy_(bounded_HN)
-        self._projected_HN = bounded_HN
-
-    def columns(self) -> dict[str, Tensor]:
-        """Return a dict from parameter name to the values [all heads] after the last `project`.
-
-        If several layers with the same embedding have their own parameters, the values are [layers,
-        all heads]. If different embeddings have a parameter of one name, the embedding's name is
-        put before it. If there are more than MOST_COLUMNS names, the dict has the single entry
-        "table" with all columns of theta, [all heads, parameters per head].
-        """
-        if self._projected_HN is None:
-            return {}
-        theta_HN = self._all_heads(self._projected_HN)
-        columns: dict[tuple[str, str], list[Tensor]] = {}
-        for parameter, column_H in zip(self.pos.trained_parameters, theta_HN.T, strict=True):
-            of_layer = LAYER.match(parameter.name)
-            owner = self.pos.of_layer(int(of_layer[1]))[0].name if of_layer else ""
-            columns.setdefault((owner, LAYER.sub("", parameter.name)), []).append(column_H)
-        if len(columns) > MOST_COLUMNS:  # such as T5's table of buckets
-            return {"table": theta_HN}
-        times = Counter(name for _, name in columns)
-        return {
-            name if times[name] == 1 else f"{owner}.{name}": torch.stack(all_H).squeeze(0)
-            for (owner, name), all_H in columns.items()
-        }
-
-    def _all_heads(self, theta_HN: Tensor) -> Tensor:
-        return torch.cat(self.groups.model.gather(theta_HN))
 
     def _set_master(self, theta: nn.Parameter, value_HN: Tensor) -> None:
         if hasattr(theta, "ds_id"):  # ZeRO-3

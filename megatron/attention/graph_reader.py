@@ -1,0 +1,167 @@
+"""Translate the operations that torch's tracer has recorded to sympy; see `trace`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import sympy
+
+HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1.0, 2000.0)
+"""The inputs with which a formula is traced: queries at positions d + FURTHER."""
+
+
+class Unreadable(ValueError):
+    """The formula is not a symbolic expression of the distance and the parameters theta.
+
+    The error message names the unsupported operation.
+    """
+
+
+class Columns(tuple):
+    """Neighbouring columns of theta, as a tuple that stands for the tensor [heads, columns]."""
+
+
+class Reader:
+    """Translates to sympy the graph of operations that torch's tracer has recorded.
+
+    For each node of that graph, the tensor that the node computes is replaced by a value, one of:
+
+    - a sympy expression, which holds for all heads and distances;
+    - `Columns` of theta, the distance kernel's parameters;
+    - a list of expressions;
+    - a plain Python value.
+    """
+
+    def __init__(
+        self, distance: sympy.Symbol, theta: tuple[sympy.Symbol, ...], position: sympy.Symbol
+    ):
+        self.distance, self.theta, self.position = distance, theta, position
+
+    def expression(self, function: Callable[..., Tensor | None]) -> Any:
+        """Return the value of the traced function as an expression, or None if that value is None.
+
+        Raises:
+            Unreadable: The value is not an expression in the distance and theta.
+        """
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.node import map_arg
+
+        theta_HN = torch.linspace(0.3, 0.9, HEADS * len(self.theta), dtype=torch.float64)
+        theta_HN = theta_HN.view(HEADS, len(self.theta))
+        d = torch.tensor(DISTANCES, dtype=torch.float64)
+        i = d + torch.tensor(FURTHER, dtype=torch.float64)
+        with torch.no_grad():
+            example = function(theta_HN, d, i)
+            if example is None:
+                return None
+            if example.shape != (HEADS, len(DISTANCES)):
+                raise Unreadable(f"a formula's value is [heads, distances], not {example.shape}")
+            try:
+                graph = make_fx(lambda *inputs: function(*inputs))(theta_HN, d, i)
+            except Exception as error:  # a formula may do anything, and torch has no common error
+                raise Unreadable(f"it cannot be traced: {error}") from error
+        values: dict[Any, Any] = {}
+        inputs = iter((Columns(self.theta), self.distance, self.position))
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                constant = getattr(graph, node.target)
+                if constant.numel() != 1:
+                    raise Unreadable(f"it holds a tensor of {constant.numel()} numbers")
+                values[node] = exact(constant.item())
+            elif node.op == "call_function":
+                args = map_arg(node.args, values.__getitem__)
+                kwargs = map_arg(node.kwargs, values.__getitem__)
+                values[node] = self.operation(node.target, list(args), dict(kwargs))
+            else:  # "output", the last
+                (values[node],) = map_arg(node.args, values.__getitem__)
+        return self.scalar(values[node])
+
+    def scalar(self, value: Any) -> Any:
+        """Convert the value of a node of the traced graph to a single sympy expression."""
+        import sympy
+
+        if isinstance(value, int | float):
+            return exact(value)
+        if isinstance(value, Columns) and len(value) == 1:
+            return value[0]
+        if isinstance(value, sympy.Expr):
+            return value
+        raise Unreadable("it uses theta as a whole, not column by column")
+
+    def operation(self, target: Any, args: list, kwargs: dict) -> Any:
+        """Return the value of a node that applies torch's operation `target` to other values."""
+        name = getattr(target, "__name__", str(target)).split(".")[0]
+        if name in SAME:
+            return args[0]
+        if name == "getitem" and isinstance(args[0], list):
+            return args[0][args[1]]
+        if isinstance(args[0], Columns):
+            columns, *where = args
+            if name == "unbind" and where == [1]:
+                return list(columns)
+            if name == "select" and where[0] == 1:
+                return columns[where[1]]
+            if name in ("split", "split_with_sizes") and where[1:] == [1]:
+                sizes = [where[0]] * len(columns) if name == "split" else where[0]
+                ends = list(itertools.accumulate(sizes))
+                pairs = zip([0, *ends], ends, strict=False)
+                return [Columns(columns[first:end]) for first, end in pairs]
+            if name == "slice" and where[:1] == [1]:
+                return Columns(columns[slice(*where[1:])])
+            if name == "slice" and (not where or where[1] == 0 and where[2] > 1 << 31):
+                return columns  # all heads
+        table = elementary()
+        if name == "hidden_layer" and all(isinstance(each, Columns) for each in args[1:]):
+            return table[name](self.scalar(args[0]), *(x for each in args[1:] for x in each))
+        if name not in table:
+            raise Unreadable(f"the operation {name} has no place in an expression of d and theta")
+        if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
+            args[1] = self.scalar(args[1]) * exact(kwargs["alpha"])
+        elif kwargs and set(kwargs) != {"alpha"}:
+            raise Unreadable(f"the operation {name} has options {sorted(kwargs)}")
+        return table[name](*(self.scalar(arg) for arg in args))
+
+
+SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "clone", "detach",
+        "alias", "contiguous", "to", "lift_fresh_copy"}  # fmt: skip
+
+
+def exact(value: float) -> Any:
+    """Return `value` as a sympy number.
+
+    Multiples of 1/2 become exact, so that sympy recognises exponents such as 2 and 1/2.
+    """
+    import sympy
+
+    doubled = 2.0 * float(value)
+    if doubled.is_integer() and abs(doubled) < 1 << 20:
+        return sympy.Rational(int(doubled), 2)
+    return sympy.Float(value)
+
+
+@lru_cache(maxsize=1)
+def elementary() -> dict[str, Callable[..., Any]]:
+    """Return a dictionary from torch's names of operations to their sympy counterparts."""
+    import sympy as sp
+
+    from megatron.kernels.lowering import hidden_layer, relu
+
+    return {
+        "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "rsub": lambda x, y: y - x,
+        "mul": lambda x, y: x * y, "div": lambda x, y: x / y, "neg": lambda x: -x,
+        "pow": lambda x, y: x**y, "reciprocal": lambda x: 1 / x, "square": lambda x: x**2,
+        "sqrt": sp.sqrt, "rsqrt": lambda x: 1 / sp.sqrt(x), "exp": sp.exp,
+        "exp2": lambda x: sp.Integer(2) ** x, "expm1": lambda x: sp.exp(x) - 1, "log": sp.log,
+        "log1p": lambda x: sp.log(1 + x), "log2": lambda x: sp.log(x) / sp.log(2),
+        "sin": sp.sin, "cos": sp.cos, "zeros_like": lambda x: sp.S.Zero,
+        "ones_like": lambda x: sp.S.One, "relu": relu, "hidden_layer": hidden_layer,
+    }  # fmt: skip

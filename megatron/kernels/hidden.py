@@ -1,0 +1,181 @@
+"""Evaluate a layer of hidden units in the Triton kernels: f(u) = sum_k v_k relu(w_k u + b_k).
+
+f is piecewise linear (see `megatron.positional.hidden_layer`). The row of a head holds, after the
+columns of theta, the K knees in rising order, and the slopes and offsets of the K + 1 lines between
+them. A tile holds few distinct u: the numbers u of most tiles lie between two neighbouring knees,
+and then f costs one product. Only for the knees between the smallest and the largest u of a tile,
+the line is chosen number by number.
+
+The gradient ds of the logits goes through the chosen lines: to the slope of a line the sum of ds u
+over its scores, and to its offset the sum of ds. `hidden_pass` computes these sums, without atomics
+and in fixed order. Autograd propagates them to w, b and v. Like `table_pass`, it reads the delta
+that `query_pass` has corrected.
+
+Legend: see `backward`. K hidden units, R rounded up to a power of two above K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.kernels.backward import weights
+from megatron.kernels.device import kept, load_rows
+from megatron.kernels.forward import LOG2E
+from megatron.kernels.terms import first_keys, lost, open_decay, positions_of
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of hidden units in the bias of a distance kernel.
+
+    Attributes:
+        first: The number of columns of theta, after which the lines follow in the row of a head.
+        columns: The columns of theta that hold w, those that hold b, and those that hold v.
+    """
+
+    first: int
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def width(self) -> int:
+        """The number K of hidden units."""
+        return len(self.columns[0])
+
+    @property
+    def others(self) -> list[int]:
+        """The columns of theta outside of the layer."""
+        return [n for n in range(self.first) if all(n not in each for each in self.columns)]
+
+    @property
+    def padded(self) -> int:
+        return 1 << self.width.bit_length()
+
+    def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
+        """Return the gradient [heads, width] of the rows from the sums of `hidden_pass`."""
+        offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
+        before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
+        return torch.cat((before, slopes_HM, offsets_HM), dim=1)
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def step(x):
+    return tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def knees_within(u, knees, K: tl.constexpr):
+    """Return (begin, end): the knees begin ... end - 1 lie between numbers of the tile u."""
+    R: tl.constexpr = triton.next_power_of_2(K)
+    k = tl.arange(0, R)
+    at = tl.load(knees + k, mask=k < K, other=float("inf"))
+    lowest, highest = tl.min(u), tl.max(u)
+    return tl.sum((at < lowest).to(tl.int32)), tl.sum((at < highest).to(tl.int32))
+
+
+@triton.jit
+def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
+    """Return f(u) for a tile u."""
+    knees, slopes, offsets = row + first, row + first + K, row + first + 2 * K + 1
+    within = knees_within(u, knees, K)
+    begin, end = within[0], within[1]
+    f = tl.load(offsets + begin) + tl.load(slopes + begin) * u
+    for k in tl.range(begin, end):
+        after = tl.load(offsets + k + 1) + tl.load(slopes + k + 1) * u
+        f = tl.where(u > tl.load(knees + k), after, f)
+    return f
+
+
+@triton.jit
+def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
+    """Return the derivative of f at u for a tile u."""
+    knees, slopes = row + first, row + first + K
+    within = knees_within(u, knees, K)
+    begin, end = within[0], within[1]
+    slope = tl.zeros_like(u) + tl.load(slopes + begin)
+    for k in tl.range(begin, end):
+        slope = tl.where(u > tl.load(knees + k), tl.load(slopes + k + 1), slope)
+    return slope
+
+
+@triton.jit
+def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
+    """Add ds and ds u of a tile to the sums [R] of the lines on which u lies."""
+    line = tl.arange(0, R)
+    within = knees_within(u, knees, K)
+    begin, end = within[0], within[1]
+    rest, rest_u = tl.sum(ds), tl.sum(ds * u)
+    for k in tl.range(begin, end):
+        beyond = tl.where(u > tl.load(knees + k), ds, 0.0)
+        next, next_u = tl.sum(beyond), tl.sum(beyond * u)
+        sums += tl.where(line == k, rest - next, 0.0)
+        slopes += tl.where(line == k, rest_u - next_u, 0.0)
+        rest, rest_u = next, next_u
+    return sums + tl.where(line == end, rest, 0.0), slopes + tl.where(line == end, rest_u, 0.0)
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+def hidden_pass(
+    q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
+    first_ptr, high_ptr, low_ptr, position_ptr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
+    heads, group, queries, keys, offset, width, scale, threshold, rescale,
+    f_prepare: tl.constexpr, f_evaluate: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of the lines, one tile of query rows of one head per program.
+
+    Each program writes its sums of ds and of ds u to `sums` [programs, 2, R].
+    """
+    tiles = tl.cdiv(queries, M)
+    item = tl.program_id(0) // tiles
+    m0 = (tiles - 1 - tl.program_id(0) % tiles) * M
+    b = (item // heads).to(tl.int64)
+    h = item % heads
+    h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
+    k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
+    row = theta_ptr + h_q * width
+    constants = f_prepare(row, width, scale)
+    c = scale * LOG2E
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+    q = load_rows(q_ptr + b * q_b + h_q * q_h, m0, queries, q_t, True, M, E, P)
+    do = load_rows(do_ptr + b * do_b + h_q * do_h, m0, queries, do_t, True, M, E, P)
+    per_row = item.to(tl.int64) * queries + m0 + tl.arange(0, M)
+    there = m0 + tl.arange(0, M) < queries
+    lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
+    delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
+    at = positions_of(position_ptr, b, m0, queries, M)[:, None]
+    decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, m0, offset, keys)
+    first, begin = None, 0
+    if first_ptr is not None:
+        first, begin, _ = first_keys(first_ptr + b * queries, m0, queries, keys, M, N)
+    sums, slopes = tl.zeros([R], dtype=tl.float32), tl.zeros([R], dtype=tl.float32)
+    for n0 in tl.range(begin, tl.minimum(offset + m0 + M, offset + queries), N):
+        k = load_rows(k_base, n0, keys, k_t, True, N, E, P)
+        v = load_rows(v_base, n0, keys, v_t, True, N, E, P)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
+        j = tl.arange(0, N)[None, :]
+        limit = None if first is None else j >= (first - n0)[:, None]
+        lost_N = None if decay is None else lost(decay, n0, keys, True, N)[None, :]
+        e, p = weights(
+            s, i, j, 0, limit, lost_N, constants, c, lse[:, None], at, f_evaluate, True
+        )  # fmt: skip
+        if DROPOUT:
+            dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
+        ds = p * (dp - delta[:, None])
+        sums, slopes = add_by_line(sums, slopes, e[2], ds, row + FIRST, K, R)
+    out = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * R) + tl.arange(0, R)
+    tl.store(out, sums)
+    tl.store(out + R, slopes)

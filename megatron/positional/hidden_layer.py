@@ -1,0 +1,83 @@
+"""Define a layer of hidden units of one input, sum_k v_k relu(w_k u + b_k), as a torch operation.
+
+As a function of u it is piecewise linear: between two neighbouring knees -b_k / w_k it is a line.
+So a number needs one search among the knees and one product, whatever the number of units. The
+operation is registered with torch, so that `megatron.attention.trace` sees it as one node.
+
+Legend: H heads, K hidden units, X numbers u per head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the lines of which the layer consists, in rising order of u.
+
+    Returns:
+        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]): line m goes from knee m - 1 to knee
+        m. The layer is continuous, so it has no gradient with respect to the knees alone: they are
+        constants, and the gradient goes through the slopes and the offsets.
+    """
+    with torch.no_grad():
+        at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)
+        knees_HK, order_HK = at_HK.sort(dim=1)
+        rank_HK = order_HK.argsort(dim=1)[:, None]
+        line_M1 = torch.arange(w_HK.shape[1] + 1, device=w_HK.device)[:, None]
+        w_H1K, always_H1K = w_HK[:, None], (b_HK > 0)[:, None]
+        active_HMK = torch.where(w_H1K > 0, line_M1 > rank_HK, line_M1 <= rank_HK)
+        active_HMK = torch.where(w_H1K == 0, always_H1K, active_HMK).to(w_HK.dtype)
+    slopes_HM, offsets_HM = ((active_HMK * (v_HK * x)[:, None]).sum(-1) for x in (w_HK, b_HK))
+    return knees_HK, slopes_HM, offsets_HM
+
+
+def _evaluate(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
+    knees_HK, slopes_HM, offsets_HM = pieces(w_HK, b_HK, v_HK)
+    heads, lines = slopes_HM.shape
+    u_HX = u.flatten(1)
+    line_HX = torch.searchsorted(knees_HK, u_HX.contiguous())
+    line_HX += lines * torch.arange(heads, device=u.device)[:, None]
+    # An embedding lookup sums its gradient in a fixed order on every device.
+    table = torch.stack((slopes_HM, offsets_HM), dim=-1).flatten(0, 1)
+    slope_HX, offset_HX = F.embedding(line_HX, table).unbind(-1)
+    return torch.addcmul(offset_HX, slope_HX, u_HX).view(u.shape)
+
+
+def hidden_layer(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
+    """Return sum_k v_k relu(w_k u + b_k) for each number of `u` [heads, ...], in u's shape.
+
+    For the backward pass only the inputs are kept.
+    """
+    return torch.ops.kerple.hidden_layer(u, w_HK, b_HK, v_HK)
+
+
+class _HiddenLayer(torch.autograd.Function):
+    """Autograd function that computes the layer again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return hidden_layer(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        again, inputs = torch.is_grad_enabled(), ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x if again and x.requires_grad else x.detach() for x in inputs]
+            inputs = [x if x.requires_grad else x.requires_grad_() for x in inputs]
+            value = _evaluate(*inputs)
+        return torch.autograd.grad(value, inputs, grads, create_graph=again)
+
+
+# torch.library.custom_op would import torch's compiler at the first call, which takes seconds.
+_LIBRARY = torch.library.Library("kerple", "DEF")
+_LIBRARY.define("hidden_layer(Tensor u, Tensor w, Tensor b, Tensor v) -> Tensor")
+_LIBRARY.impl("hidden_layer", _evaluate, "CompositeExplicitAutograd")
+_LIBRARY.impl("hidden_layer", _HiddenLayer.apply, "Autograd")
+_LIBRARY.impl("hidden_layer", lambda u, *others: torch.empty_like(u), "Meta")
