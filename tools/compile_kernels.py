@@ -71,8 +71,7 @@ SIZES, USUAL = (16, 32, 64, 80, 96, 128, 256), (64, 128)
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
 # These for fewer head sizes. Others compile to the same code as a listed one, as alibi or none.
-OTHERS = ("kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich",
-          "fire")  # fmt: skip
+OTHERS = "kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich", "fire"
 AMPERE_AND_HOPPER = (90, 80, 86)
 BLACKWELL = (100, 120)
 # Each entry is (targets, distance kernels, dtypes, head sizes, dropout).

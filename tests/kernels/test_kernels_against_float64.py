@@ -11,15 +11,15 @@ from megatron.attention.fused import functions_of
 from megatron.kernels import launch
 from megatron.kernels.launch import Setting, backward, forward
 from megatron.kernels.tile_sizes import Tile, TileSizes
-from megatron.positional import load, names
-from tests.helpers.embeddings import ALIKE, PLAIN
+from megatron.positional import load
+from tests.helpers.embeddings import ALIKE, QUICK
 from tests.kernels.cases import DEVICE, TOLERANCE, check, make
 
-DISTANCE = [name for name in names() if load(name).kind == "distance"]
+DISTANCE = [name for name in QUICK if load(name).kind == "distance"]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", QUICK)
 def test_every_embedding(name, dtype):
     """There is one sequence of 37 rows: two complete tiles of 16 rows and an incomplete one."""
     check(make(name, 1, dtype=dtype))

@@ -12,12 +12,13 @@ from megatron.attention.fused import functions_of
 from megatron.attention.trace import read
 from megatron.kernels.codegen import device_functions
 from megatron.kernels.lowering import NotExpressible
-from megatron.positional import PositionalEmbedding, ThetaParameter, load, names
+from megatron.positional import PositionalEmbedding, ThetaParameter, load
+from tests.helpers.embeddings import QUICK
 from tests.kernels.cases import DEVICE, check, make
 
 FORMULAS = [
     name
-    for name in names()
+    for name in QUICK
     if load(name).kind == "distance" and not functions_of(load(name))[0].tabulated
 ]
 SCALE = 0.35
@@ -34,7 +35,7 @@ def probe(
     column = tl.arange(0, R)[None, :]
     c = f_prepare(theta_ptr, THETA, scale)
     s = tl.load(s_ptr + r * R + column)
-    e = f_evaluate(s, (base + r).to(tl.float32), column.to(tl.float32), 0, c)
+    e = f_evaluate(s, (base + r).to(tl.float32), column.to(tl.float32), 0, c, None)
     tl.store(y_ptr + r * R + column, e[0])
     ds, p = tl.load(ds_ptr + r * R + column), tl.load(p_ptr + r * R + column)
     acc = f_add(f_zeros(R), ds, p, e)

@@ -113,4 +113,4 @@ def test_sources_are_printed():
         text=True,
         check=True,
     )
-    assert "def evaluate(s, di, dj, d, c):" in done.stdout
+    assert "def evaluate(s, di, dj, d, c, row):" in done.stdout

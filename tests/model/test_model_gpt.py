@@ -108,19 +108,21 @@ def test_theta_is_one_tensor_and_its_gradient_sums_over_the_layers(pos_emb):
     if not load(pos_emb).learnable:
         assert named == [] and model.theta is None
         return
-    assert named == ["embedding.theta"]
+    shared = any(p.shared for p in load(pos_emb).parameters)
+    assert named == ["embedding.theta", "embedding.shared_theta"][: 1 + shared]
     ids = tokens()
     model(ids, ids).mean().backward()
-    whole = model.theta.grad.clone()
-    assert (whole.abs() > 0).any()
-    parts = torch.zeros_like(whole)
+    whole = [theta.grad.clone() for theta in model.theta_parts]
+    assert all((grad.abs() > 0).any() for grad in whole)
+    parts = [torch.zeros_like(grad) for grad in whole]
     for chosen in range(2):  # each layer's share: the other layer reads a detached copy
         model.zero_grad()
         x, theta = model.embedding(ids)
         for i, layer in enumerate(model.layers):
             x = layer(x, theta if i == chosen else theta.detach())
         F.cross_entropy(model.output(model.final_norm(x)).flatten(0, 1), ids.flatten()).backward()
-        parts += model.theta.grad
+        for part, theta in zip(parts, model.theta_parts, strict=True):
+            part += theta.grad
     torch.testing.assert_close(whole, parts, rtol=1e-9, atol=1e-14)
 
 
