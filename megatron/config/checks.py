@@ -126,16 +126,6 @@ def _heads(hidden: int, heads: int) -> Found | None:
         )
 
 
-@relation("num_kv_heads", "num_attention_heads")
-def _kv_heads(kv: int, heads: int) -> Found | None:
-    if kv != heads:
-        return (
-            "num_kv_heads",
-            f"{kv} is not num_attention_heads {heads}: grouped queries are not built yet; leave "
-            "num_kv_heads out",
-        )
-
-
 @relation("min_lr", "lr")
 def _min_lr(low: float, lr: float) -> Found | None:
     if low > lr:

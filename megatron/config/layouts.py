@@ -92,6 +92,23 @@ def _heads(ranks: int, heads: int) -> Found | None:
         return "model_parallel_size", f"{text}; write a divisor of {heads}"
 
 
+@relation("num_kv_heads", "num_attention_heads", "model_parallel_size", "context_parallel_size")
+def _key_heads(key_heads: int, heads: int, tensor: int, context: int) -> Found | None:
+    ranks = tensor * context
+    if heads % key_heads:
+        text = f"{key_heads} does not divide num_attention_heads {heads}"
+        return "num_kv_heads", f"{text}; write a divisor of {heads}"
+    if key_heads % ranks and heads % ranks == 0:
+        degrees = f"model_parallel_size {tensor}"
+        degrees += f" x context_parallel_size {context}" if context > 1 else ""
+        return (
+            "num_kv_heads",
+            f"{degrees} does not divide {key_heads}, and a key head is not shared by several "
+            f"processes; write num_kv_heads: {math.lcm(key_heads, ranks)}, or smaller degrees",
+        )
+    return None
+
+
 @relation(*_DEGREES, "num_attention_heads")
 def _context(stages: int, tensor: int, context: int, heads: int) -> Found | None:
     if context == 1:
@@ -120,16 +137,6 @@ def _sequence(sequence_parallel: bool, context: int, tensor: int, length: int) -
             how += f" x model_parallel_size {tensor} (sequence_parallel)"
         text = f"{length} cannot be split into {how} = {shards} equal shards"
         return "seq_length", f"{text}; write e.g. {-(-length // shards) * shards}"
-
-
-@relation("model_parallel_size", "make_vocab_size_divisible_by")
-def _vocabulary(ranks: int, multiple: int) -> Found | None:
-    if multiple % ranks:
-        return (
-            "make_vocab_size_divisible_by",
-            f"{multiple} is not a multiple of model_parallel_size {ranks}, and the padded "
-            f"vocabulary does not depend on the layout; write e.g. {math.lcm(multiple, ranks)}",
-        )
 
 
 @relation("type", "model_parallel_size", "zero_stage")

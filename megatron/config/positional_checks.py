@@ -46,6 +46,13 @@ def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
         )
 
 
+@relation("rope_scaling", "pos_emb")
+def _scaling(scaling: Any, pos_emb: Any) -> Found | None:
+    if scaling and not _uses(pos_emb, "rotary"):
+        return "rope_scaling", "scales the angles of rotary, which is not in pos_emb; leave it out"
+    return None
+
+
 @relation("pos_emb", "hidden_size")
 def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
     if _uses(pos_emb, "sinusoidal") and hidden % 2:

@@ -78,6 +78,8 @@ def _positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
             "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
         }
         options["rpe"] = table | options.get("rpe", {})
+    if "rotary" in terms:
+        options["rotary"] = {**m.rope_scaling, **options.get("rotary", {})}
     return options.get(name, {}) if len(terms) == 1 else options
 
 

@@ -22,8 +22,8 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     """Return the smallest multiple of `divisible_by` that is at least `vocab_size`.
 
     GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so the size of its vocabulary
-    depends on the number of tensor-parallel ranks. This project requires instead that
-    `divisible_by` is a multiple of `model_parallel_size`.
+    depends on the number of tensor-parallel ranks. Here, loading a config replaces `divisible_by`
+    by the least common multiple of both, so the size rarely does.
     """
     return -(-vocab_size // divisible_by) * divisible_by
 
@@ -58,6 +58,8 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         gpt_j_residual=m.gpt_j_residual,
         activation=m.activation,
         tanh_gelu=m.bias_gelu_fusion,
+        num_kv_heads=None if m.num_kv_heads == m.num_attention_heads else m.num_kv_heads,
+        qk_norm=m.use_qk_layernorm,
         attention_bias=m.use_bias_in_attn_linear,
         mlp_bias=m.use_bias_in_mlp,
         attention_dropout=m.attention_dropout,
@@ -99,6 +101,7 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
         "pos_emb": config.model.pos_emb,
         "pos_emb_options": dict(config.model.pos_emb_options),
         "theta_per_layer": config.model.theta_per_layer,
+        "rope_scaling": dict(config.model.rope_scaling),
         **shape,
         **block,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",

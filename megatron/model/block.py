@@ -3,10 +3,12 @@
     pre-norm         x = x + drop(attention(norm1(x)));  x = x + drop(mlp(norm2(x)))
     gpt_j_residual   x = x + (drop(attention(norm1(x))) + drop(mlp(norm2(x))))
 
-Legend: B batch, T positions, D hidden size, H heads, E head size (D = H E), N theta columns.
+Legend: B batch, T positions, D hidden size, H heads, K key heads, E head size (D = H E), N theta
+columns.
 
-One fused projection computes queries, keys and values. Its output is interleaved per head, [H,
-(q k v), E], as in GPT-NeoX's checkpoints. Theta holds the parameters of the distance kernel, a
+One fused projection computes queries, keys and values. Its output is interleaved per key head, [K,
+(q ... q k v), E]. With one query head for each key head, this is the order of GPT-NeoX's
+checkpoints. Theta holds the parameters of the distance kernel, a
 bias or factor that depends only on the query-key distance. The model has one theta, which every
 block gets as an input. If layers differ in their embeddings, a block reads its own columns.
 
@@ -27,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.cache import LayerCache
-from megatron.model.norm import build_norm
+from megatron.model.norm import build_head_norm, build_norm
 from megatron.model.shape import Plan
 from megatron.parallel.collectives import add_partial, all_to_all
 from megatron.parallel.groups import ALONE
@@ -55,7 +57,9 @@ class SelfAttention(nn.Module):
         self.shape = shape = plan.shape.block
         hidden, tp = shape.hidden_size, plan.tp
         bias = shape.attention_bias
-        self.query_key_value = ColumnLinear(hidden, 3 * hidden, tp, bias=bias)
+        widths = hidden + 2 * hidden // shape.group  # of queries, of keys and values
+        self.query_key_value = ColumnLinear(hidden, widths, tp, bias=bias)
+        self.qk_layernorm = build_head_norm(shape, tp) if shape.qk_norm else None
         self.dense = RowLinear(hidden, hidden, tp, bias=bias, numerics=shape.numerics)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
 
@@ -68,12 +72,9 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         s = self.shape
-        qkv = self.query_key_value(x_BTD)
-        qkv = qkv.unflatten(-1, (-1, 3 * s.head_size)).transpose(1, 2)  # [B, H, T, 3E]
-        qkv = all_to_all(qkv, self.cp, split=1, join=2)  # fewer heads, all positions
+        q_BHTE, k_BHTE, v_BHTE = self._queries_keys_values(x_BTD)
         if theta_HN is not None:
             theta_HN = theta_HN[:, self.columns].chunk(self.cp.size)[self.cp.rank]
-        q_BHTE, k_BHTE, v_BHTE = qkv.chunk(3, dim=-1)
         positions_BT = None
         if self.documents is not None and starts_BS is not None:
             positions_BT = self.documents.positions(starts_BS)
@@ -108,6 +109,26 @@ class SelfAttention(nn.Module):
             )
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
         return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
+
+    def _queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return q [B, H, T, E], k and v [B, K, T, E] of all positions and this rank's heads.
+
+        `qk_layernorm` has weights for each query head, so with it each query head gets its own
+        copy of its key head, as in gpt-neox.
+        """
+        size, group = self.shape.head_size, self.shape.group
+        qkv = self.query_key_value(x_BTD).unflatten(-1, (-1, group + 2, size))
+        if self.qk_layernorm is not None:
+            q, *kv = qkv.split([group, 1, 1], dim=3)
+            q, k, v = (x.expand_as(q).flatten(2, 3) for x in (q, *kv))
+            qkv = torch.stack((self.qk_layernorm(q), self.qk_layernorm(k), v), dim=3)
+            group = 1
+        qkv = qkv.flatten(3).transpose(1, 2)  # [B, K, T, (group + 2) E]
+        qkv = all_to_all(qkv, self.cp, split=1, join=2)  # fewer heads, all positions
+        q, k, v = qkv.split([group * size, size, size], dim=-1)
+        if group > 1:
+            q = q.unflatten(-1, (group, size)).transpose(2, 3).flatten(1, 2)
+        return q, k, v
 
     def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
         """Return the decay [B, H, T] of all positions and this rank's heads, or None."""

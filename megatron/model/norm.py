@@ -9,7 +9,8 @@ torch's functions of the same value. As in GPT-NeoX, the fused rmsnorm has eps I
 
 Statistics are computed in the dtype that `numerics` prescribes, by default at least fp32. If the
 ranks of the tensor-parallel group `tp` hold different positions, `copy_to` sums the gradients of
-the weights over these ranks.
+the weights over these ranks. A norm of several heads takes [..., heads, D] and has weights
+[heads * D], which differ from head to head.
 
 Legend: D size of the last dimension.
 """
@@ -28,6 +29,7 @@ from megatron.model.shape import BlockShape
 from megatron.numerics import Numerics
 from megatron.parallel.collectives import copy_to
 from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.sharding import Sharding, mark_sharding
 
 _Kernel = Callable[..., torch.Tensor]
 _APEX = "apex.normalization.fused_layer_norm"
@@ -36,12 +38,20 @@ _APEX = "apex.normalization.fused_layer_norm"
 class LayerNorm(nn.LayerNorm):
     """torch's layer norm, with weight gradients summed over ranks that hold different positions."""
 
-    def __init__(self, dim: int, eps: float, tp: TensorGroup, kernel: _Kernel | None = None):
+    def __init__(
+        self, dim: int, eps: float, tp: TensorGroup, kernel: _Kernel | None = None, heads: int = 1
+    ):
         super().__init__(dim, eps=eps)
-        self.tp, self.kernel = tp, kernel
+        self.tp, self.kernel, self.heads = tp, kernel, heads
+        if heads > 1:
+            self.weight = nn.Parameter(torch.ones(heads * dim))
+            self.bias = nn.Parameter(torch.zeros(heads * dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = copy_to(self.weight, self.tp), copy_to(self.bias, self.tp)
+        if self.heads > 1:
+            unit = F.layer_norm(x, self.normalized_shape, eps=self.eps)
+            return unit * weight.view(self.heads, -1) + bias.view(self.heads, -1)
         if self.kernel is not None:
             return self.kernel(x, weight, bias, self.normalized_shape, self.eps)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
@@ -50,27 +60,32 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension."""
 
-    def __init__(self, dim: int, eps: float, tp: TensorGroup, numerics: Numerics):
+    def __init__(self, dim: int, eps: float, tp: TensorGroup, numerics: Numerics, heads: int = 1):
         super().__init__()
         self.dim, self.eps, self.tp, self.numerics = dim, eps, tp, numerics
-        self.scale = nn.Parameter(torch.ones(dim))
+        self.scale = nn.Parameter(torch.ones(heads * dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(self.numerics.working_dtype(x.dtype))
         rms = wide.norm(dim=-1, keepdim=True) * self.dim**-0.5
-        return (wide / (rms + self.eps)).to(x.dtype) * copy_to(self.scale, self.tp)
+        unit = (wide / (rms + self.eps)).to(x.dtype)
+        return unit * copy_to(self.scale, self.tp).view(-1, self.dim)
 
 
 class FusedRMSNorm(nn.Module):
     """Root mean square norm with eps inside the root, by apex's kernel or torch's function."""
 
-    def __init__(self, dim: int, eps: float, tp: TensorGroup, kernel: _Kernel | None):
+    def __init__(
+        self, dim: int, eps: float, tp: TensorGroup, kernel: _Kernel | None, heads: int = 1
+    ):
         super().__init__()
-        self.dim, self.eps, self.tp, self.kernel = dim, eps, tp, kernel
-        self.scale = nn.Parameter(torch.ones(dim))
+        self.dim, self.eps, self.tp, self.kernel, self.heads = dim, eps, tp, kernel, heads
+        self.scale = nn.Parameter(torch.ones(heads * dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = copy_to(self.scale, self.tp)
+        if self.heads > 1:
+            return F.rms_norm(x, (self.dim,), eps=self.eps) * scale.view(self.heads, -1)
         if self.kernel is not None:
             return self.kernel(x, scale, (self.dim,), self.eps)
         return F.rms_norm(x, (self.dim,), scale, self.eps)
@@ -128,3 +143,18 @@ def build_norm(shape: BlockShape, tp: TensorGroup = ALONE) -> nn.Module:
     """Build the norm `shape.norm`; see `norm_layer`."""
     kind, arguments = norm_layer(shape, tp)
     return kind(**arguments)
+
+
+def build_head_norm(shape: BlockShape, tp: TensorGroup) -> nn.Module:
+    """Build the norm of each head's vector, from [..., this rank's heads, head size] to the same.
+
+    Queries and keys share it, as in gpt-neox, where the weights also differ from head to head.
+    """
+    kind, arguments = norm_layer(shape, ALONE)
+    if kind is ScaleNorm:
+        return ScaleNorm(shape.norm_eps, tp, shape.numerics)  # one factor for all ranks' heads
+    heads = {"dim": shape.head_size, "heads": shape.num_heads // tp.size}
+    norm = kind(**arguments | heads)
+    for param in norm.parameters():
+        mark_sharding(param, Sharding(0), tp)
+    return norm

@@ -24,6 +24,9 @@ class BlockShape:
             `swiglu`, `reglu`, `glu` and `bilinear`.
         inner_size: The inner width of the MLP. None means 4 * hidden_size, or int(8/3 *
             hidden_size) for `geglu`, as in the published code.
+        num_kv_heads: The number of key and value heads, each of which serves the same number of
+            query heads. None means one for each query head.
+        qk_norm: Whether the norm `norm` is applied to each head's queries and keys.
         attention_bias, mlp_bias: Whether the linear layers of attention, or of the MLP, have a
             bias.
         tanh_gelu: Whether to use the tanh approximation of gelu.
@@ -41,6 +44,8 @@ class BlockShape:
     activation: str = "gelu"
     tanh_gelu: bool = False
     inner_size: int | None = None
+    num_kv_heads: int | None = None
+    qk_norm: bool = False
     attention_bias: bool = True
     mlp_bias: bool = True
     attention_dropout: float = 0.0
@@ -52,6 +57,11 @@ class BlockShape:
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that share a key head."""
+        return self.num_heads // (self.num_kv_heads or self.num_heads)
 
     @property
     def rotary_ndims(self) -> int:

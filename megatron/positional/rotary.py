@@ -10,14 +10,31 @@ Angles and products are computed in fp32, or in fp64 for fp64 inputs. Frequencie
 fp32 even for fp64 inputs, as in a GPT-NeoX model that was cast to fp64. The result has the dtype of
 the input.
 
+For sequences longer than those of the first training, the frequencies f_m = base^(-2m/R) can be
+scaled by a factor s. The names are those of Hugging Face's transformers. L is the length of the
+first training:
+
+    linear   f_m / s                                 Chen et al. 2023 (arXiv 2306.15595)
+    ntk      base s^(R / (R - 2)) is the base
+    yarn     f_m (1 - r_m + r_m / s)                 Peng et al. 2023 (arXiv 2309.00071)
+    llama3   f_m (1 - r_m + r_m / s)                 Llama 3.1
+
+The ramp r_m grows from 0 for high frequencies to 1 for low ones. In `yarn` it grows linearly in m,
+from the m whose angle makes `beta_fast` turns in L positions to that of `beta_slow` turns, and
+rotated numbers are multiplied by `attention_factor`, by default 0.1 ln(s) + 1. In `llama3` it falls
+linearly with the number of turns, from `low_freq_factor` to `high_freq_factor`.
+
 Legend: B batch, H heads, T positions, E head size.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from megatron.numerics import WIDE, Numerics
 from megatron.positional.base import PositionalEmbedding, PositionalError
 
 
@@ -30,9 +47,67 @@ def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device 
 
 
 class Rotary(PositionalEmbedding):
-    """Rotary embedding. The model calls `rotate` before attention. There is no distance kernel."""
+    """Rotary embedding. The model calls `rotate` before attention. There is no distance kernel.
+
+    Args:
+        rope_type: `default`, or how the frequencies are scaled.
+        factor: The factor s, at least 1.
+        original_max_position_embeddings: The length L, which `yarn` and `llama3` need.
+        attention_factor: 0 means the default.
+    """
 
     kind = "rotary"
+
+    def __init__(
+        self,
+        rope_type: str = "default",
+        factor: float = 1.0,
+        original_max_position_embeddings: int = 0,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        attention_factor: float = 0.0,
+        low_freq_factor: float = 1.0,
+        high_freq_factor: float = 4.0,
+        *,
+        numerics: Numerics = WIDE,
+    ):
+        super().__init__(numerics)
+        known = ("default", "linear", "ntk", "yarn", "llama3")
+        if rope_type not in known:
+            raise PositionalError(f"rope_type {rope_type!r} is none of {', '.join(known)}")
+        length = original_max_position_embeddings
+        if rope_type in ("yarn", "llama3") and length < 7:  # less than a turn
+            raise PositionalError(f"{rope_type} needs original_max_position_embeddings")
+        self.rope_type, self.factor, self.length = rope_type, factor, length
+        self.turns = (beta_fast, beta_slow)
+        self.low_high = (low_freq_factor, high_freq_factor)
+        self.gain = 1.0
+        if rope_type == "yarn":
+            self.gain = attention_factor or 0.1 * math.log(factor) + 1.0
+
+    def frequencies(
+        self, ndims: int, base: float, dtype: torch.dtype, device: torch.device | None
+    ) -> Tensor:
+        """Return the scaled frequencies of `ndims` dimensions, [ndims / 2]."""
+        if self.rope_type == "ntk":
+            base = base * self.factor ** (ndims / max(1, ndims - 2))
+        f_R = frequencies(ndims, base, dtype, device)
+        if self.rope_type == "linear":
+            return f_R / self.factor
+        if self.rope_type == "yarn":
+            places = (
+                ndims * math.log(self.length / (2 * math.pi * turns)) / (2 * math.log(base))
+                for turns in self.turns
+            )
+            low, high = max(0, math.floor(next(places))), min(ndims - 1, math.ceil(next(places)))
+            m_R = torch.arange(ndims // 2, dtype=dtype, device=device)
+            ramp_R = ((m_R - low) / max(high - low, 0.001)).clamp(0, 1)
+        elif self.rope_type == "llama3":
+            low, high = self.low_high
+            ramp_R = 1 - ((self.length * f_R / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        else:
+            return f_R
+        return f_R * (1 - ramp_R) + f_R / self.factor * ramp_R
 
     def turn(
         self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
@@ -42,12 +117,14 @@ class Rotary(PositionalEmbedding):
         if ndims > size:
             raise PositionalError(f"rotary_ndims is {ndims}, but a head has {size} dimensions")
         dtype, device = self.numerics.working_dtype(x_BHTE.dtype), x_BHTE.device
-        turns = self.numerics.constant(frequencies(ndims, base, dtype, device))
+        turns = self.numerics.constant(self.frequencies(ndims, base, dtype, device))
         position_B1T1 = positions_BT[:, None, :, None].to(dtype)
         if self.distance_scale != 1.0:
             position_B1T1 = self.distance_scale * position_B1T1
         angle_B1TR = position_B1T1 * turns
         cos, sin = angle_B1TR.cos(), angle_B1TR.sin()
+        if self.gain != 1.0:
+            cos, sin = self.gain * cos, self.gain * sin
         rotated, kept = x_BHTE.split([ndims, size - ndims], dim=-1)
         x1, x2 = rotated.to(dtype).chunk(2, dim=-1)
         rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BHTE.dtype)

@@ -127,7 +127,6 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("eval_lengths: [128]\neval_tokens: 100", "fewer than the longest of eval_lengths, 128"),
         ("min_lr: 1.0", "above optimizer.params.lr 0.001"),
         ("hidden_size: 66", "66 / 4 = 16.5); write e.g. hidden_size: 64"),
-        ("num_kv_heads: 2", "grouped queries are not built yet"),
         ("checkpoint_scale: log", "write linear instead"),
         ("save_interval: 10\ncheckpoint_factor: 20", "they are the same; keep one"),
         ("lr_decay_fraction: 2", "above 0, up to 1, got 2"),

@@ -54,12 +54,6 @@ def test_the_data_parallel_size_is_what_is_left(
             "write model_parallel_size: 1, or type: adam",
         ),
         (
-            "model_parallel_size: 4\nmake_vocab_size_divisible_by: 6",
-            4,
-            "6 is not a multiple of model_parallel_size 4, and the padded vocabulary does not "
-            "depend on the layout; write e.g. 12",
-        ),
-        (
             "model_parallel_size: 4\nactivation: geglu\nhidden_size: 64",
             4,
             "4 does not divide the inner width 170 of the MLP (geglu); write mlp_multiple_of: 4",

@@ -89,6 +89,20 @@ AXES = {
     "cp": (1, 2),
 }
 HEADS = 4
+LLAMA = {
+    "pos_emb": "rotary",
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8},
+    "num_attention_heads": 8,
+    "num_kv_heads": 4,
+    "use_qk_layernorm": True,
+    "norm": "rmsnorm",
+    "rmsnorm_fusion": True,
+    "activation": "swiglu",
+    "intermediate_size": 120,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+}
+"""The keys of the model that a cell's `pos` calls `llama`. The script has no such cells."""
 
 
 def all_cells(ranks: int, largest: int = 8) -> list[Cell]:
@@ -147,6 +161,7 @@ def keys(cell_: Cell) -> dict:
         "seq_length_val": 24,
         "eval_iters": 1,
         **cell(cell_.zero, cell_.dtype),
+        **(LLAMA if cell_.pos == "llama" else {}),
     }
 
 

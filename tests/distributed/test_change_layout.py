@@ -27,7 +27,12 @@ BASE = {
     "save_interval": 5,
     "train_iters": 8,
     "hidden_size": 48,
-    "activation": "geglu",  # two stacked matrices, each to be cut by itself
+    "activation": "swiglu",  # two stacked matrices, each to be cut by itself
+    "num_attention_heads": 8,
+    "num_kv_heads": 4,
+    "use_qk_layernorm": True,
+    "use_bias_in_attn_linear": False,
+    "norm": "rmsnorm",
 }
 LAYOUTS = {
     "one": {},

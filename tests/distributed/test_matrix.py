@@ -24,6 +24,11 @@ from tests.helpers.jobs import write_shards
 CELLS = covering(all_cells(ranks=4, largest=2))
 # Three settings together that DeepSpeed alone would clip by a part of the norm.
 CELLS += [Cell(tp=2, pp=1, dp=1, zero=0, dtype="bf16", pos="kerple_log", tied=False)]
+# A LLaMA-shaped model, with every option of a block.
+CELLS += [
+    Cell(tp=2, pp=2, dp=1, zero=1, dtype="fp32", pos="llama", tied=False, sp=True),
+    Cell(tp=2, pp=1, dp=1, zero=3, dtype="fp32", pos="llama", tied=False, cp=2),
+]
 
 
 @pytest.fixture(scope="module")

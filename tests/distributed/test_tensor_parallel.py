@@ -19,8 +19,23 @@ from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config
 from tests.helpers.launch import run_ranks
 
 BASE = {"pos": "kerple_log", "tied": True, "row": False, "gpt_j": False, "activation": "gelu"}
+LLAMA = {
+    "hidden_size": 32,
+    "num_heads": 8,
+    "num_kv_heads": 4,  # for two tensor-parallel and two context-parallel ranks
+    "activation": "swiglu",
+    "inner_size": 20,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm": "rmsnorm",
+    "fused_norm": True,
+}
 VARIANTS = {
     "plain": {},
+    "llama": {"pos": "rotary", "tied": False, "block": LLAMA},
+    "llama, q and k normed": {"pos": "rotary", "block": LLAMA | {"qk_norm": True}},
+    "layernorm of q and k": {"block": {"qk_norm": True}},
+    "scalenorm of q and k": {"block": {"qk_norm": True, "norm": "scalenorm"}},
     "kerple_power": {"pos": "kerple_power"},
     "rpe": {"pos": "rpe"},
     "alibi": {"pos": "alibi"},
@@ -39,22 +54,17 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
     """Build a float64 model with nonzero biases, so that adding one twice would be noticed."""
     v = BASE | changes
     pos = load(v["pos"])
-    block = BlockShape(
-        hidden_size=24,
-        num_heads=4,
-        gpt_j_residual=v["gpt_j"],
-        activation=v["activation"],
-        norm=v.get("norm", "layernorm"),
-        attention_dropout=dropout,
-        hidden_dropout=dropout,
-    )
+    values = {"hidden_size": 24, "num_heads": 4, "gpt_j_residual": v["gpt_j"]}
+    values |= {"activation": v["activation"], "norm": v.get("norm", "layernorm")}
+    values |= {"attention_dropout": dropout, "hidden_dropout": dropout} | v.get("block", {})
+    block = BlockShape(**values)
     rows = v.get("rows", 16)
     shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], row_parallel_output=v["row"])
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
     model = GPT(Plan(shape, pos, attend, 1, tp=tp or ALONE, cp=cp)).double()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") or "qk_layernorm" in name:
                 whole = torch.linspace(-0.3, 0.4, param.numel() * getattr(param, "shard_count", 1))
                 param.copy_(local_slice(param, whole))
     return model
@@ -180,6 +190,10 @@ JOB = {
     "save_interval": 3,
     "eval_lengths": [16, 32],
     "eval_tokens": 256,
+    "num_kv_heads": 2,
+    "use_qk_layernorm": True,
+    "activation": "swiglu",
+    "mlp_multiple_of": 2,
 }
 CUT = {"model_parallel_size": 2, "make_vocab_size_divisible_by": 16}
 STAGES = [(1, "fp32"), (3, "fp32"), (1, "bf16")]

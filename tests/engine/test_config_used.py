@@ -17,7 +17,6 @@ INNER = "config/sections/model.py computes inner_width from it, which engine/sha
 READ_OTHERWISE = {
     ("model", "intermediate_size"): INNER,
     ("model", "mlp_multiple_of"): INNER,
-    ("model", "num_kv_heads"): "config/checks.py refuses another value than num_attention_heads",
     ("parallel", "world_size"): "config/checks.py derives the batch sizes from it",
     ("parallel", "data_parallel_size"): "a result of the batch arithmetic, printed by --check",
 }

@@ -27,6 +27,7 @@ from megatron.config.neox.spellings import (
     read_attention,
     read_intervals,
     read_precision,
+    read_vocabulary,
     read_width,
     read_zero,
 )
@@ -45,6 +46,7 @@ def translate(settings: Settings) -> Translation:
     read_precision(others, out)
     read_intervals(others, out)
     read_width(others, out)
+    read_vocabulary(out)
     read_attention(others, out)
     note_dape(out)
     return out

@@ -20,7 +20,10 @@ KNOWN_KEYS = frozenset(FIELD_OF) | OTHER_KEYS | frozenset(NO_EFFECT) | frozenset
 # inner keys are not looked up.
 GROUPS = frozenset(key.rpartition(".")[0] for key in KNOWN_KEYS if "." in key) | {"optimizer"}
 OPAQUE = (
-    OFFLOAD_KEYS | frozenset(NO_EFFECT) | frozenset(REFUSED) | {"pos_emb_options", "theta_init"}
+    OFFLOAD_KEYS
+    | frozenset(NO_EFFECT)
+    | frozenset(REFUSED)
+    | {"pos_emb_options", "rope_scaling", "theta_init"}
 )
 
 _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)

@@ -98,7 +98,7 @@ _refuse("z_loss", "the loss is plain cross-entropy", "z_loss: 0.0", _equals(0, 0
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
 
 _refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)
-_refuse("gpt_j_tied use_qk_layernorm", "not built", "false", _FALSE)
+_refuse("gpt_j_tied", "not built", "false", _FALSE)
 _refuse(
     "num_unique_layers", "layers share only the positional kernel", _LEAVE, _same_as("num_layers")
 )

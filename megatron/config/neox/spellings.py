@@ -15,6 +15,7 @@ from typing import Any
 from megatron.config.errors import Mark, Problem
 from megatron.config.fields import Check, FrozenDict, flag, is_number, show, whole_number
 from megatron.config.reader import Given
+from megatron.config.sections.model import ModelConfig
 
 _size = whole_number(0, write="e.g. 500000000")
 _ZERO_OPTIONS: dict[str, Check] = {
@@ -196,6 +197,26 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
         out.problem(given.mark, "expansion_factor", text)
     elif hidden and is_number(hidden.value):
         out.given["intermediate_size"] = Given(int(given.value * hidden.value), given.mark)
+
+
+def read_vocabulary(out: Translation) -> None:
+    """Make the padded vocabulary a multiple of model_parallel_size, and note a change.
+
+    The multiple becomes part of the resolved configuration, so that the same run in another layout
+    has the same vocabulary.
+    """
+    key = "make_vocab_size_divisible_by"
+    ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
+    multiple = given.value if given else ModelConfig.model_fields[key].default
+    if not ranks or not all(type(x) is int and x > 0 for x in (ranks.value, multiple)):
+        return
+    common = math.lcm(multiple, ranks.value)
+    if common != multiple:
+        out.given[key] = Given(common, (given or ranks).mark)
+        out.notes.append(
+            f"{key}: {common} instead of {multiple}, so that model_parallel_size {ranks.value} "
+            "divides the vocabulary; keep it to load the run in another layout"
+        )
 
 
 def read_attention(others: dict[str, Given], out: Translation) -> None:

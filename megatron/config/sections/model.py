@@ -27,6 +27,7 @@ from megatron.config.fields import (
     number,
 )
 from megatron.config.sections.base import DERIVED, Section
+from megatron.config.sections.rope import RopeScaling
 from megatron.config.sizes import inner_width
 from megatron.config.theta import ThetaInit
 
@@ -35,7 +36,7 @@ class ModelConfig(Section):
     num_layers: Positive
     hidden_size: Positive
     num_attention_heads: Positive
-    num_kv_heads: Positive = DERIVED  # default: num_attention_heads
+    num_kv_heads: Positive = DERIVED  # grouped queries; default: num_attention_heads
     seq_length: Positive
     seq_length_val: Positive = DERIVED  # default: seq_length
     max_position_embeddings: Positive = DERIVED  # rows of `learned`; default: seq_length
@@ -48,6 +49,7 @@ class ModelConfig(Section):
     reset_position_ids: Flag = False  # Megatron's name: positions restart at each document
     rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
     rotary_emb_base: PositiveNumber = 10000.0
+    rope_scaling: RopeScaling = Field(default_factory=FrozenDict)  # Hugging Face's name
     rpe_num_buckets: Positive = 32
     rpe_max_distance: Positive = 128
     opt_pos_emb_offset: Count = 0
@@ -57,6 +59,7 @@ class ModelConfig(Section):
     scalenorm_epsilon: Epsilon = 1e-8
     layernorm_fusion: Flag = False  # apex's kernel where apex is installed
     rmsnorm_fusion: Flag = False  # the same; as in GPT-NeoX, epsilon is then inside the root
+    use_qk_layernorm: Flag = False  # the norm of each head's queries and keys
     no_weight_tying: Flag = False
     gpt_j_residual: Flag = False
     activation: Activation = "gelu"

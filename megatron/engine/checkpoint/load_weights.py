@@ -83,7 +83,7 @@ def load_weights(
     """
     block = model.shape.block
     if run is not None and saved.kind is Kind.OURS:
-        saved.require_same(run, "model")
+        saved.require_same(run, "model", free=("rope_scaling",))  # the weights fit any scaling
     weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
     problems = unreadable + _merged_for_another_residual(saved, block.gpt_j_residual)

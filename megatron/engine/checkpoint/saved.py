@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
@@ -50,7 +51,8 @@ ADVICE = {
     ),
 }
 """Maps a field of `RunDescription` to advice for the case that run and checkpoint differ in it."""
-_ADDED = {"theta_per_layer": False} | {field.name: field.default for field in fields(BlockShape)}
+_ADDED: dict[str, Any] = {field.name: field.default for field in fields(BlockShape)}
+_ADDED |= {"theta_per_layer": False, "rope_scaling": {}}
 """The values of entries that checkpoints of earlier versions lack, because they had no others. An
 entry without a value (`content`) is compared only if it exists."""
 
@@ -135,11 +137,12 @@ class Saved:
         """
         return None if is_published(self.path) else checksums.damage(self.path, groups)
 
-    def require_same(self, run: RunDescription, *subjects: str) -> None:
+    def require_same(self, run: RunDescription, *subjects: str, free: Sequence[str] = ()) -> None:
         """Check that the checkpoint records the same values as `run` in the fields `subjects`.
 
         Args:
             subjects: the fields of `RunDescription` to compare: "model", "data" or both.
+            free: the entries that may differ.
 
         Raises:
             CheckpointError: an entry differs. The error message names every entry that differs.
@@ -152,7 +155,9 @@ class Saved:
             differing = [
                 f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
                 for key, value in here.items()
-                if there.get(key) != value and (key in there or key != "content")
+                if there.get(key) != value
+                and (key in there or key != "content")
+                and key not in free
             ]
             if differing:
                 raise CheckpointError(
