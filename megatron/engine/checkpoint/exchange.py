@@ -8,6 +8,7 @@ dtypes and values as before the import. No optimizer state is imported or export
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections import defaultdict
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config, load_config
+from megatron.config.sizes import GATED
 from megatron.engine.build import positional_of
 from megatron.engine.checkpoint.checksums import FORMAT, RECORD, sealed
 from megatron.engine.checkpoint.publish import new_folder
@@ -27,13 +29,18 @@ from megatron.engine.checkpoint.saved import Kind, newest, tag_of
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox.buffers import implied_buffers
-from megatron.engine.neox.read import Published, Shape, read
+from megatron.engine.neox.read import Published, read
+from megatron.engine.neox.shape import Shape
 from megatron.engine.shape import DTYPES, shape_of
+from megatron.model import BlockShape
 from megatron.model.embedding import THETA
 from megatron.positional import PositionalEmbedding
 from megatron.version import __version__
 
 WORDS = "embedding.word_embeddings.weight"
+_DEGREES = tuple(
+    f"{kind}_parallel_size" for kind in ("data", "model", "pipe", "context")
+)  # of a layout
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
@@ -97,7 +104,9 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
         pos = positional_of(config)
         block = shape_of(config, len(weights[WORDS])).block
-        shape, buffers = _shape_of(config, pos), implied_buffers(block, pos, dtype)
+        shape, buffers = _shape_of(config, block, pos), implied_buffers(block, pos, dtype)
+        if shape.head and pos.name == "rotary":
+            buffers = {}  # gpt-neox does not store frequencies any more
         about = {"schedule": None, "args": _args_of(config, weights)}
     args, written = about["args"], shape.parts
     shape = replace(shape, parts=parts or written)
@@ -174,7 +183,8 @@ def _write_layers(
                 tensor = tensor.to(dtype)
             shards = layout.split(tensor, shape.rule(name), shape.parts, name=name)
         for rank, shard in enumerate(shards):
-            files[layout.file_name(index, rank)][name] = shard.clone()
+            stored = files[layout.file_name(index, rank)]
+            stored[shape.file_name(name)] = shape.published(name, shard).clone()
     for name, tensors in files.items():
         torch.save(tensors, folder / name)
 
@@ -198,21 +208,51 @@ def _config_of(record: Record) -> Config:
     with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
         json.dump(record.config, file)
         file.flush()
-        return load_config([file.name], world_size=record.layout.get("data_parallel_size", 1))
+        ranks = math.prod(record.layout.get(degree, 1) for degree in _DEGREES)
+        return load_config([file.name], world_size=ranks)
 
 
-def _shape_of(config: Config, pos: PositionalEmbedding) -> Shape:
+def _needs_head(block: BlockShape, activation: str) -> bool:
+    """Return whether gpt-neox since 2024 has the model's block, but not the published code."""
+    plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
+    options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
+    changed = any(getattr(block, name) != getattr(plain, name) for name in options)
+    return changed or (activation in GATED and activation != "geglu")
+
+
+def _not_in_head(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
+    """Return what gpt-neox since 2024 lacks or computes otherwise, or None."""
+    if pos.name not in ("learned", "rotary", "sinusoidal", "rpe", "alibi", "none"):
+        return f"has no pos_emb {pos.name}"
+    if block.qk_norm and block.norm == "layernorm":
+        return "takes the mean of use_qk_layernorm over all heads, not of each head"
+    if block.norm == "rmsnorm" and not config.model.rmsnorm_fusion:
+        return "adds rms_norm_epsilon inside the root (here with rmsnorm_fusion: true)"
+    return None
+
+
+def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Shape:
     m = config.model
     if pos.name not in layout.EMBEDDINGS:
         raise CheckpointError(
             f"the published code has no pos_emb {pos.name}, so this checkpoint cannot be exported "
             "to it"
         )
+    if m.rope_scaling:
+        raise CheckpointError(
+            "the published code has no rope_scaling, so this checkpoint cannot be exported to it"
+        )
+    head = _needs_head(block, m.activation)
+    if head and (why := _not_in_head(config, block, pos)):
+        raise CheckpointError(f"gpt-neox {why}, so this checkpoint cannot be exported to it")
     return Shape(
         num_layers=m.num_layers,
         tied=not m.no_weight_tying,
         theta=layout.theta_names(pos),
-        geglu=m.activation == "geglu",
+        geglu=m.activation in GATED,
+        head=head,
+        group=block.group,
+        head_size=block.head_size,
         parts=config.parallel.model_parallel_size,
         summed_biases=m.gpt_j_residual,
         row_output=m.output_layer_parallelism == "row",

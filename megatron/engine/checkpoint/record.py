@@ -56,7 +56,7 @@ class Interval(TypedDict, total=False):
 
 
 class ImportedShape(TypedDict):
-    """The fields of `neox.read.Shape`, as JSON values."""
+    """The fields of `neox.shape.Shape`, as JSON values."""
 
     num_layers: NonNegativeInt
     tied: bool
@@ -65,6 +65,9 @@ class ImportedShape(TypedDict):
     geglu: bool
     summed_biases: bool
     row_output: NotRequired[bool]
+    head: NotRequired[bool]
+    group: NotRequired[PositiveInt]
+    head_size: NotRequired[NonNegativeInt]
 
 
 class Imported(TypedDict):

@@ -18,6 +18,8 @@ merged by one of these rules:
     replicated  the same in every shard
     summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 
+Later versions of gpt-neox have other names and more tensors; `neox/shape.py` has the differences.
+
 Legend: L layers, N tensor-parallel ranks, H heads. (In `theta_HN`, N counts parameters per head.)
 """
 
@@ -53,6 +55,8 @@ BUFFERS = (
 _RULES = {
     "word_embeddings.": "rows",
     "attention.query_key_value.": "rows",
+    "attention.qk_layernorm.g": "replicated",
+    "attention.qk_layernorm.": "rows",
     "attention.alibi_embed.slopes": "rows",
     RPE + TABLE: "columns",
     RPE: "rows",

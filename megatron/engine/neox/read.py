@@ -24,40 +24,11 @@ from torch import Tensor
 
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import counters, layout
+from megatron.engine.neox.shape import NORM, Shape, published_name
 from megatron.model.embedding import THETA
 
 MOST_FILES = 100_000
 """If the names of a checkpoint's files imply more files than this, some name is damaged."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The properties of a model that determine in which published file each weight is stored.
-
-    Attributes:
-        num_layers: the number L of transformer blocks.
-        tied: whether the output projection is the embedding's weight.
-        parts: the number N of tensor-parallel ranks.
-        theta: GPT-NeoX's names of the positional embedding's learned tensors, in the order of the
-            columns of this project's tensor theta; empty if there are none.
-        geglu: whether the MLP's activation is geglu, so that its first layer has two halves.
-        summed_biases: whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
-        row_output: whether the output projection is row-parallel (`output_layer_parallelism: row`).
-    """
-
-    num_layers: int
-    tied: bool = False
-    parts: int = 1
-    theta: tuple[str, ...] = ()
-    geglu: bool = False
-    summed_biases: bool = False
-    row_output: bool = False
-
-    def rule(self, name: str) -> str:
-        """Return the rule (see `layout`) by which shards of the tensor `name` are merged."""
-        return layout.rule(
-            name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
-        )
 
 
 @dataclass
@@ -126,7 +97,11 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     client = counters.client_state(checkpoint)
     args = {k: v for k, v in counters.mapping(client, "args").items() if isinstance(v, (int, str))}
     last = max((index for index, _ in found), default=0)
-    states = {place: counters.load_mapping(path) for place, path in sorted(found.items())}
+    stored = {place: counters.load_mapping(path) for place, path in sorted(found.items())}
+    states = {
+        place: {published_name(name): value for name, value in state.items()}
+        for place, state in stored.items()
+    }
     tied = not any("final_linear.weight" in state for state in states.values())
     num_layers = counters.count(args, "num_layers") or max(0, last - (3 if tied else 4))
     parts = max([rank + 1 for _, rank in found] + [counters.count(client, "mp_world_size") or 1])
@@ -135,7 +110,9 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
             f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel ranks are more than any "
             "model has; its file names, or the counts in mp_rank_00_model_states.pt, are damaged"
         )
-    shape = _infer(states, num_layers, tied, parts, summed_biases)
+    shape = _infer(states, num_layers, tied, parts, counters.count(args, "num_attention_heads"))
+    head = any("mlp.linear1.weight" in state for state in stored.values())
+    shape = replace(shape, summed_biases=summed_biases, head=head)
     step, schedule = counters.step_of(client, checkpoint), counters.schedule_of(client)
     out = Published(shape, step, schedule=schedule, args=args)
     by_index = _shards_by_position(states, out)
@@ -157,8 +134,11 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     return out
 
 
-def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases: bool) -> Shape:
-    """Infer the model's `Shape`, except its field `theta`, from the first rank's tensors."""
+def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int | None) -> Shape:
+    """Infer the model's `Shape` from the first rank's tensors.
+
+    The fields `theta`, `summed_biases` and `head` are left out.
+    """
 
     def matrices(*tensors: Any) -> bool:
         return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
@@ -168,12 +148,18 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, summed_biases:
     inner, back = block.get("mlp.dense_h_to_4h.weight"), block.get("mlp.dense_4h_to_h.weight")
     output = first.get(num_layers + 4, {}).get("final_linear.weight")
     words = first.get(0, {}).get("word_embeddings.weight")
+    fused = block.get("attention.query_key_value.weight")
+    group = 1
+    if matrices(fused, words):
+        hidden, rows = words.shape[1], fused.shape[0] * parts
+        group = max(1, round(2 * hidden / max(1, rows - hidden)))
     return Shape(
         num_layers=num_layers,
         tied=tied,
         parts=parts,
         geglu=matrices(inner, back) and inner.shape[0] == 2 * back.shape[1],
-        summed_biases=summed_biases,
+        group=group,
+        head_size=words.shape[1] // num_heads if num_heads and matrices(words) else 0,
         row_output=matrices(output, words) and output.shape[1] != words.shape[1],
     )
 
@@ -201,10 +187,10 @@ def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str
 
 @contextmanager
 def _collected(problems: list[str], where: str) -> Iterator[None]:
-    """Catch a ValueError or RuntimeError of the `with` block, and add its text to `problems`."""
+    """Catch an error of the `with` block about a value, and add its text to `problems`."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, CheckpointError) as error:
         problems.append(f"{where}: {error}")
 
 
@@ -224,8 +210,12 @@ def _merge_position(
             problem = f"not a dense tensor of floats in every one of the {len(group)} shards"
             out.problems.append(f"{where}: {problem}")
             continue
+        if name == f"{NORM}weight":
+            problem = "gpt-neox takes its mean over all heads of a rank, this project of each head"
+            out.problems.append(f"{where}: {problem}")
         how = out.shape.rule(name)
         with _collected(out.problems, where):
+            shards = [out.shape.ours(name, shard) for shard in shards]
             merged[name] = layout.merge(shards, how)
             if how in layout.NOT_CONCATENATED and any(
                 not torch.equal(shard, shards[0]) for shard in shards

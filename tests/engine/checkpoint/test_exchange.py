@@ -109,6 +109,97 @@ def test_an_embedding_that_the_published_code_lacks_is_refused(tmp_path, pos_emb
     assert not (tmp_path / "out").exists()
 
 
+HEAD = {
+    "pos_emb": "rotary",
+    "activation": "swiglu",
+    "intermediate_size": 120,
+    "use_bias_in_mlp": False,
+    "use_bias_in_attn_linear": False,
+    "num_kv_heads": 2,
+    "use_qk_layernorm": True,
+    "norm": "rmsnorm",
+    "rmsnorm_fusion": True,
+}
+SINCE_2024 = {
+    "llama": HEAD,
+    "biases": {"pos_emb": "alibi", "num_kv_heads": 2},
+    "scalenorm": {"pos_emb": "rotary", "norm": "scalenorm", "use_qk_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("case", SINCE_2024)
+def test_what_only_gpt_neox_has_is_exported_in_its_format(tmp_path, case, parts):
+    """The names and the order of rows are those of gpt-neox's `ParallelSelfAttention` and MLP."""
+    config, model = own_checkpoint(tmp_path / "run", **SINCE_2024[case])
+    written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
+    weight = model.layers[1].attention.query_key_value.weight
+    heads = weight.view(model.shape.block.num_kv_heads or 4, -1, 8, 32)  # per key head: q..., k, v
+    for rank, mine in enumerate(heads.chunk(parts)):
+        state = torch.load(written / f"layer_03-model_{rank:02d}-model_states.pt")
+        assert "mlp.linear1.weight" in state and not any("4h" in name for name in state)
+        assert not any("rotary" in name for name in state)
+        rows = [part.reshape(-1, 32) for part in (mine[:, :-2], mine[:, -2], mine[:, -1])]
+        if case != "scalenorm":  # else one query head for each key head, side by side
+            assert torch.equal(state["attention.query_key_value.weight"], torch.cat(rows))
+        if case == "llama":
+            scale = model.layers[1].attention.qk_layernorm.scale.view(4, 8).chunk(parts)[rank]
+            assert torch.equal(state["attention.qk_layernorm.scale"], scale)
+    other = GPT(plan_of(config, VOCAB, device_type="cpu"))
+    load_weights(other, Saved(tmp_path / "out", written.name))
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    import_checkpoint(written, tmp_path / "imported", summed_biases=False)
+    back = export_checkpoint(tmp_path / "imported", tmp_path / "back")
+    for path in written.glob("layer_*"):
+        theirs, ours = torch.load(path), torch.load(back / path.name)
+        assert theirs.keys() == ours.keys()
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs), path
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rmsnorm_fusion": False}, "adds rms_norm_epsilon inside the root"),
+        ({"norm": "layernorm"}, "takes the mean of use_qk_layernorm over all heads"),
+        ({"pos_emb": "kerple_log"}, "gpt-neox has no pos_emb kerple_log"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2}}, "published code has no rope_scaling"),
+    ],
+)
+def test_what_gpt_neox_computes_otherwise_is_refused(tmp_path, changes, says):
+    own_checkpoint(tmp_path / "run", **HEAD | changes)
+    with pytest.raises(CheckpointError, match=says):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+
+
+def test_key_heads_are_not_cut(tmp_path):
+    own_checkpoint(tmp_path / "run", **HEAD)
+    with pytest.raises(CheckpointError, match="or the ranks are too many"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", parts=4)
+    assert not (tmp_path / "out" / tag_of(5)).exists()
+
+
+def test_heads_that_cannot_be_told_apart_are_refused(tmp_path):
+    own_checkpoint(tmp_path / "run", **HEAD)
+    written = export_checkpoint(tmp_path / "run", tmp_path / "out")
+    path = written / "mp_rank_00_model_states.pt"
+    state = torch.load(path)
+    del state["args"]["num_attention_heads"]
+    torch.save(state, path)
+    path = written / "layer_02-model_00-model_states.pt"
+    state = torch.load(path)
+    torch.save(state | {"attention.qk_layernorm.weight": torch.ones(4, 8)}, path)
+    problems = "\n".join(neox.read(written).problems)
+    assert "query_key_value.weight: 64 rows hold no whole number of key heads" in problems
+    assert "8 is not the head size, 0" in problems
+    assert "gpt-neox takes its mean over all heads of a rank" in problems
+
+
+def test_a_run_of_several_ranks_is_exported(tmp_path):
+    written = export_checkpoint(FIXTURES / "checkpoint" / "run_tp2", tmp_path / "out")
+    assert neox.read(written).shape.parts == 2 and not neox.read(written).problems
+
+
 @pytest.mark.parametrize(("parts", "divisor"), [(1, 16), (2, 24), (3, 16)])
 def test_the_vocabulary_is_padded_there_as_it_is_here(tmp_path, parts, divisor):
     """GPT-NeoX computes the padding again and refuses a checkpoint with another one."""

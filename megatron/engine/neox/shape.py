@@ -1,0 +1,107 @@
+"""Describe the properties of a model that determine how its published files store each tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.engine.errors import CheckpointError
+from megatron.engine.neox import layout
+
+FUSED = "attention.query_key_value."
+NORM = "attention.qk_layernorm."
+_SINCE_2024 = {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linear2."}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The properties of a model that determine in which published file each weight is stored.
+
+    Attributes:
+        num_layers: the number L of transformer blocks.
+        tied: whether the output projection is the embedding's weight.
+        parts: the number N of tensor-parallel ranks.
+        theta: GPT-NeoX's names of the positional embedding's learned tensors, in the order of the
+            columns of this project's tensor theta; empty if there are none.
+        geglu: whether the MLP's activation has a gate, so that its first layer has two halves.
+        summed_biases: whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
+        row_output: whether the output projection is row-parallel (`output_layer_parallelism: row`).
+        head: whether the files are those of gpt-neox since 2024, which names the MLP's layers
+            `linear1` and `linear2` and knows more options of a block than the published code.
+        group: the number of query heads that share a key head. With more than one, the rows of a
+            shard of `query_key_value` are all queries, then all keys, then all values.
+        head_size: the size of a head; 0 if neither `group` nor a norm of heads needs it.
+    """
+
+    num_layers: int
+    tied: bool = False
+    parts: int = 1
+    theta: tuple[str, ...] = ()
+    geglu: bool = False
+    summed_biases: bool = False
+    row_output: bool = False
+    head: bool = False
+    group: int = 1
+    head_size: int = 0
+
+    def rule(self, name: str) -> str:
+        """Return the rule (see `layout`) by which shards of the tensor `name` are merged."""
+        return layout.rule(
+            name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
+        )
+
+    def ours(self, name: str, shard: Tensor) -> Tensor:
+        """Return a shard of the published tensor `name` with its rows in this project's order.
+
+        Raises:
+            CheckpointError: the shard does not hold whole heads.
+        """
+        if name.startswith(NORM) and shard.ndim > 1:
+            if shard.shape[1] != self.head_size:
+                raise CheckpointError(f"{shard.shape[1]} is not the head size, {self.head_size}")
+            return shard.flatten()
+        if self.group == 1 or not name.startswith(FUSED):
+            return shard
+        heads = self._key_heads(len(shard))
+        sizes = [heads * self.group * self.head_size, *[heads * self.head_size] * 2]
+        parts = [part.unflatten(0, (heads, -1)) for part in shard.split(sizes)]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def published(self, name: str, shard: Tensor) -> Tensor:
+        """Return a shard of this project's tensor as it is published; the inverse of `ours`.
+
+        Raises:
+            CheckpointError: the shard does not hold whole heads.
+        """
+        if name.startswith(NORM) and len(shard) > 1:
+            return shard.unflatten(0, (-1, self.head_size))
+        if self.group == 1 or not name.startswith(FUSED):
+            return shard
+        grouped = shard.unflatten(0, (self._key_heads(len(shard)), -1))
+        sizes = [self.group * self.head_size, self.head_size, self.head_size]
+        return torch.cat([part.flatten(0, 1) for part in grouped.split(sizes, dim=1)])
+
+    def _key_heads(self, rows: int) -> int:
+        """Return the number of key heads in so many rows of `query_key_value`."""
+        width = (self.group + 2) * self.head_size
+        if not width or rows % width:
+            raise CheckpointError(
+                f"{rows} rows hold no whole number of key heads with {self.group} queries of size "
+                f"{self.head_size}; num_attention_heads is not recorded, or the ranks are too many"
+            )
+        return rows // width
+
+    def file_name(self, name: str) -> str:
+        """Return the name in the files of the tensor whose name in the published code is `name`."""
+        for old, new in _SINCE_2024.items():
+            name = name.replace(old, new) if self.head else name
+        return name
+
+
+def published_name(name: str) -> str:
+    """Return the published code's name of a tensor of that code or of gpt-neox since 2024."""
+    for old, new in _SINCE_2024.items():
+        name = name.replace(new, old)
+    return name
