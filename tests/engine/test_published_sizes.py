@@ -41,6 +41,8 @@ LLAMA = {  # parameters of the models' published weights
     "13B": 13_015_864_320,
     "30B": 32_528_943_616,
     "65B": 65_285_660_672,
+    "70B": 68_976_648_192,  # LLaMA 2
+    "mistral-7B": 7_241_732_096,
 }
 
 

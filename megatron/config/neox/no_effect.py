@@ -76,7 +76,7 @@ _KEYS: dict[str, str] = {
     "bits per byte are reported instead": "char_level_ppl",
     "only num_unique_layers reads it": "param_sharing_style",
     "num_kv_heads sets the number of key and value heads": "attention_type",
-    "DAPE's own networks read it; options of embeddings are in pos_emb_options": """
+    "DAPE's own networks read it; the width of fire here is pos_emb_options: {width: 32}": """
         mlp_width noise_seq_length capev2_kernel
     """,
     "only mixtures of experts read it": """
