@@ -106,7 +106,7 @@ def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
     row_bias = None
     if theta_HN is not None:
         row_bias = RowBias(pos, theta_HN, positions_BT, inputs[1].shape[2])
-    return BlockedCall(*inputs, *numbers, row_bias)
+    return BlockedCall(*inputs, *numbers, row_bias=row_bias)
 
 
 class _BlockedAttention(torch.autograd.Function):

@@ -87,8 +87,8 @@ def fused(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     numbers = (call.scale, call.query_offset, call.dropout_p)
     if is_compiling():
-        code, *read = code_of(call.pos)
-        return operations.fused(*_inputs(call, *read), code, *numbers)[0]
+        code, tabulated, layer = code_of(call.pos)
+        return operations.fused(*_inputs(call, tabulated, layer), code, *numbers)[0]
     from megatron.kernels.launch import Setting
 
     functions, _ = functions_of(call.pos)

@@ -18,7 +18,7 @@ from tests.helpers.terms import Case, assert_same
 from tests.kernels.cases import TOLERANCE
 from tests.kernels.test_kernels_terms import check
 
-FIRE = {"length": 20, "width": 5}
+FIRE = {"length": 20, "width": 4}
 
 
 def case_of(pos, terms=(), *shape, **options):
@@ -44,13 +44,13 @@ def test_terms(name, terms, dtype):
     """There are shared key heads, an incomplete tile, and keys before and after the queries."""
     pos = load(name, **({"fire": FIRE} if "+" in name else FIRE))
     assert functions_of(pos)[1] == "evaluated in registers"
-    check(case_of(pos, terms, 2, 2, 37, 11, size=8, later=5, group=2), dtype)
+    check(case_of(pos, terms, 1, 2, 21, 11, size=8, later=5, group=2), dtype)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
-    queries=st.integers(1, 40),
-    offset=st.integers(0, 40),
+    queries=st.integers(1, 20),
+    offset=st.integers(0, 20),
     scale=st.sampled_from([1.0, 0.4]),
     zero=st.sampled_from(["w", "b", "both"]),
 )
@@ -59,18 +59,18 @@ def test_any_shape(queries, offset, scale, zero):
     case = case_of(load("fire", **FIRE).scaled(scale), (), 1, 2, queries, offset, size=8)
     with torch.no_grad():
         case.inputs[3][:, [3] if zero != "b" else []] = 0.0
-        case.inputs[3][:, [8] if zero != "w" else []] = 0.0
+        case.inputs[3][:, [7] if zero != "w" else []] = 0.0
     check(case)
 
 
 def test_distances_within_one_line_cost_no_search():
     """Far from each other, most tiles have all u between two knees; their values are exact, too."""
-    case = case_of(load("fire", **FIRE), (), 1, 1, 20, 480, size=8)
+    case = case_of(load("fire", **FIRE), (), 1, 1, 17, 240, size=8)
     check(case)
 
 
 def test_dropout_and_the_same_bits():
-    case, results = case_of(load("fire", **FIRE), (), 1, 2, 40, size=8), []
+    case, results = case_of(load("fire", **FIRE), (), 1, 2, 24, size=8), []
     for _ in range(2):
         torch.manual_seed(3)
         before = launch.LAUNCHES["hidden"]
@@ -81,11 +81,11 @@ def test_dropout_and_the_same_bits():
     step, values = 1e-2, []
     for sign in (1, -1):  # the mask is the same, so differences show the gradient with dropout
         inputs = [x.detach().clone() for x in case.rounded(torch.float32)]
-        inputs[3][:, 12:] += sign * step
+        inputs[3][:, 10:] += sign * step
         torch.manual_seed(3)
         out = case.out("fused", inputs, dropout_p=0.3)
         values.append((out.double() * case.grad).sum())
-    assert_same([(values[0] - values[1]) / (2 * step)], [dtheta[:, 12:].sum().double()], 1e-3)
+    assert_same([(values[0] - values[1]) / (2 * step)], [dtheta[:, 10:].sum().double()], 1e-3)
 
 
 def test_a_bias_that_no_table_can_hold_is_refused_by_name():
