@@ -95,8 +95,9 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
     no_weights = ("checkpoint_activations", "row_parallel_output")
     for name in ("init_method", "output_init_method", "init_std", *no_weights):
         del shape[name]
-    for name in ("attention_dropout", "hidden_dropout", "numerics", "fused_norm"):
+    for name in ("attention_dropout", "hidden_dropout", "numerics"):
         del block[name]
+    block["fused_norm"] &= block["norm"] == "rmsnorm"  # the fused layernorm has the same value
     return {
         "pos_emb": config.model.pos_emb,
         "pos_emb_options": dict(config.model.pos_emb_options),
