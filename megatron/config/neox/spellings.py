@@ -179,8 +179,13 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
     if not is_number(value) or not 0 < value <= 1:
         text = f"expected a number above 0, up to 1, got {show(value)}; write e.g. 0.9"
         out.problem(fraction.mark, "lr_decay_fraction", text)
-    elif "decay_iters" not in out.given and iters and isinstance(iters.value, (int, float)):
+    elif "decay_iters" not in out.given and iters and _is_sane(iters.value):
         out.given["decay_iters"] = Given(max(1, math.floor(iters.value * value)), fraction.mark)
+
+
+def _is_sane(value: Any) -> bool:
+    """Return whether arithmetic with the value works. Other values are reported elsewhere."""
+    return is_number(value) and abs(value) < 1e18
 
 
 def read_width(others: dict[str, Given], out: Translation) -> None:
@@ -189,14 +194,15 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
     hidden = out.given.get("hidden_size")
     if not given:
         return
-    if not is_number(given.value) or given.value <= 0:
+    if not is_number(given.value) or not 0 < given.value < math.inf:
         text = f"expected a number above 0, got {show(given.value)}; write e.g. 4"
         out.problem(given.mark, "expansion_factor", text)
     elif size:
         text = f"excludes intermediate_size at {size.mark}; write only one of them"
         out.problem(given.mark, "expansion_factor", text)
-    elif hidden and is_number(hidden.value):
-        out.given["intermediate_size"] = Given(int(given.value * hidden.value), given.mark)
+    elif hidden and _is_sane(hidden.value):
+        width = int(min(given.value, 1e18) * hidden.value)
+        out.given["intermediate_size"] = Given(width, given.mark)
 
 
 def read_vocabulary(out: Translation) -> None:

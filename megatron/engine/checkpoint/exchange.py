@@ -103,6 +103,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         dtype = DTYPES[config.training.precision]
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
         pos = positional_of(config)
+        first, _ = pos.of_layer(0)
+        pos = first if first.name == pos.name else pos  # all layers have the same
         block = shape_of(config, len(weights[WORDS])).block
         shape, buffers = _shape_of(config, block, pos), implied_buffers(block, pos, dtype)
         if shape.head and pos.name == "rotary":
@@ -238,11 +240,20 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
             f"the published code has no pos_emb {pos.name}, so this checkpoint cannot be exported "
             "to it"
         )
-    if m.rope_scaling:
-        raise CheckpointError(
-            "the published code has no rope_scaling, so this checkpoint cannot be exported to it"
-        )
     head = _needs_head(block, m.activation)
+    windows = m.sliding_window_width
+    lacking = {
+        "rope_scaling": m.rope_scaling,
+        "pos_emb_options": m.pos_emb_options,
+        "theta_per_layer": m.theta_per_layer,
+        "windows of single layers": isinstance(windows, tuple),
+        "sliding_window_width": windows is not None and not head,
+        "rmsnorm_fusion": m.norm == "rmsnorm" and m.rmsnorm_fusion and not head,
+    }
+    if key := next((key for key, lacks in lacking.items() if lacks), None):
+        raise CheckpointError(
+            f"the published code has no {key}, so this checkpoint cannot be exported to it"
+        )
     if head and (why := _not_in_head(config, block, pos)):
         raise CheckpointError(f"gpt-neox {why}, so this checkpoint cannot be exported to it")
     return Shape(

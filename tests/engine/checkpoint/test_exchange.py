@@ -172,6 +172,31 @@ def test_what_gpt_neox_computes_otherwise_is_refused(tmp_path, changes, says):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"pos_emb": "kerple_log", "theta_per_layer": True}, "no theta_per_layer, so"),
+        ({"sliding_window_width": 4}, "no sliding_window_width, so"),
+        (HEAD | {"sliding_window_width": [[[4, 2], 1]]}, "no windows of single layers, so"),
+        ({"norm": "rmsnorm", "rmsnorm_fusion": True}, "no rmsnorm_fusion, so"),
+    ],
+)
+def test_what_the_published_code_computes_otherwise_is_refused(tmp_path, changes, says):
+    own_checkpoint(tmp_path / "run", **changes)
+    with pytest.raises(CheckpointError, match=says):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "alibi"])
+def test_layers_that_are_named_one_by_one_are_exported_as_one_embedding(tmp_path, name):
+    written = []
+    for folder, pos_emb in (("a", name), ("b", [[[name], 2]])):
+        own_checkpoint(tmp_path / folder, pos_emb=pos_emb)
+        path = export_checkpoint(tmp_path / folder, tmp_path / f"{folder} out")
+        written.append(torch.load(path / "layer_03-model_00-model_states.pt"))
+    assert written[0].keys() == written[1].keys()
+
+
 def test_key_heads_are_not_cut(tmp_path):
     own_checkpoint(tmp_path / "run", **HEAD)
     with pytest.raises(CheckpointError, match="or the ranks are too many"):
