@@ -8,8 +8,9 @@
 
 A variant is one pass (one Triton kernel) for one GPU architecture, dtype, head size and distance
 kernel, with or without dropout. A distance kernel is a bias or a factor of the attention scores
-that depends only on the distance between query and key. --only is a regular expression for the
-names of variants, such as `sm_90 rpe key bf16 64` or `sm_90 rpe key bf16 64 dropout`.
+that depends only on the distance between query and key. Other terms stand beside it, such as in
+`kerple_log + forget_gate + documents`. --only is a regular expression for the names of variants,
+such as `sm_90 rpe key bf16 64` or `sm_90 rpe key bf16 64 dropout`.
 
 The columns of the CSV are Triton's version, the GPU architecture (such as sm_90), the distance
 kernel, the pass, the dtype, the head size, whether there is dropout (0 or 1), the tile (M, N,
@@ -21,21 +22,20 @@ according to the PTX of the costliest loop.
 The tool fails if a variant needs more shared memory than the GPU has, if its products are
 serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Other
 spills are only recorded, and so are those on Blackwell, for which no tile sizes have been chosen.
-The CSV has no rows of variants that have not been compiled yet.
+The CSV has no rows of variants that have not been compiled yet. It is written after each variant.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import io
 import os
 import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -57,11 +57,11 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from megatron.attention.fused import functions_of
-from megatron.files import replacing
 from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.launch import OPTIONS, PASSES, constants
-from megatron.kernels.tile_sizes import SHARED_MEMORY, Tile, family, look_up, padded
+from megatron.kernels.tile_sizes import Tile, family, look_up, padded
 from megatron.positional import PositionalEmbedding, PositionalError, load
+from tools.kernel_table import BLACKWELL, Row, Variant, read_rows, summary, write
 from tools.machine_code import resources, special_functions
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")
@@ -72,8 +72,10 @@ KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "ker
            "alibi", "rpe", "none")  # fmt: skip
 # These for fewer head sizes. Others compile to the same code as a listed one, as alibi or none.
 OTHERS = "kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich", "fire"
+# Terms beside the distance kernel, and the tensors that they need. A window is like documents, and
+# rotary embeddings and temperatures are not in the Triton kernels.
+TERMS = {"documents": ("first", "end"), "sink": ("sink",), "forget_gate": ("high", "low", "ddecay")}
 AMPERE_AND_HOPPER = (90, 80, 86)
-BLACKWELL = (100, 120)
 # Each entry is (targets, distance kernels, dtypes, head sizes, dropout).
 LISTED: Any = (
     (AMPERE_AND_HOPPER, KERNELS, HALF, SIZES, False),
@@ -91,72 +93,6 @@ SAMPLE: Any = (
 )
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One Triton kernel to compile.
-
-    Attributes:
-        target: The GPU's compute capability, such as 90.
-        kernel: The name of the distance kernel.
-        dtype: `bf16`, `fp16` or `fp32`.
-        head_size: The dimensions of each attention head.
-        which: The pass, a key of `PASSES`.
-        dropout: Whether there is dropout.
-    """
-
-    target: int
-    kernel: str
-    which: str
-    dtype: str
-    head_size: int
-    dropout: bool = False
-
-    @property
-    def name(self) -> str:
-        end = " dropout" if self.dropout else ""
-        return f"sm_{self.target} {self.kernel} {self.which} {self.dtype} {self.head_size}{end}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the CSV: the resources of one compiled variant (see the module docstring)."""
-
-    triton: str
-    target: str
-    kernel: str
-    which: str
-    dtype: str
-    head_size: int
-    dropout: int
-    M: int
-    N: int
-    warps: int
-    stages: int
-    registers: int
-    spilled: int
-    shared: int
-    serialised: int
-    special_functions_per_score: float
-
-    @property
-    def variant(self) -> Variant:
-        target, *named, dropout = astuple(self)[1:7]
-        return Variant(int(target.removeprefix("sm_")), *named, dropout=bool(dropout))
-
-    @property
-    def wrong(self) -> str | None:
-        """The reason why this variant should not be used on its GPU, or None."""
-        target, where = self.variant.target, self.variant.name
-        memory = SHARED_MEMORY[family(divmod(target, 10))]
-        if self.shared > memory:
-            return f"{where}: {self.shared} bytes of shared memory of {memory}"
-        if self.serialised:
-            return f"{where}: matrix products wait for each other"
-        if target in BLACKWELL or self.dtype == "fp32" or self.head_size > 128 or not self.spilled:
-            return None
-        return f"{where}: a thread spills {self.spilled} bytes"
-
-
 def variants(sample: bool) -> Iterator[Variant]:
     for *parts, dropout in SAMPLE if sample else LISTED:
         for target, kernel, dtype, size in product(*parts):
@@ -166,25 +102,21 @@ def variants(sample: bool) -> Iterator[Variant]:
 
 
 @lru_cache
-def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions]:
-    pos = load(name)
-    return pos, functions_of(pos)[0]
+def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
+    """Return the distance kernel, its device functions, and the tensors of the other terms."""
+    names = name.split(" + ")
+    whole = load(" + ".join(x for x in names if x != "documents") or "none")
+    pos, _ = whole.kernel_part(None)
+    return pos, functions_of(pos)[0], [tensor for x in names for tensor in TERMS.get(x, ())]
 
 
 def tile_of(variant: Variant) -> Tile:
     """Return the tile size from `tile_sizes.TABLE` that training uses for a variant."""
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
-    _, functions = kernel_of(variant.kernel)
+    _, functions, terms = kernel_of(variant.kernel)
     group = family(divmod(variant.target, 10))
-    sizes = look_up(group, itemsize, size, *functions.needs(variant.dropout))
+    sizes = look_up(group, itemsize, size, *functions.needs(variant.dropout, bool(terms)))
     return getattr(sizes, "query" if variant.which == "hidden" else variant.which)
-
-
-def read_rows(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        _, *lines = csv.reader(file)
-    convert: list[Any] = [{"int": int, "float": float}.get(str(f.type), str) for f in fields(Row)]
-    return [Row(*(to(x) for to, x in zip(convert, line, strict=True))) for line in lines]
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
@@ -204,13 +136,15 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 
 def build(variant: Variant) -> Row:
     """Compile one variant for pointers and strides that are divisible by 16, as at run time."""
-    tile, (pos, functions) = tile_of(variant), kernel_of(variant.kernel)
-    terms = ("position",) if functions.reads_position else ()
+    tile, (pos, functions, terms) = tile_of(variant), kernel_of(variant.kernel)
+    terms = [*terms, *(("position",) if functions.reads_position else ())]
     flags: Any = {"dropout": variant.dropout, "theta": pos.learnable, "terms": terms}
     fixed = constants(variant.which, functions, tile, variant.head_size, **flags) | {"group": 1}
     function = PASSES[variant.which]
     pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "sums_ptr": "*fp32",
-                "theta_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i32"}  # fmt: skip
+                "theta_ptr": "*fp32", "seed_ptr": "*i64", "sink_ptr": "*fp32",
+                "high_ptr": "*fp32", "low_ptr": "*fp32", "ddecay_ptr": "*fp32",
+                "first_ptr": "*i32", "end_ptr": "*i32", "position_ptr": "*i32"}  # fmt: skip
     signature, attributes = {}, {}
     for n, name in enumerate(function.arg_names):
         if name in fixed:
@@ -242,26 +176,11 @@ def build(variant: Variant) -> Row:
     )
 
 
-def compile_all(wanted: list[Variant], jobs: int) -> dict[Variant, Row]:
-    found = {}
+def compile_all(wanted: list[Variant], jobs: int) -> Iterator[tuple[Variant, Row]]:
     with ProcessPoolExecutor(jobs) as pool:
-        for variant, row in zip(wanted, pool.map(build, wanted, chunksize=4), strict=True):
-            found[variant] = row
+        for variant, row in zip(wanted, pool.map(build, wanted), strict=True):
             print(",".join(str(value) for value in astuple(row)), flush=True)
-    return found
-
-
-def write(rows: list[Row], out: Path) -> None:
-    with replacing(out) as path, path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["pass" if f.name == "which" else f.name for f in fields(Row)])
-        writer.writerows(astuple(row) for row in rows)
-
-
-def summary(rows: list[Row]) -> str:
-    spill, serial = sum(row.spilled > 0 for row in rows), sum(row.serialised for row in rows)
-    head = f"{len(rows)} variants: {spill} spill registers, {serial} have serialised products"
-    return "\n".join([head, *(row.wrong for row in rows if row.wrong)])
+            yield variant, row
 
 
 def main() -> int:
@@ -288,10 +207,12 @@ def main() -> int:
     found = unchanged(read_rows(CSV), wanted) if args.changed or args.only else {}
     chosen = [variant for variant in wanted if re.search(args.only, variant.name)]
     missing = [variant for variant in chosen if not (args.changed and variant in found)]
-    found |= compile_all(missing, args.jobs)
+    out = args.out or (None if args.sample else CSV)
+    for variant, row in compile_all(missing, args.jobs):  # written at once: it may be stopped
+        found[variant] = row
+        if out:
+            write([found[variant] for variant in wanted if variant in found], out)
     rows = [found[variant] for variant in wanted if variant in found]
-    if out := args.out or (None if args.sample else CSV):
-        write(rows, out)
     print(f"{len(missing)} kernels compiled\n{summary(rows)}", file=sys.stderr)
     return 1 if any(row.wrong for row in rows) else 0
 

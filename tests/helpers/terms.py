@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention import attend
-from megatron.positional import load
+from megatron.positional import load, names
 
 POS_TERMS = {
     "bias": "kerple_log",
@@ -17,11 +17,12 @@ POS_TERMS = {
     "sink": "sink",
 }
 TERMS = (*POS_TERMS, "decay", "documents", "window")
-TABLE = {"table": "rpe"}  # what the fused backend tabulates; no term of its own
+OTHERS = {"table": "rpe"}  # what the fused backend tabulates; no term of its own
+OTHERS |= {name: name for name in names()}
 
 
 class Case:
-    """Random inputs of a call with some of `TERMS`, in float64.
+    """Random inputs of a call with some of `TERMS` or embeddings, in float64.
 
     Args:
         later: The number of keys after the last query.
@@ -42,15 +43,14 @@ class Case:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
         keys = offset + queries + later
-        known = POS_TERMS | TABLE
-        names = [known[term] for term in terms if term in known]
-        self.pos = load(" + ".join(names) or "none")
+        known = POS_TERMS | OTHERS
+        self.pos = load(" + ".join(known[term] for term in terms if term in known) or "none")
         inputs = [draw(batch, heads, queries, size)]
         inputs += [draw(batch, heads // group, keys, size) for _ in range(2)]
         self.options: dict[str, Any] = {"scale": 0.35, "query_offset": offset}
         if columns := len(self.pos.parameters):
             inputs.append(0.1 + torch.rand(heads, columns, generator=generator).double())
-        if "decay" in terms:
+        if "decay" in terms or self.pos.has("gate"):
             inputs.append(draw(batch, heads, keys).cumsum(-1))
         if "documents" in terms:
             begins_BS = torch.rand(batch, keys, generator=generator) < 3 / keys
