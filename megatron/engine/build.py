@@ -180,6 +180,7 @@ def plan_of(
         cp=cp,
         layers=tuple(layers),
         documents=documents,
+        z_loss=config.training.z_loss,
         **theta_of(config, pos),
     )
 

@@ -31,10 +31,7 @@ from megatron.model.shape import Plan
 from megatron.parallel.collectives import all_gather, gather_from
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.layers import ColumnLinear, RowLinear
-from megatron.parallel.loss import token_losses
-
-LOGITS_AT_ONCE = 1 << 26
-"""The largest number of logits held at a time if no gradient is needed (256 MB in fp32)."""
+from megatron.parallel.loss import losses_in_pieces
 
 
 class GPT(nn.Module):
@@ -51,7 +48,7 @@ class GPT(nn.Module):
         if not plan.shape.tie_weights:
             output_class, arguments = output_layer(plan)
             self.output = output_class(**arguments)
-        self.logits_tp = logits_group(plan)
+        self.logits_tp, self.z_loss = logits_group(plan), plan.z_loss
         initialise(self.named_parameters(), plan.shape, plan.seed)
 
     def forward(
@@ -59,8 +56,9 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Return the logits [batch, positions, vocabulary], or the losses [batch, positions].
 
-        If `targets_BT` is given, the result is the loss of each target, in nats. Every rank must
-        pass the full sequence and gets the result for the full sequence.
+        If `targets_BT` is given, the result is the loss of each target, in nats. It includes the
+        plan's `z_loss` only if a gradient may be needed, that is, in training. Every rank must pass
+        the full sequence and gets the result for the full sequence.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -77,11 +75,16 @@ class GPT(nn.Module):
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
             result = gather_from(self._logits(x_BTD), self.logits_tp, -1)
-        elif torch.is_grad_enabled():
-            targets_BT = self.split.context_slice(targets_BT)
-            result = token_losses(self._logits(x_BTD), targets_BT, self.logits_tp)
         else:
-            result = self._losses_in_pieces(x_BTD, self.split.context_slice(targets_BT))
+            result = losses_in_pieces(
+                self._logits,
+                x_BTD,
+                self.split.context_slice(targets_BT),
+                self.shape.vocab_size,
+                self.logits_tp,
+                ranks=self.split.tp_slices,
+                z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
+            )
         return all_gather(result, self.cp, 1)[:, :length]
 
     def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
@@ -116,22 +119,6 @@ class GPT(nn.Module):
         x_BTD = self.final_norm(x_BTD[:, -1:] if last_only else x_BTD)
         logits_BTV = gather_from(self._logits(x_BTD), self.logits_tp, -1)
         return logits_BTV[:, -1] if last_only else logits_BTV
-
-    def _losses_in_pieces(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Compute the losses [batch, positions] without gradients, piece by piece of the sequence.
-
-        Thus the logits of a long sequence never exist all at once. Under sequence parallelism, a
-        piece takes the same number of positions from every rank's slice of the sequence. In
-        variable names, R is the number of ranks.
-        """
-        ranks = self.split.tp_slices
-        width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * ranks * self.shape.vocab_size))
-        targets_BRT = targets_BT.unflatten(1, (ranks, -1))
-        losses_BRT = [
-            token_losses(self._logits(x), targets.flatten(1), self.logits_tp).view(targets.shape)
-            for x, targets in zip(x_BTD.split(width, 1), targets_BRT.split(width, 2), strict=True)
-        ]
-        return torch.cat(losses_BRT, dim=2).flatten(1)
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Return the logits [batch, positions, vocabulary].

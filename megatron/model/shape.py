@@ -138,6 +138,8 @@ class Plan:
             for all heads or one number per head. Other parameters are drawn at random.
         theta_frozen: The names of the embedding's parameters that training does not change.
         layers: The attention of each layer, if layers differ.
+        z_loss: The factor of the squared logarithm of the softmax's denominator. Training adds
+            this term to the loss.
         documents: How sequences divide into documents whose tokens see no other document, or None
             if each sequence is one document.
     """
@@ -152,6 +154,7 @@ class Plan:
     theta_frozen: tuple[str, ...] = ()
     layers: tuple[LayerAttention, ...] = ()
     documents: Documents | None = None
+    z_loss: float = 0.0
 
     def layer(self, index: int) -> LayerAttention:
         """Return the attention of layer `index`. Without `layers`, all layers have the same."""

@@ -1,8 +1,14 @@
 """Compute the cross-entropy loss of a language model.
 
-    loss[b, t] = logsumexp_v(logits[b, t, v]) - logits[b, t, targets[b, t]]
+    loss[b, t] = lse[b, t] - logits[b, t, targets[b, t]] + z_loss lse[b, t]^2
+    lse[b, t]  = logsumexp_v(logits[b, t, v])
 
-Legend: B batch, T positions, V padded vocabulary, W this rank's slice of the vocabulary (V / size).
+The last term, which training may add (Chowdhery et al. 2022, arXiv 2204.02311), keeps the softmax's
+denominator close to 1. Pieces of a sequence are computed one after the other, and again in the
+backward pass, so that the logits of a large batch never exist all at once.
+
+Legend: B batch, T positions, V padded vocabulary, W this rank's slice of the vocabulary (V / size),
+R ranks that split a sequence.
 
 If the vocabulary is sharded over a tensor-parallel group, the group reduces three [B, T] tensors
 (the maximum, the sum of exponentials and the target's logit). Thus the logits are never gathered.
@@ -12,10 +18,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel.groups import ALONE, TensorGroup
 
@@ -23,8 +31,56 @@ UNCOUNTED = -1
 """Stands for a target that does not count in the loss. Its own loss is 0."""
 
 
+LOGITS_AT_ONCE = 1 << 26
+"""The largest number of logits in a piece of a sequence (256 MB in fp32)."""
+
+
+def losses_in_pieces(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    x_BTD: torch.Tensor,
+    targets_BT: torch.Tensor,
+    vocab_size: int,
+    tp: TensorGroup = ALONE,
+    *,
+    ranks: int = 1,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Return the loss of each target in nats, [batch, positions], piece by piece of the sequence.
+
+    Under sequence parallelism, a piece takes the same number of positions from every rank's slice
+    of the sequence.
+
+    Args:
+        logits_of: A function from a piece of `x_BTD` to its logits, this rank's slice of the
+            vocabulary. It must draw no random numbers, because the backward pass calls it again.
+        targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
+        vocab_size: The padded vocabulary size V.
+        ranks: The number of ranks that split each sequence. Then `x_BTD` is this rank's slice.
+        z_loss: The factor of the term lse^2.
+    """
+
+    def losses(x_BPD: torch.Tensor, targets_BRP: torch.Tensor) -> torch.Tensor:
+        found = token_losses(logits_of(x_BPD), targets_BRP.flatten(1), tp, z_loss)
+        return found.view(targets_BRP.shape)
+
+    width = max(1, LOGITS_AT_ONCE // (x_BTD.shape[0] * ranks * vocab_size))
+    targets_BRT = targets_BT.unflatten(1, (ranks, -1))
+    pairs = list(zip(x_BTD.split(width, 1), targets_BRT.split(width, 2), strict=True))
+    if len(pairs) > 1 and torch.is_grad_enabled():
+        pieces = [
+            checkpoint(losses, *pair, use_reentrant=False, preserve_rng_state=False)
+            for pair in pairs
+        ]
+    else:
+        pieces = [losses(*pair) for pair in pairs]
+    return torch.cat(pieces, dim=2).flatten(1)
+
+
 def token_losses(
-    logits_BTW: torch.Tensor, targets_BT: torch.Tensor, tp: TensorGroup = ALONE
+    logits_BTW: torch.Tensor,
+    targets_BT: torch.Tensor,
+    tp: TensorGroup = ALONE,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Return the loss of each target in nats, [batch, positions], on every rank.
 
@@ -35,15 +91,17 @@ def token_losses(
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:
-        losses_BT = _ShardedCrossEntropy.apply(logits_BTW.to(dtype), targets_BT, tp)
+        losses_BT = _ShardedCrossEntropy.apply(logits_BTW.to(dtype), targets_BT, tp, z_loss)
         return losses_BT.masked_fill(targets_BT == UNCOUNTED, 0.0)
+    wide_BTV = logits_BTW.to(dtype)
     flat = F.cross_entropy(
-        logits_BTW.flatten(0, 1).to(dtype),
-        targets_BT.flatten(),
-        reduction="none",
-        ignore_index=UNCOUNTED,
+        wide_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none", ignore_index=UNCOUNTED
     )
-    return flat.view(targets_BT.shape)
+    losses_BT = flat.view(targets_BT.shape)
+    if z_loss:
+        z_BT = z_loss * wide_BTV.logsumexp(-1).square()
+        losses_BT = losses_BT + z_BT.masked_fill(targets_BT == UNCOUNTED, 0.0)
+    return losses_BT
 
 
 def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -54,12 +112,12 @@ def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor
 class _ShardedCrossEntropy(torch.autograd.Function):
     """Cross-entropy over logits that are sharded by vocabulary.
 
-    The gradient d loss / d logit_v is softmax_v, minus 1 if v is the target. Each rank computes the
-    gradient of its own slice of the vocabulary.
+    The gradient d loss / d logit_v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the target.
+    Each rank computes the gradient of its own slice of the vocabulary.
     """
 
     @staticmethod
-    def forward(ctx, logits_BTW, targets_BT, tp):
+    def forward(ctx, logits_BTW, targets_BT, tp, z_loss):
         width = logits_BTW.shape[-1]
         top_BT = logits_BTW.amax(-1)
         dist.all_reduce(top_BT, op=dist.ReduceOp.MAX, group=tp.group)
@@ -72,15 +130,20 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         sums_2BT = torch.stack([exp_BTW.sum(-1), hit_BT1.squeeze(-1)])
         dist.all_reduce(sums_2BT, group=tp.group)
         total_BT, hit_BT = sums_2BT
-        ctx.save_for_backward(exp_BTW.div_(total_BT.unsqueeze(-1)), local_BT1, elsewhere_BT1)
-        return total_BT.log() - hit_BT
+        loss_BT, scale_BT = total_BT.log() - hit_BT, total_BT
+        if z_loss:
+            lse_BT = total_BT.log() + top_BT
+            loss_BT = loss_BT + z_loss * lse_BT.square()
+            scale_BT = total_BT / (1.0 + 2.0 * z_loss * lse_BT)
+        ctx.save_for_backward(exp_BTW.div_(scale_BT.unsqueeze(-1)), local_BT1, elsewhere_BT1)
+        return loss_BT
 
     @staticmethod
     def backward(ctx, grad_BT):
-        softmax_BTW, local_BT1, elsewhere_BT1 = ctx.saved_tensors
-        here_BT1 = (~elsewhere_BT1).to(softmax_BTW.dtype)
-        dlogits_BTW = softmax_BTW.scatter_add(-1, local_BT1, -here_BT1)
-        return dlogits_BTW.mul_(grad_BT.unsqueeze(-1)), None, None
+        scaled_BTW, local_BT1, elsewhere_BT1 = ctx.saved_tensors
+        here_BT1 = (~elsewhere_BT1).to(scaled_BTW.dtype)
+        dlogits_BTW = scaled_BTW.scatter_add(-1, local_BT1, -here_BT1)
+        return dlogits_BTW.mul_(grad_BT.unsqueeze(-1)), None, None, None
 
 
 def perplexity(loss: float) -> float:

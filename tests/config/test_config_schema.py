@@ -99,7 +99,6 @@ HARMLESS = {
     "num_unique_layers": "2",
     "moe_num_experts": "1",
     "train_impl": "normal",
-    "z_loss": "0",
     "optimizer.params.adam_w_mode": "true",
     "train_label_data_paths": "[]",
 }

@@ -1,12 +1,17 @@
 """Test pipeline stages: one theta, the plain model's parameter names, bitwise resuming."""
 
+import math
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron.config import load_config
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.run import Job
-from tests.helpers.jobs import cell, digest, rewind, rows, write_config, write_shards
+from megatron.parallel import loss
+from tests.helpers.jobs import STAGES, cell, digest, rewind, rows, write_config, write_shards
 from tests.helpers.launch import call, run_ranks
 
 BASE = {
@@ -32,8 +37,11 @@ VARIANTS = {
     "learned": {"pos_emb": "learned", "max_position_embeddings": 64},
     "gpt_j": {"gpt_j_residual": True, "activation": "geglu"},
     "recomputed": {"checkpoint_activations": True, "no_weight_tying": True},
+    "z_loss": {"z_loss": 0.1},
     "fp32 sums": {**cell(1, "bf16"), "data_types": {"grad_accum_dtype": "fp32"}},
 }
+IN_PIECES = mock.patch.object(loss, "LOGITS_AT_ONCE", 4 * 264 * 5)
+"""Computes the losses of 5 positions of each micro-batch at a time."""
 RESUMED = {
     "pp2-bf16": {"pipe_parallel_size": 2, **cell(1, "bf16")},
     "pp3-untied": {"pipe_parallel_size": 3, "no_weight_tying": True},
@@ -57,6 +65,10 @@ def one(groups, folder, prefix):
     train(groups, folder, prefix, "plain")
     for name, changes in VARIANTS.items():
         train(groups, folder, prefix, f"{name}-plain", **changes)
+    for stage in STAGES:
+        with IN_PIECES:
+            keys = {**VARIANTS["z_loss"], **cell(stage, "fp32")}
+            train(groups, folder, prefix, f"pieces-{stage}", **keys)
     return names
 
 
@@ -66,7 +78,8 @@ def several(groups, folder, prefix):
         split = {"pipe_parallel_size": 2}
         names = train(groups, folder, prefix, "one-step-pipe", **(ONE_STEP | split))
         for name, changes in VARIANTS.items():
-            train(groups, folder, prefix, f"{name}-pipe", **(changes | split))
+            with IN_PIECES if name == "z_loss" else nullcontext():
+                train(groups, folder, prefix, f"{name}-pipe", **(changes | split))
         for drop in ("a", "b"):
             train(groups, folder, prefix, f"dropout-{drop}", **(DROPOUT | split))
     for name, changes in RESUMED.items():
@@ -136,6 +149,17 @@ def test_a_pipeline_trains_and_evaluates_the_plain_model(jobs, variant):
         a, b = ([float(x) for x in row.split(",")] for row in (a, b))
         assert a == pytest.approx(b, rel=1e-2 if variant == "fp32 sums" else 1e-4)
     assert len(tables[0]) == 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_in_pieces_train_the_same_model(jobs, stage):
+    """The term of `z_loss` is part of the training loss alone."""
+    folder, *_ = jobs
+    for name in ("train/loss", "train/grad_norm", "validation/loss"):
+        truth = rows(folder / "z_loss-plain", name)
+        assert rows(folder / f"pieces-{stage}", name) == pytest.approx(truth, rel=2e-6), name
+    first, plain = (rows(folder / run)[1] for run in ("z_loss-plain", "plain"))
+    assert first == pytest.approx(plain + 0.1 * math.log(264) ** 2, rel=0.01)
 
 
 def test_one_process_generates_with_a_pipelines_checkpoint(jobs):

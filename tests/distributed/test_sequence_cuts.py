@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.parallel.sharding import sharding_of, unsharded
 from tests.distributed.test_pipeline import DROPOUT, train
-from tests.distributed.test_tensor_parallel import VARIANTS, build
+from tests.distributed.test_tensor_parallel import VARIANTS, build, in_pieces
 from tests.helpers.jobs import cell, digest, rewind, rows, write_shards
 from tests.helpers.launch import run_ranks
 
@@ -22,7 +22,8 @@ def results(model, length, groups=None):
     """Return (token losses, logits, averaged gradients of unsharded parameters)."""
     tokens = torch.randint(0, 32, (3, length + 1), generator=torch.Generator().manual_seed(5))
     model.zero_grad()
-    losses = model(tokens[:, :-1], tokens[:, 1:])
+    with in_pieces(model, groups is not None):
+        losses = model(tokens[:, :-1], tokens[:, 1:])
     (losses * torch.linspace(0.5, 1.5, losses.numel()).view_as(losses)).sum().backward()
     grads = {}
     for name, param in model.named_parameters():

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from megatron.attention import choose
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.model import GPT, BlockShape, GPTShape, Plan
+from megatron.parallel import loss
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.groups import ALONE
 from megatron.parallel.loss import token_losses
@@ -47,6 +49,8 @@ VARIANTS = {
     "gpt_j_residual": {"gpt_j": True},
     "geglu": {"activation": "geglu"},
     "scalenorm": {"norm": "scalenorm"},
+    "losses in pieces": {"z_loss": 0.2},
+    "losses in pieces, output cut by inputs": {"z_loss": 0.2, "tied": False, "row": True},
 }
 
 
@@ -61,7 +65,8 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
     rows = v.get("rows", 16)
     shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], row_parallel_output=v["row"])
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
-    model = GPT(Plan(shape, pos, attend, 1, tp=tp or ALONE, cp=cp)).double()
+    z_loss = v.get("z_loss", 0.0)
+    model = GPT(Plan(shape, pos, attend, 1, tp=tp or ALONE, cp=cp, z_loss=z_loss)).double()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("bias") or "qk_layernorm" in name:
@@ -70,10 +75,17 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
     return model
 
 
+def in_pieces(model, sharded):
+    """Return a context in which sharded models with a `z_loss` take 4 positions at a time."""
+    at_once = 3 * 32 * 4 if sharded and model.z_loss else loss.LOGITS_AT_ONCE
+    return mock.patch.object(loss, "LOGITS_AT_ONCE", at_once)
+
+
 def losses_and_gradients(model, tp):
     """Return (token losses, logits, gradients of unsharded parameters)."""
     tokens = torch.randint(0, 32, (3, 13), generator=torch.Generator().manual_seed(5))
-    losses = model(tokens[:, :-1], tokens[:, 1:])
+    with in_pieces(model, tp is not None):
+        losses = model(tokens[:, :-1], tokens[:, 1:])
     (losses * torch.linspace(0.5, 1.5, losses.numel()).view_as(losses)).sum().backward()
     grads = {}
     for name, param in model.named_parameters():
@@ -96,7 +108,8 @@ def cut_models(groups):
             else sharding_of(param).join(tp.gather(param))
             for key, param in model.named_parameters()
         }
-        found[name] = weights, losses_and_gradients(model, tp), sorted(shardings_of(model))
+        results = losses_and_gradients(model, tp)
+        found[name] = weights, results, sorted(shardings_of(model))
     return found
 
 

@@ -211,9 +211,33 @@ def test_losses_in_pieces_equal_losses_at_once(monkeypatch):
     model = build().eval()
     ids = tokens()
     whole = model(ids, ids).detach()
-    monkeypatch.setattr("megatron.model.gpt.LOGITS_AT_ONCE", 2 * VOCAB * 5)
+    monkeypatch.setattr("megatron.parallel.loss.LOGITS_AT_ONCE", 2 * VOCAB * 5)
     with torch.no_grad():
         torch.testing.assert_close(model(ids, ids), whole)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_losses_in_pieces_equal_those_of_the_formula(monkeypatch, z_loss, tied):
+    """The reference needs all logits; a piece holds 5 positions, and the last one 2."""
+    found = []
+    for limit in (2 * VOCAB * 5, None):
+        model = build(shape={"tie_weights": tied}).double()
+        model.z_loss, ids = z_loss, tokens()
+        if limit:
+            monkeypatch.setattr("megatron.parallel.loss.LOGITS_AT_ONCE", limit)
+            losses = model(ids, ids.roll(1))
+        else:
+            logits = model(ids)
+            lse = logits.logsumexp(-1)
+            losses = lse - logits.gather(-1, ids.roll(1)[..., None])[..., 0] + z_loss * lse**2
+        (losses * torch.arange(1, 1 + losses.numel()).view_as(losses)).sum().backward()
+        found.append([losses.detach(), *(p.grad for p in model.parameters())])
+    for ours, truth in zip(*found, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-10)
+    with torch.no_grad():  # not in an evaluation
+        plain = -model(ids).log_softmax(-1).gather(-1, ids.roll(1)[..., None])[..., 0]
+        torch.testing.assert_close(model(ids, ids.roll(1)), plain, rtol=0, atol=1e-12)
 
 
 def test_learned_positions_end_with_an_explanation():

@@ -4,9 +4,11 @@ import math
 
 import torch
 
+from megatron.parallel import loss
 from megatron.parallel.groups import build_groups
 from megatron.parallel.loss import token_losses
 from megatron.parallel.rng import named_generator, rng_state, set_rng_state
+from tests.helpers.peak import peak_bytes
 
 
 def test_a_named_stream_depends_on_seed_and_name_alone():
@@ -36,6 +38,20 @@ def test_token_losses_are_minus_log_softmax():
             row = logits[b, t]
             expected = math.log(sum(math.exp(v) for v in row.tolist())) - row[targets[b, t]].item()
             assert abs(losses[b, t].item() - expected) < 1e-12
+
+
+def test_losses_in_pieces_need_the_memory_of_a_piece(monkeypatch, tmp_path):
+    output, x = torch.nn.Linear(8, 4096, bias=False), torch.randn(4, 256, 8, requires_grad=True)
+    targets, logits_bytes = torch.randint(4096, (4, 256)), 4 * 256 * 4096 * 4
+
+    def peak():
+        return peak_bytes(
+            lambda: loss.losses_in_pieces(output, x, targets, 4096).sum().backward(), tmp_path
+        )
+
+    assert peak() > 2 * logits_bytes
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 4 * 4096 * 16)
+    assert peak() < logits_bytes / 3
 
 
 def test_token_losses_are_fp32_for_16_bit_logits_and_stay_fp64():

@@ -1,8 +1,8 @@
 """List the GPT-NeoX keys that are refused, because they would change what a run computes or stores.
 
 Each key has a reason, a text that tells the user what to write instead, and a test for harmless
-values. A value is harmless if it asks for what happens anyway, such as `z_loss: 0.0`. Such a value
-is accepted without a note to the user. A key inside a mapping is written with a dot, as
+values. A value is harmless if it asks for what happens anyway, such as `onnx_safe: false`. Such a
+value is accepted without a note to the user. A key inside a mapping is written with a dot, as
 MAPPING.KEY. If the value of a listed key is a mapping, the mapping is refused as a whole.
 """
 
@@ -94,7 +94,6 @@ _refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2", 
 _refuse("pack_impl", "documents are always packed", "pack_impl: packed", _equals("packed"))
 _refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _named("mmap", "infer"))
 _refuse("apply_query_key_layer_scaling", "not built yet", "false", _FALSE)
-_refuse("z_loss", "the loss is plain cross-entropy", "z_loss: 0.0", _equals(0, 0.0))
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
 
 _refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)

@@ -73,6 +73,7 @@ class LrConfig(Section):
 class TrainingConfig(Section):
     train_iters: Count  # 0: do not train, only evaluate
     eod_mask_loss: Flag = False  # the first token of a document does not count in the loss
+    z_loss: Amount = 0.0  # factor of log(softmax's denominator)^2, which training adds to the loss
     eval_interval: Positive = 1000
     eval_iters: Count = 100
     log_interval: Positive = 100

@@ -29,7 +29,7 @@ from megatron.model.gpt import logits_group
 from megatron.model.init import initialise
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import mean_loss, token_losses
+from megatron.parallel.loss import losses_in_pieces, mean_loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,8 +51,16 @@ class Pipeline(PipelineModule):
 
         def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
             """Return the mean loss, or under `torch.no_grad` the losses [batch, positions]."""
-            losses_BT = token_losses(logits_BTV, targets_BT, logits_tp)
-            return mean_loss(losses_BT, targets_BT) if torch.is_grad_enabled() else losses_BT
+            trains = torch.is_grad_enabled()
+            losses_BT = losses_in_pieces(
+                lambda logits: logits,  # they exist, but their fp32 copies are made in pieces
+                logits_BTV,
+                targets_BT,
+                plan.shape.vocab_size,
+                logits_tp,
+                z_loss=plan.z_loss if trains else 0.0,
+            )
+            return mean_loss(losses_BT, targets_BT) if trains else losses_BT
 
         self.layer_names = [layer.name for layer in layers]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its partition
