@@ -5,9 +5,12 @@ import math
 import torch
 
 from megatron.parallel import loss
+from megatron.parallel.collectives import gather_from
 from megatron.parallel.groups import build_groups
 from megatron.parallel.loss import token_losses
 from megatron.parallel.rng import named_generator, rng_state, set_rng_state
+from megatron.parallel.sharding import Sharding
+from tests.helpers.launch import run_ranks
 from tests.helpers.peak import peak_bytes
 
 
@@ -58,6 +61,25 @@ def test_token_losses_are_fp32_for_16_bit_logits_and_stay_fp64():
     targets = torch.zeros(1, 2, dtype=torch.long)
     assert token_losses(torch.zeros(1, 2, 4, dtype=torch.bfloat16), targets).dtype == torch.float32
     assert token_losses(torch.zeros(1, 2, 4, dtype=torch.float64), targets).dtype == torch.float64
+
+
+def extreme_losses(groups):
+    """Return losses of logits whose exp overflows unless the group's maximum is subtracted."""
+    tp = groups.divided(model_size=2).model
+    whole = torch.tensor([[[-500.0, 3.0, 0.0, 900.0], [2.0, 1.0, -900.0, 1.0]]])
+    targets = torch.tensor([[3, 0]])
+    part = Sharding(2).slice(whole, tp.rank, 2).requires_grad_()
+    losses = token_losses(part, targets, tp)
+    losses.sum().backward()
+    joined = gather_from(part.grad, tp, -1)
+    return losses.detach(), joined, token_losses(whole, targets)
+
+
+def test_cut_cross_entropy_does_not_overflow():
+    for losses, grads, truth in run_ranks(2, extreme_losses):
+        torch.testing.assert_close(losses, truth)
+        assert torch.isfinite(grads).all()
+        torch.testing.assert_close(grads.sum(-1), torch.zeros(1, 2), atol=1e-6, rtol=0)
 
 
 def test_a_process_alone_is_a_job_of_one():
