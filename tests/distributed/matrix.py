@@ -83,7 +83,7 @@ AXES = {
     "dp": (1, 2, 4, 8),
     "zero": (0, 1, 2, 3),
     "dtype": ("fp32", "bf16"),
-    "pos": ("kerple_log", "kerple_power", "rotary", "rpe"),
+    "pos": ("kerple_log", "kerple_power", "rotary", "rpe", "cross", "layers"),
     "tied": (True, False),
     "sp": (False, True),
     "cp": (1, 2),
@@ -103,6 +103,17 @@ LLAMA = {
     "use_bias_in_mlp": False,
 }
 """The keys of the model that a cell's `pos` calls `llama`. The script has no such cells."""
+DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+MODELS = {
+    "cross": DOCUMENTS
+    | {"pos_emb": "rotary + kerple_log + forget_gate", "sliding_window_width": 9},
+    "layers": DOCUMENTS
+    | {
+        "pos_emb": [[["kerple_log", "none"], "all"]],
+        "sliding_window_width": [[[3, "none"], "all"]],
+    },
+}
+"""The config keys of values of `pos` that are no embedding's name."""
 
 
 def all_cells(ranks: int, largest: int = 8) -> list[Cell]:
@@ -149,7 +160,7 @@ def keys(cell_: Cell) -> dict:
         "pipe_parallel_size": cell_.pp,
         "sequence_parallel": cell_.sp,
         "context_parallel_size": cell_.cp,
-        "pos_emb": cell_.pos,
+        **MODELS.get(cell_.pos, {"pos_emb": cell_.pos}),
         "no_weight_tying": not cell_.tied,
         "num_layers": cell_.layers,
         # At 0.01 the tenth gradient of some of these models jumps, and rounding decides how far.

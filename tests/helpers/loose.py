@@ -13,7 +13,7 @@ from megatron.engine.job import failure
 from megatron.engine.job.store import connect
 from tests.helpers.launch import PRELOADED, free_port
 
-SOON = 60
+SOON = 120
 """The seconds within which all processes must end, on a busy machine; an idle one needs 5. (gloo
 would wait half an hour.)"""
 
