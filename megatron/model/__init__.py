@@ -1,4 +1,4 @@
-"""Define the GPT model. It depends on torch, but not on the engine, a config object or Triton."""
+"""Define the GPT model. This package imports neither the engine, the config nor Triton."""
 
 from megatron.model.documents import Documents
 from megatron.model.gpt import GPT

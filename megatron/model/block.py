@@ -3,19 +3,21 @@
     pre-norm         x = x + drop(attention(norm1(x)));  x = x + drop(mlp(norm2(x)))
     gpt_j_residual   x = x + (drop(attention(norm1(x))) + drop(mlp(norm2(x))))
 
-Legend: B batch, T positions, D hidden size, H heads, K key heads, E head size (D = H E), N theta
-columns.
+Legend: B batch, T positions, D hidden size, H heads, K key heads, E head size (D = H E), N columns
+of theta, drop dropout.
 
-One fused projection computes queries, keys and values. Its output is interleaved per key head, [K,
+One fused projection computes queries, keys and values. Its output is interleaved per key head: [K,
 (q ... q k v), E]. With one query head for each key head, this is the order of GPT-NeoX's
-checkpoints. Theta holds the parameters of the distance kernel, a
-bias or factor that depends only on the query-key distance. The model has one theta, which every
-block gets as an input. If layers differ in their embeddings, a block reads its own columns.
+checkpoints.
 
-Under tensor parallelism, H counts only this rank's heads, and theta has one row for each of these.
+Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
+query-key distance. The model has one theta, which every block gets as an input. If layers have
+different positional embeddings, each block reads its own columns of theta.
+
+Under tensor parallelism, H counts only this rank's heads, and theta has one row for each of them.
 Under context parallelism (`cp`), T is the number of this rank's positions. Inside attention, each
-rank instead holds all positions, but fewer heads. `gpt_j_residual` adds both branches before the
-reduction over ranks, so that one reduction suffices.
+rank instead holds all positions, but fewer heads. `gpt_j_residual` adds the outputs of attention
+and MLP before the reduction over ranks, so that one reduction suffices.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ from megatron.parallel.rng import rank_dropout
 class SelfAttention(nn.Module):
     """Causal self-attention, from x [batch, positions, hidden size] to an output of the same shape.
 
-    It also takes theta [heads, columns], the distance kernel's parameters, or None, and the start
-    of each token's document [batch, all positions], or None if a sequence is one document. If a
-    cache is given, x follows the positions in the cache, and the cache knows the documents.
+    Inputs of `forward` beside x:
+        theta_HN: The distance kernel's parameters [heads, columns], or None if it has none.
+        starts_BS: The position at which each token's document starts [batch, all positions], or
+            None if each sequence is one document.
+        partial: Whether to leave out the sum over tensor-parallel ranks.
+        cache: The keys and values of the tokens before x, or None.
 
     Args:
         index: The number of the layer, from 0.
@@ -113,8 +118,8 @@ class SelfAttention(nn.Module):
     def _queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return q [B, H, T, E], k and v [B, K, T, E] of all positions and this rank's heads.
 
-        `qk_layernorm` has weights for each query head, so with it each query head gets its own
-        copy of its key head, as in gpt-neox.
+        As in gpt-neox, `qk_layernorm` has different weights for each query head. Where it is used,
+        each query head therefore gets its own copy of its key head (K = H).
         """
         size, group = self.shape.head_size, self.shape.group
         qkv = self.query_key_value(x_BTD).unflatten(-1, (-1, group + 2, size))
@@ -131,7 +136,10 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Return the decay [B, H, T] of all positions and this rank's heads, or None."""
+        """Return the forget gates' decay [B, H, T] for all positions and this rank's heads.
+
+        Return None if the positional embedding has no forget gates.
+        """
         if self.gate is None:
             return None
         gate_BHT1 = self.gate(x_BTD).transpose(1, 2)[..., None]
@@ -141,8 +149,8 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """The feed-forward layers of a block, from x [batch, positions, hidden size] to the same shape.
 
-    The inner width is `BlockShape.mlp_size`. With a gate, the first layer has two halves of this
-    width, and the result is f(gate) * value.
+    The inner width is `BlockShape.mlp_size`. In a gated MLP (such as `swiglu`), the first layer
+    computes a value and a gate of this width each, and the second layer gets f(gate) * value.
     """
 
     def __init__(self, plan: Plan):
@@ -203,7 +211,7 @@ _PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
 class Block(nn.Module):
     """One transformer block, from x [batch, positions, hidden size] to x of the same shape.
 
-    It also takes theta, the starts of documents and a cache, as `SelfAttention` does.
+    `forward` also takes theta, the starts of documents and a cache (see `SelfAttention`).
     """
 
     def __init__(self, plan: Plan, index: int):

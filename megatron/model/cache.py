@@ -1,14 +1,16 @@
-"""Keep the keys and values of earlier tokens, so that a text is continued without computing again.
+"""Keep the keys and values of earlier tokens, so that generation does not compute them again.
 
 A batch continues texts of different lengths. Each text is padded at its start, so that all texts
-end at the same column of the batch. Padding is a document of its own, which the tokens of the text
-do not see, and positions are counted from a text's first token:
+end at the same column of the batch. The tokens of a text do not see its padding. Positions are
+counted from the text's first token:
 
     column          0  1  2  3  4  5
     a long text     a  b  c  d  e  f        position = column
     a short text    -  -  -  a  b  c        position = column - 3
 
-Legend: B texts, T new columns, S columns that are kept, K key heads, E head size.
+With a sliding window, columns that no later token sees are dropped. The others are "kept".
+
+Legend: B texts, T new columns, S kept columns, H heads, K key heads, E head size.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ import torch
 from torch import Tensor
 
 SPARE = 256
-"""The columns for which a full cache makes room. While it grows, it copies what it keeps, which
-costs less than attention, since attention reads all of it for every single column."""
+"""The number of columns by which a full cache grows. Growing copies the kept columns. This costs
+less than attention, which reads all kept columns for every new column."""
 
 
 class Kept(NamedTuple):
-    """What attention needs for the new queries of one layer.
+    """The tensors with which one layer computes attention for the newest tokens.
+
+    Columns (positions in the padded batch) are counted from the first column in the cache.
 
     Attributes:
-        k_BKSE, v_BKSE: The keys and values that are kept, those of the new columns included.
-        decay_BHS: The decay of the same columns, or None.
-        starts_BS: The first column of each column's document, or None without padding. Column 0 is
-            the first one that is kept.
-        query_offset: The column of the first query.
+        k_BKSE, v_BKSE: The keys and values in the cache, including those of the newest tokens.
+        decay_BHS: The forget gates' decay for the same columns, or None without forget gates.
+        starts_BS: For each column, the first column of its text, or of the padding before the text.
+            None if no text has padding.
+        query_offset: The column of the first of the newest tokens.
     """
 
     k_BKSE: Tensor
@@ -42,14 +46,14 @@ class Kept(NamedTuple):
 
 
 class LayerCache:
-    """The keys, values and decay of one layer.
+    """The cached keys and values of one layer, and the decay if the layer has forget gates.
 
-    Memory is linear in the number of columns. With a window, it holds no more columns than the
-    window, the new ones and `SPARE`.
+    A column is one position in the padded batch. Memory is linear in the number of columns. With a
+    window, the cache holds at most the window, the newest columns and `SPARE` columns.
 
     Args:
-        padding_B: The number of columns before the first token of each text.
-        window: The largest distance at which a query sees a key, or None.
+        padding_B: The number of padding tokens before each text.
+        window: The largest distance at which a query sees a key. None means any distance.
     """
 
     def __init__(self, padding_B: Tensor, window: int | None = None):
@@ -60,19 +64,22 @@ class LayerCache:
 
     @property
     def columns(self) -> int:
-        """The number of columns that were added, whether they are still kept or not."""
+        """The number of columns added so far, including those that were dropped since."""
         return self._first + self._count
 
     def positions(self, count: int) -> Tensor:
-        """Return the positions of the next `count` columns, int64 [B, count]. Padding has 0."""
+        """Return the positions of the next `count` tokens of each text, int64 [B, count].
+
+        Positions are counted from the text's first token. Padding gets the position 0.
+        """
         column_T = torch.arange(count, device=self.padding_B.device) + self.columns
         return (column_T - self.padding_B[:, None]).clamp(min=0)
 
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor, decay_BHT: Tensor | None) -> Kept:
-        """Add new columns, and return what attention needs for their queries.
+        """Add the keys and values of new tokens, and return all that attention needs for them.
 
         Args:
-            decay_BHT: The decay of the new columns, a sum that begins at the first of them.
+            decay_BHT: The forget gates' decay, summed from the first new token, or None.
         """
         if decay_BHT is not None and self._count:
             decay_BHT = decay_BHT + self._buffers[2][:, :, self._count - 1, None]
@@ -87,7 +94,11 @@ class LayerCache:
         return Kept(k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset)
 
     def _make_room(self, new: list[Tensor]) -> None:
-        """Allocate buffers for the columns that later queries see and for those of `new`."""
+        """Allocate larger buffers, and copy the columns that later queries see.
+
+        Args:
+            new: The tensors of the new columns, for which the buffers must have room.
+        """
         kept = self._count if self.window is None else min(self._count, self.window)
         begin, end = self._count - kept, self._count
         self._room = kept + max(SPARE, new[0].shape[2])

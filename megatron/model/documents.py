@@ -18,17 +18,17 @@ class Documents:
 
     Attributes:
         end: The id of the end-of-document token.
-        restart_positions: Whether absolute positions are counted from the document's first token,
-            instead of the sequence's.
+        restart_positions: Whether position 0 is the first token of each document. Otherwise it is
+            the first token of the sequence.
     """
 
     end: int
     restart_positions: bool = False
 
     def starts(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return the position of the first token of each token's document, int64 [B, T].
+        """Return, for each token, the position of its document's first token, int64 [B, T].
 
-        On a GPU, this does not wait for the device.
+        Positions are counted from the sequence's first token. On a GPU, this does not synchronise.
         """
         position_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         is_first_BT = F.pad(tokens_BT[:, :-1] == self.end, (1, 0))
@@ -37,11 +37,11 @@ class Documents:
     def positions(
         self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Return positions counted from the starts of the documents, or None if none restart.
+        """Return positions in documents, int64 [B, T], or None without `restart_positions`.
 
         Args:
-            starts_BS: The result of `starts` for the full sequence.
-            positions_T: The positions in the sequence. None takes all.
+            starts_BS: The result of `starts` for the full sequences.
+            positions_T: The positions in the sequence to convert. None means all positions.
         """
         if not self.restart_positions:
             return None

@@ -1,12 +1,13 @@
-"""Define the model's first layer, which returns theta and the first hidden states x.
+"""Define the model's first layer, which returns the first hidden states x and theta.
 
 x is the sum of token and position vectors. Theta holds the parameters of the distance kernel, a
-bias or factor that depends only on the query-key distance. Theta is stored in this layer. The layer
-returns theta in at least fp32 together with the hidden states, and every block reads that same
-tensor. Therefore autograd sums theta's gradient over the blocks in fp32. Under bf16 training the
-stored theta is bf16, and the optimizer holds an fp32 master copy of theta.
+bias or factor in attention that depends only on the query-key distance. Theta is stored in this
+layer. The layer returns theta in at least fp32, and every block reads this returned tensor.
+Therefore autograd sums theta's gradient over the blocks in fp32. Under bf16 training the stored
+theta is bf16, and the optimizer holds an fp32 master copy of theta.
 
-Legend: B batch, T positions of this rank, D hidden size, H heads of this rank, N theta columns.
+Legend: B batch, T positions of this rank, S positions of the full sequence, D hidden size, H heads
+of this rank, N columns of theta (one for each parameter of a head).
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ BY_HEADS = Sharding(0)
 
 
 def is_theta(name: str) -> bool:
-    """Return whether the model parameter `name` is theta, the distance kernel's parameters."""
+    """Return whether the model parameter `name` belongs to the distance kernel (is theta)."""
     return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
 def initial_theta(plan: Plan) -> torch.Tensor:
-    """Return the initial theta [heads, columns] of this rank's heads, in fp32.
+    """Return the distance kernel's initial parameters theta for this rank's heads, in fp32.
 
-    Theta, the distance kernel's parameters, is drawn for all heads of the model and then sliced.
-    Columns with start values in `theta_init` are drawn as well and then overwritten, so the other
-    columns do not depend on `theta_init`.
+    Theta [heads, parameters] is drawn for all heads of the model and then sliced. Parameters with
+    start values in `theta_init` are drawn as well and then overwritten. Therefore the draws of the
+    other parameters do not depend on `theta_init`.
     """
     generator = named_generator(plan.seed, THETA)
     theta_HN = plan.pos.initial_theta(plan.shape.block.num_heads, generator)
@@ -52,10 +53,12 @@ def initial_theta(plan: Plan) -> torch.Tensor:
 
 
 def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None = None) -> list[int]:
-    """Return the columns of theta that are trained, or those that are not.
+    """Return the indices of columns of theta [heads, columns].
 
     Args:
-        shared: Whether to return only columns that all heads share, or only others. None is both.
+        trained: True returns only columns that are trained, False only columns that are not.
+        shared: True returns only columns that all heads share, False only columns with a value for
+            each head. None returns both kinds.
     """
     return [
         n
@@ -65,11 +68,11 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def trained_theta(pos: PositionalEmbedding, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the trained columns of theta [heads, columns] in order.
+    """Return the trained columns of theta [heads, columns], in the order of the parameters.
 
     Args:
-        parts: The columns of each head, followed by the shared columns [1, columns] if there are
-            any, as in the model's `theta_parts`.
+        parts: The result of the model's `theta_parts`: the columns with a value for each head
+            [heads, columns] and, if there are any, the columns that all heads share [1, columns].
     """
     if len(parts) == 1:
         return parts[0]
@@ -80,13 +83,13 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[torch.Tensor]) -> to
 
 
 class FixedTheta(nn.Module):
-    """Parameters theta of the embedding that are not trained, such as ALiBi's slopes.
+    """The distance kernel's parameters that are not trained, such as ALiBi's slopes.
 
-    They move to the model's device, but stay fp32. A plain buffer would be rounded to bf16 when
-    the engine casts the module.
+    These parameters move to the model's device, but stay fp32. A plain buffer would be rounded to
+    bf16 when DeepSpeed casts the model.
 
     Args:
-        theta_HN: The initial theta with all columns.
+        theta_HN: The initial theta [heads, columns], including the trained columns.
     """
 
     value: torch.Tensor
@@ -105,7 +108,10 @@ class FixedTheta(nn.Module):
         return self
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return [heads, columns] in `dtype`, rounded and bounded as the embedding requires."""
+        """Return the fixed parameters [heads, parameters] in `dtype`.
+
+        The values are rounded and bounded as the positional embedding requires.
+        """
         value_HN = self.numerics.constant(self.value).to(dtype)
         return value_HN if not self._bounded else within_bounds(value_HN, self._bounded)
 
@@ -113,17 +119,19 @@ class FixedTheta(nn.Module):
 class EmbeddingLayer(nn.Module):
     """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
 
-    x [batch, positions, hidden size] is the hidden states. theta [heads, columns], in fp32, is the
-    distance kernel's parameters, or None if there are none. Parameters that all heads share are
-    stored once and repeated for each head. The layer also takes the start of each token's document
-    [batch, all positions], or None if a sequence is one document, and the position of each token
-    [batch, positions], or None to count from the sequence's first token.
+    x [batch, positions, hidden size] are the hidden states. theta [heads, parameters] are the
+    distance kernel's parameters in at least fp32, or None if there are none. Parameters that all
+    heads share are stored once and repeated for each head.
+
+    Inputs of `forward` beside the tokens:
+        starts_BS: The position at which each token's document starts [batch, all positions], or
+            None if each sequence is one document.
+        positions_BT: The position of each token [batch, positions], or None to count from the
+            sequence's first token.
 
     Args:
         words: Whether this layer embeds the tokens. If False, the input is the embedded tokens. In
             a pipeline, a separate layer embeds the tokens.
-        tp, cp: The groups that split the sequence (see `SequenceSplit`). `tp` also splits the
-            heads.
     """
 
     frozen_N: torch.Tensor | None
@@ -160,7 +168,11 @@ class EmbeddingLayer(nn.Module):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The parameters theta: the columns of each head, then those that all heads share."""
+        """The distance kernel's trained parameters, as up to two tensors.
+
+        The first has values for each head [heads, parameters]. The second holds the parameters that
+        all heads share [1, parameters]. A tensor that does not exist is left out.
+        """
         return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def forward(
@@ -198,10 +210,10 @@ class EmbeddingLayer(nn.Module):
         return F.embedding(rows, table)
 
     def require_positions(self, length: int) -> None:
-        """Check that a trained position table has a vector for each of `length` positions.
+        """Check that the position table, if there is a trained one, has at least `length` rows.
 
         Raises:
-            PositionalError: The table has fewer vectors.
+            PositionalError: The table has fewer rows.
         """
         if self.position_embeddings is None:
             return

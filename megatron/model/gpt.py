@@ -6,12 +6,13 @@
 
 The distance kernel is a bias or factor in attention that depends only on the query-key distance.
 
-Legend: B batch, T positions, D hidden size, V padded vocabulary, H heads, N theta columns.
+Legend: B batch, T positions, D hidden size, V padded vocabulary, H heads, N columns of theta (one
+for each parameter of a head).
 
 Tensor parallelism (`tp`) shards the layers. Initial values are drawn for each full tensor and then
-sliced. The ranks of the context group (`cp`) hold the same weights and different positions. Under
-sequence parallelism, the ranks of `tp` also hold different positions, except inside the sharded
-layers (see `SequenceSplit`).
+sliced. The ranks of the context-parallel group (`cp`) hold the same weights and different
+positions. Under sequence parallelism, the ranks of `tp` also hold different positions, except
+inside the sharded layers (see `SequenceSplit`).
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Return the logits [batch, positions, vocabulary], or the losses [batch, positions].
 
-        If `targets_BT` is given, the result is the loss of each target, in nats. It includes the
-        plan's `z_loss` only if a gradient may be needed, that is, in training. Every rank must pass
-        the full sequence and gets the result for the full sequence.
+        If `targets_BT` is given, the result is the loss of each target, in nats. The loss includes
+        the plan's z-loss only if autograd is enabled, as in training. Every rank must pass the full
+        sequence and gets the result for the full sequence.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -88,7 +89,7 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
-        """Return an empty cache of each layer, to continue texts of these numbers of tokens."""
+        """Return one empty cache per layer, for prompts of `lengths_B` tokens."""
         padding_B = lengths_B.max() - lengths_B
         attentions = (cast(Block, layer).attention for layer in self.layers)
         return [LayerCache(padding_B, attention.window) for attention in attentions]
@@ -96,14 +97,15 @@ class GPT(nn.Module):
     def extend(
         self, tokens_BT: torch.Tensor, cache: list[LayerCache], *, last_only: bool = True
     ) -> torch.Tensor:
-        """Return the logits of tokens that follow those in the cache, and add them to the cache.
+        """Add the next tokens of each text to the cache, and return their logits.
 
-        Each text is one document. Under tensor parallelism every rank must call this method and
-        gets all logits. The ranks must not split the sequence.
+        Each text counts as one document. Under tensor parallelism, every rank must call this method
+        and gets the logits of the full vocabulary. Sequence and context parallelism must be off.
 
         Args:
-            tokens_BT: The next tokens of each text. A text that is shorter than others begins with
-                padding, any tokens (see `megatron.model.cache`).
+            tokens_BT: The next tokens of each text. Shorter texts are padded at the start, with any
+                token ids (see `megatron.model.cache`).
+            cache: The caches from `new_cache`, one per layer.
             last_only: Whether to return only the logits of the last tokens [batch, vocabulary].
                 Otherwise the result is [batch, positions, vocabulary].
 
@@ -121,9 +123,9 @@ class GPT(nn.Module):
         return logits_BTV[:, -1] if last_only else logits_BTV
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the logits [batch, positions, vocabulary].
+        """Compute logits [batch, positions, vocabulary] from the last hidden states.
 
-        If the output layer is sharded by vocabulary, these are the logits of this rank's slice.
+        If the output layer is sharded by vocabulary, this rank computes only its slice.
         """
         if self.output is not None:
             return self.output(x_BTD)
@@ -132,17 +134,21 @@ class GPT(nn.Module):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The trained parameters [heads, columns] of the distance kernel, or None."""
+        """The distance kernel's trained parameters per head [heads, parameters], or None."""
         return self.embedding.theta
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """`theta`, if there is one, and the parameters that all heads share [1, columns]."""
+        """The distance kernel's trained parameters, as up to two tensors.
+
+        The first is `theta`, with values per head. The second holds the parameters that all heads
+        share [1, parameters]. A tensor that does not exist is left out.
+        """
         return self.embedding.theta_parts
 
 
 def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
-    """Return the class and the constructor arguments of the output layer for untied weights."""
+    """Return the class of an untied output layer, and its constructor arguments."""
     shape = plan.shape
     sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
     sizes |= {"tp": plan.tp, "bias": False}

@@ -1,7 +1,7 @@
 """Set the initial values of the weights.
 
-Each full tensor is drawn in fp32 from a generator that depends only on the seed and the parameter's
-name (`named_generator`). Each rank then keeps its slice.
+On each rank, every full tensor is drawn in fp32 from a generator that depends only on the seed and
+the parameter's name (`named_generator`). Each rank then keeps its slice.
 
     normal             N(0, std)
     scaled_normal      N(0, std / sqrt(2 L))
@@ -60,7 +60,10 @@ def draw(
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
-    """Set each named parameter to its initial value, which depends only on `seed` and the name."""
+    """Set the initial values of the parameters, which depend only on `seed` and the names.
+
+    The distance kernel's parameters are skipped, because the embedding layer initialises them.
+    """
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
         if is_theta(name):

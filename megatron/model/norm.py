@@ -4,13 +4,14 @@
     rmsnorm    x / (|x|_2 / sqrt(D) + eps) * scale     eps OUTSIDE the root, as in GPT-NeoX
     scalenorm  x / max(|x|_2, eps) * g
 
-With `fused_norm`, layernorm and rmsnorm are apex's kernels where apex is installed, otherwise
-torch's functions of the same value. As in GPT-NeoX, the fused rmsnorm has eps INSIDE the root.
+With `fused_norm`, layernorm and rmsnorm call apex's kernels. If apex is not installed, they call
+torch's functions instead, which compute the same values. As in GPT-NeoX, the fused rmsnorm has eps
+INSIDE the root.
 
 Statistics are computed in the dtype that `numerics` prescribes, by default at least fp32. If the
 ranks of the tensor-parallel group `tp` hold different positions, `copy_to` sums the gradients of
-the weights over these ranks. A norm of several heads takes [..., heads, D] and has weights
-[heads * D], which differ from head to head.
+the weights over these ranks. A norm of several heads takes [..., heads, D]. It has weights
+[heads * D], so that each head has its own.
 
 Legend: D size of the last dimension.
 """
@@ -106,9 +107,11 @@ class ScaleNorm(nn.Module):
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
-    """Return apex's function for the norm `shape.norm`, or None, and which one was chosen.
+    """Return apex's function for the norm `shape.norm`, and a text for the log.
 
-    The text is "" if the shape does not ask for a fused norm.
+    Returns:
+        (function, text). The function is None if torch's function must be used instead. The text
+        says which function is used and why, or is "" if the shape does not ask for a fused norm.
     """
     if not shape.fused_norm:
         return None, ""
@@ -146,9 +149,9 @@ def build_norm(shape: BlockShape, tp: TensorGroup = ALONE) -> nn.Module:
 
 
 def build_head_norm(shape: BlockShape, tp: TensorGroup) -> nn.Module:
-    """Build the norm of each head's vector, from [..., this rank's heads, head size] to the same.
+    """Build the norm of queries and keys [..., this rank's heads, head size], head by head.
 
-    Queries and keys share it, as in gpt-neox, where the weights also differ from head to head.
+    As in gpt-neox, queries and keys share this norm, and each head has its own weights.
     """
     kind, arguments = norm_layer(shape, ALONE)
     if kind is ScaleNorm:

@@ -5,11 +5,19 @@
                 |starts  '-------------+------------------'
                 '--------^-------------^------------------^
 
-A layer passes (x [B, T, D], theta [H, N] fp32, starts [B, T] int64) to the next layer. It passes x
-alone if no later layer needs the others, so the last block returns neither. The only copy of a
-trained theta is on stage 0, which receives theta's gradient, summed over all blocks. A theta that
-is not trained (fixed slopes) is not passed between layers, because each block has its own copy.
-The starts of documents are passed only if tokens attend to their own document alone.
+A layer passes up to three tensors to the next layer:
+
+    x       float [B, T, D]   the hidden states
+    theta   fp32 [H, N]       the distance kernel's trained parameters, if a later block reads them
+    starts  int64 [B, S]      the position at which each token's document starts, if tokens attend
+                              only to their own document
+
+The last block returns x alone. The only stored copy of a trained theta is on stage 0. This stage
+receives theta's gradient, summed over all blocks. A theta that is not trained (fixed slopes) is not
+passed between layers, because each block has its own copy.
+
+Legend: B batch, T positions of this rank, S positions of the full sequence, D hidden size, H heads,
+N parameters per head, L blocks.
 
 Parameters have the same names as in `GPT`. A layer's name is the prefix of its parameters' names.
 """
@@ -36,9 +44,9 @@ Flow = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (x, theta, starts). An entry is None if `flow` does not contain it.
+    """Return (x, theta, starts) from a layer's input. A tensor that is missing becomes None.
 
-    The starts are the only tensor of integers.
+    `starts` is recognised by its integer dtype.
     """
     x, *others = flow if isinstance(flow, tuple) else (flow,)
     theta = next((each for each in others if each.is_floating_point()), None)
@@ -47,7 +55,7 @@ def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor 
 
 
 def _flow(*parts: torch.Tensor | None) -> Flow:
-    """Return what a layer passes on: the parts that are there, x first."""
+    """Return a layer's output: the tensors that are not None, or x alone without a tuple."""
     x, *others = (part for part in parts if part is not None)
     return (x, *others) if others else x
 
@@ -58,10 +66,10 @@ class Layer:
 
     Attributes:
         name: The prefix of the layer's parameter names.
-        build: The layer's class. It is called with the keyword arguments `args`.
-        call: A function of (module, input) that returns the output, or None for the module's own
-            `forward`.
-        tied: Whether all layers of this name are the same module.
+        build: The layer's class.
+        args: The keyword arguments of the class.
+        call: A function of (module, input) that replaces the module's `forward`, or None.
+        tied: Whether all layers with this name share one module.
     """
 
     name: str
@@ -72,7 +80,11 @@ class Layer:
 
 
 class PipeWords(VocabEmbedding):
-    """The token embedding, which returns x and the starts of documents if there are any."""
+    """The token embedding as a pipeline layer, which returns the token vectors.
+
+    If tokens attend only to their own document, it also returns the position at which each token's
+    document starts.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, plan: Plan):
         super().__init__(vocab_size, hidden_size, plan.tp)
@@ -86,10 +98,10 @@ class PipeWords(VocabEmbedding):
 
 
 class PipeEmbedding(EmbeddingLayer):
-    """The layer after the token embedding, which adds any position vectors to x.
+    """The layer after the token embedding, which adds any position vectors to the token vectors.
 
-    It returns x and, if there are any, the distance kernel's trained parameters theta and the
-    starts of documents.
+    The layer returns the sum x. It also returns the distance kernel's trained parameters theta and
+    the starts of documents, if there are any.
     """
 
     def __init__(self, plan: Plan):
@@ -102,12 +114,14 @@ class PipeEmbedding(EmbeddingLayer):
 
 
 class PipeBlock(Block):
-    """A block that takes and returns what pipeline layers pass on: x, and maybe theta and starts.
+    """A transformer block as a pipeline layer.
 
-    x is the hidden states, and theta is the distance kernel's trained parameters.
+    Its input and its output are the hidden states, alone or in a tuple with the distance kernel's
+    trained parameters, the starts of documents, or both.
 
     Args:
-        fixed_HN: All parameters theta if none of them is trained (fixed slopes), otherwise None.
+        fixed_HN: The distance kernel's parameters if none of them is trained (fixed slopes),
+            otherwise None.
     """
 
     def __init__(self, plan: Plan, index: int, *, fixed_HN: torch.Tensor | None):
@@ -139,7 +153,7 @@ def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_layers(plan: Plan) -> list[Layer]:
-    """Return descriptions of the layers of `GPT(plan)`, in order."""
+    """Return the layers of the pipeline that computes the same as `GPT(plan)`, in order."""
     shape, tp = plan.shape, plan.tp
     words = {"vocab_size": shape.vocab_size, "hidden_size": shape.block.hidden_size, "plan": plan}
     fixed_HN = None

@@ -19,16 +19,15 @@ class BlockShape:
 
     Attributes:
         norm: One of `layernorm`, `rmsnorm` and `scalenorm`.
-        fused_norm: Whether layernorm or rmsnorm uses apex's kernel where apex is installed.
+        fused_norm: Whether layernorm and rmsnorm use apex's kernels if apex is installed.
         activation: One of `gelu`, `relu`, `softsign`, `swish`, `mish`, or with a gate `geglu`,
             `swiglu`, `reglu`, `glu` and `bilinear`.
         inner_size: The inner width of the MLP. None means 4 * hidden_size, or int(8/3 *
-            hidden_size) for `geglu`, as in the published code.
-        num_kv_heads: The number of key and value heads, each of which serves the same number of
-            query heads. None means one for each query head.
+            hidden_size) for `geglu`, as in KERPLE's published code.
+        num_kv_heads: The number of key and value heads. None means one for each query head.
         qk_norm: Whether the norm `norm` is applied to each head's queries and keys.
-        attention_bias, mlp_bias: Whether the linear layers of attention, or of the MLP, have a
-            bias.
+        attention_bias: Whether the linear layers of attention have a bias.
+        mlp_bias: Whether the linear layers of the MLP have a bias.
         tanh_gelu: Whether to use the tanh approximation of gelu.
         rotary_pct: The fraction of each head's dimensions that a rotary embedding rotates.
         numerics: Prescribes where norms, activations, the MLP and the output projection of
@@ -60,7 +59,7 @@ class BlockShape:
 
     @property
     def group(self) -> int:
-        """The number of query heads that share a key head."""
+        """The number of query heads that share one key head."""
         return self.num_heads // (self.num_kv_heads or self.num_heads)
 
     @property
@@ -70,7 +69,7 @@ class BlockShape:
 
     @property
     def mlp_size(self) -> int:
-        """The inner width of the MLP. With a gate, two halves have this width: value and gate."""
+        """The inner width of the MLP. In a gated MLP, value and gate each have this width."""
         if self.inner_size is not None:
             return self.inner_size
         if self.activation == "geglu":
@@ -86,10 +85,10 @@ class GPTShape:
         vocab_size: The padded vocabulary size V.
         max_positions: The number of rows of a trained position table (`learned`).
         tie_weights: Whether the output layer uses the matrix of the token embedding.
-        init_method, output_init_method: The names of init methods (see `megatron.model.init`). The
-            second method is for the layers that write to the residual stream.
+        init_method: The name of an init method (see `megatron.model.init`).
+        output_init_method: The init method of the layers that write to the residual stream.
         position_offset: The number that is added to every position before the lookup in a trained
-            table (2 in OPT).
+            position table (2 in OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
         row_parallel_output: Whether to shard an untied output layer by its inputs ("row" in
             GPT-NeoX) instead of by vocabulary. The computed function is the same.
@@ -110,11 +109,12 @@ class GPTShape:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What may differ between the attention of two layers.
+    """The properties of attention that may differ from layer to layer.
 
     Attributes:
-        attend: The attention backend, chosen at start-up.
-        columns: The layer's columns of theta.
+        pos: The layer's positional embedding.
+        attend: The layer's attention backend, chosen at start-up.
+        columns: The columns of theta (the positional embedding's parameters) that the layer uses.
         window: The largest distance at which a query sees a key. None means any distance.
     """
 
@@ -129,19 +129,20 @@ class Plan:
     """Everything from which the layers of one model are built.
 
     Attributes:
-        pos: The positional embedding. `pos.of_layer` gives that of one layer.
+        pos: The positional embedding of the model. `pos.of_layer` returns that of one layer.
         attend: The attention backend of layer 0, chosen at start-up.
         seed: The seed of the initial values.
-        tp: The group over which the layers are sharded.
-        cp: The group whose ranks hold the same weights and different positions.
-        theta_init: Maps names of the embedding's parameters to start values, each a number
-            for all heads or one number per head. Other parameters are drawn at random.
-        theta_frozen: The names of the embedding's parameters that training does not change.
-        layers: The attention of each layer, if layers differ.
-        z_loss: The factor of the squared logarithm of the softmax's denominator. Training adds
-            this term to the loss.
-        documents: How sequences divide into documents whose tokens see no other document, or None
-            if each sequence is one document.
+        tp: The tensor-parallel group, over which the weights are sharded.
+        cp: The context-parallel group. Its ranks hold the same weights and different positions.
+        theta_init: Maps names of the positional embedding's parameters to start values, each a
+            number for all heads or one number per head. Other parameters are drawn at random.
+        theta_frozen: The names of the positional embedding's parameters that training does not
+            change.
+        layers: The attention of each layer. Empty if all layers have the same.
+        z_loss: The coefficient of the z-loss, the squared logarithm of the softmax's denominator.
+            Training adds this term to the loss.
+        documents: How sequences are divided into documents, if tokens attend only to their own
+            document. None if each sequence is one document.
     """
 
     shape: GPTShape
@@ -157,7 +158,7 @@ class Plan:
     z_loss: float = 0.0
 
     def layer(self, index: int) -> LayerAttention:
-        """Return the attention of layer `index`. Without `layers`, all layers have the same."""
+        """Return the attention of layer `index`, counted from 0."""
         if self.layers:
             return self.layers[index]
         return LayerAttention(self.pos, self.attend, slice(None))
@@ -169,5 +170,5 @@ class Plan:
 
     @property
     def split(self) -> SequenceSplit:
-        """The split of each sequence over the ranks."""
+        """How the positions of each sequence are split over the ranks."""
         return SequenceSplit(self.tp, self.cp)
