@@ -31,7 +31,7 @@ class Request:
         head_size: The head size E, or None if E is not known.
         masked: Whether there are documents or a window, so that a query does not see all keys
             before it.
-        decays: Whether a number per key and head is subtracted from the logits.
+        decays: Whether a decay is added to the logits, as by a forget gate.
     """
 
     pos: PositionalEmbedding
@@ -50,11 +50,11 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the output [batch, heads, queries, head size] of a call that
-            `call.lowered` has made: there are no keys after the last query, that is, keys =
-            query_offset + queries, and `pos` is a distance kernel or nothing.
+        function: Computes the output [batch, heads, queries, head size] of a `Call` that
+            `call.lowered` has returned. In such a call, keys = query_offset + queries, and `pos` is
+            a distance kernel or has no effect.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
-        remark: Returns a text for the log (it may be empty) if the backend serves a request.
+        remark: Returns a text for the log about a served request. The text may be empty.
         grouped: Whether k and v may have fewer heads than q.
     """
 
@@ -73,10 +73,10 @@ def weighted(pos: PositionalEmbedding) -> bool:
 
 
 def constant(function: F) -> F:
-    """Decorate a function so that `torch.compile` calls it while it compiles, and keeps the result.
+    """Decorate a function so that `torch.compile` treats the function's result as a constant.
 
-    `torch.compiler.assume_constant_result` does the same, but it imports the compiler, which takes
-    a second.
+    The function runs once, at compile time. `torch.compiler.assume_constant_result` does the same,
+    but takes a second to import the compiler.
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
@@ -103,8 +103,8 @@ class _NoSecondDerivative(torch.autograd.Function):
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """Decorate an autograd function's backward pass, so that second derivatives raise an error.
 
-    torch's `once_differentiable` is not enough. If the backward pass's input (the gradient of the
-    output) requires no gradient, `once_differentiable` silently treats the result as a constant.
+    torch's `once_differentiable` is not enough. If the gradient of the output requires no gradient,
+    `once_differentiable` silently treats the gradients of the inputs as constants.
     """
 
     def marked(ctx: Any, grad: Tensor) -> tuple:

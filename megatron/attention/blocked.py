@@ -13,9 +13,9 @@ This backend is pure torch and written for CPUs. Nearly all of its time is spent
 and the scores of keys after a block's last query are never computed. The embedding's formula
 computes b and w before the call, as vectors over distances in at least fp32. Therefore autograd
 propagates db and dw to the kernel's parameters. If b also depends on the query's position, it is
-computed tile by tile (`row_bias`). `toeplitz` explains why queries are reversed here.
-A window makes b = -inf at longer distances. Keys that no query of a block sees, because of the
-window or because they are in an earlier document, are skipped.
+computed tile by tile (`row_bias`). `toeplitz` explains why queries are reversed here. With a
+window, b is -inf at distances longer than the window. Keys that no query of a block sees, because
+of the window or because they are in an earlier document, are skipped.
 
 In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
 the size of one tile's scores (see `tiles`). The forward pass needs one such buffer, and the
@@ -87,12 +87,12 @@ def blocked(call: Call) -> Tensor:
 
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage] as torch.compiler.disable
 def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Tensor:
-    """Compute the attention output. No compiled graph contains this call.
+    """Compute the attention output. `torch.compile` does not trace this function.
 
     Args:
-        inputs: The tensors that are arguments of `BlockedCall`, then theta and the positions of the
-            rows if the bias depends on them, otherwise None.
-        others: The numbers that are arguments of `BlockedCall`, and the embedding.
+        inputs: The tensor arguments of `BlockedCall` in order, then theta_HN and positions_BT. The
+            last two are None unless the bias depends on the query's position.
+        others: The numeric arguments of `BlockedCall` in order, then the embedding.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _BlockedAttention.apply(*inputs, *others)
@@ -100,7 +100,7 @@ def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Tensor:
 
 
 def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
-    """Return the call with the arguments of `_run`."""
+    """Return the `BlockedCall` for the arguments of `_run`."""
     *inputs, theta_HN, positions_BT = inputs
     *numbers, pos = others
     row_bias = None
@@ -117,7 +117,7 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Compute the attention output. `arguments` are those of `_run` in order."""
+        """Compute the attention output. `arguments` are `(*inputs, *others)` of `_run`."""
         inputs, ctx.others = arguments[:11], arguments[11:]
         call = _call(inputs, ctx.others)
         kept = call.new_kept()

@@ -20,7 +20,7 @@ memory stays linear in T."""
 
 
 class BlockedCall:
-    """The computation of one attention call, with inputs in compute precision, and its tiles.
+    """One attention call, divided into tiles, with its inputs converted to compute precision.
 
     Args:
         q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
@@ -28,13 +28,14 @@ class BlockedCall:
         weight_HS: The factor w at distances 0 ... S-1, or None if w is 1 everywhere.
         decay_BHS: The decay c of each position, or None.
         sink_H: The sink of each head, or None.
-        starts_BT: The first key of each row's document, in reversed order of the rows, or None.
-        seed: The seed of the dropout mask, a whole number. None is enough without dropout.
+        starts_BT: The first key of each query's document, or None for key 0. The queries are in
+            reversed order.
+        seed: The seed of the dropout mask, a whole number, or None without dropout.
         scale: The factor of the query-key products, usually 1/sqrt(head size).
         dropout_p: The probability of dropping a softmax weight.
-        window: The largest distance at which a query sees a key, or None. At longer distances
-            `bias_HS` is -inf.
-        row_bias: A bias that depends on the positions of the rows, beside `bias_HS`.
+        window: The largest distance at which a query sees a key, or None. At longer distances, the
+            caller has set `bias_HS` to -inf.
+        row_bias: A bias that depends on the query's position, or None. It is added to `bias_HS`.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class BlockedCall:
         """Return a buffer to keep the attention probabilities of all tiles for the backward pass.
 
         Return None if they are not kept. They are kept only if they are small, the distance kernel
-        has no factor and there is no sink. With a factor, the backward pass computes the query-key
-        products again in any case, and the probabilities with them. With a sink, it needs the
-        weights of the null key, too.
+        has no factor and there is no sink. With a factor, the backward pass must compute the
+        query-key products again anyway. With a sink, the backward pass also needs the weights of
+        the null key.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if (
@@ -97,7 +98,7 @@ class BlockedCall:
     def allocate(self, count: int) -> list[Tensor]:
         """Return `count` flat buffers, each large enough for any tile's scores.
 
-        This also allocates `self.scratch`, the memory for the results of `product`.
+        Also allocate `self.scratch`, the memory for the results of `product`.
         """
         most = max(tile.batch * tile.num_heads * tile.keys for tile in self.tiles)
         self.scratch = self.q_NTE.new_empty(most * self.E)
@@ -105,10 +106,10 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return contiguous views [sequences * heads, rows, keys] of memory for this tile's scores.
+        """Return contiguous views [sequences * heads, rows, keys] of buffers, sized for this tile.
 
-        There is one view for each tensor of `buffers`. If `kept` is not None, a view of `kept`
-        comes before these. The first view is for the attention probabilities.
+        There is one view of each tensor of `buffers`. If `kept` (see `new_kept`) is not None, a
+        view of `kept` comes first. The caller stores the attention probabilities in the first view.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
@@ -119,8 +120,8 @@ class BlockedCall:
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
         """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, E].
 
-        The next call overwrites the result. The result is contiguous, because a batched product
-        into contiguous memory is several times faster than a product into a slice.
+        The next call of `product` overwrites the result. The result is contiguous, because a
+        batched product into contiguous memory is several times faster than a product into a slice.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -168,7 +169,7 @@ class BlockedCall:
     def forward(self, kept: Tensor | None) -> Tensor:
         """Return the attention output [batch, heads, queries, head size] in the inputs' dtype.
 
-        If `kept` is not None, the probabilities are stored there for the backward pass.
+        If `kept` is not None, store the attention probabilities in `kept` for the backward pass.
         """
         out_NTE = torch.empty_like(self.q_NTE)
         dropping, weighted = self.keep < 1.0, self.weight is not None
@@ -187,9 +188,10 @@ class BlockedCall:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the bias, the factor, the decay, the sink and theta.
 
-        The gradients of q, k and v have the inputs' dtype. The gradients of the bias and
-        the factor are [heads, distances] in compute precision. The gradient of the bias is None if
-        `need_bias` is false, and that of the factor is None if `need_weight` is false.
+        The gradients of q, k and v have the inputs' dtype. The gradients of the bias and the factor
+        are [heads, distances] in compute precision, or None if `need_bias` or `need_weight` is
+        false. The gradients of the decay, the sink and theta are None if the call has no such
+        input.
         """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:
@@ -244,7 +246,7 @@ class BlockedCall:
         return *gradients, *kernel, *self._gradients_of_terms()
 
     def _gradients_of_terms(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of decay, sink and theta, after those of all tiles were added."""
+        """Return the gradients of the decay, the sink and theta, summed over all tiles."""
         dc_BHS = ds_H = None
         if self.decay is not None:
             dc_BHS = self.decay.grad_NS.view(self.B, self.H, self.S)

@@ -43,7 +43,7 @@ class Call:
 
     @property
     def theta(self) -> Tensor:
-        """The embedding's parameters theta [heads, columns]. The embedding must have some."""
+        """The embedding's parameters theta [heads, columns]. Fails if the embedding has none."""
         assert self.theta_HN is not None
         return self.theta_HN
 
@@ -74,7 +74,7 @@ class Call:
         return first_BT
 
     def hidden(self, distance_TS: Tensor) -> Tensor:
-        """Return which keys each query does not see, bool [B or 1, 1, T, S]."""
+        """Return a mask that is true where a query does not see a key, bool [B or 1, 1, T, S]."""
         hidden_BHTS = (distance_TS < 0)[None, None]
         if (first_BT := self.first_keys()) is not None:
             key_S = torch.arange(distance_TS.shape[1], device=distance_TS.device)
@@ -98,9 +98,10 @@ class Call:
         return None if bias_HBTS is None else bias_HBTS.transpose(0, 1)
 
     def lost(self, dtype: torch.dtype) -> Tensor | None:
-        """Return c_j - c_i [B, H, T, S], by which the decay c lowers the logits, if there is one.
+        """Return c_j - c_i [B, H, T, S], by which the decay c lowers the logits, or None.
 
-        The decay may be a large sum, so this is subtracted before it is rounded to `dtype`.
+        c may be a large sum. Therefore the difference is computed before rounding to `dtype`. The
+        result is None if there is no decay.
         """
         if self.decay_BHS is None:
             return None
@@ -108,7 +109,7 @@ class Call:
         return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits with a last column for the sink's null key, if there is a sink."""
+        """Return the logits, with one more column for the null key if there is a sink."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -187,11 +188,12 @@ def check(call: Call) -> None:
 def lowered(call: Call, *, grouped: bool) -> Call:
     """Return an equivalent call that contains only what a backend computes itself.
 
-    The temperature is multiplied into q, and the sink is computed from theta. What remains of the
-    positional embedding and of theta is the distance kernel. Keys after the last query are removed.
+    The temperature is multiplied into q, and the sink is computed from theta. The returned call's
+    `pos` is the distance kernel alone, and `theta_HN` has only its columns. Keys after the last
+    query are removed.
 
     Args:
-        grouped: Whether k and v may keep fewer heads than q.
+        grouped: Whether k and v may keep fewer heads than q. Otherwise their heads are repeated.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]

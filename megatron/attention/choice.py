@@ -93,12 +93,13 @@ class AttentionFn:
                 read, so a cache may have unused entries with any content.
             decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. Query i
                 gets c_i - c_j added to its logit of key j. Sums over a long sequence need fp64.
-            starts_BS: The position of the first token of each token's document [batch, keys]. These
-                are whole numbers that never fall from one token to the next. A query sees only keys
+            starts_BS: For each token, the position of the first token of its document, whole
+                numbers [batch, keys] that never decrease along the sequence. A query sees only keys
                 of its own document.
             window: The largest distance at which a query sees a key.
-            positions_BT: The position of each query [batch, queries], from which the temperature is
-                computed. None counts from the first key.
+            positions_BT: The position of each query [batch, queries], for temperatures and for
+                biases that depend on positions. If None, temperatures count from the first key, and
+                biases count from the first token of the query's document.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not serve them.
@@ -171,7 +172,7 @@ def choose(
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """Choose the first backend that serves the request, from `AUTO`'s list for the device."""
+    """Choose the first backend in the device's list in `AUTO` that serves the request."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request.pos)

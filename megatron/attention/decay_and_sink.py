@@ -3,13 +3,15 @@
     S_ij <- S_ij - (c_j - c_m)            P = softmax(S) (1 - p)       p_i = sigmoid(z_i - lse_i(S))
     dc_j = -(sum of dS over column j)     dz_i = -p_i rowsum(P dP)_i   ds_h = sum of dz over head h
 
-c is the decay, m is the middle row of a tile and s_h is the sink of a head. c_i - c_m would change
-no softmax without a sink, so it is left out. With a sink, the null key has the weight p_i and the
-logit z_i = s_h - (c_i - c_m), and dc_i loses dz_i. The decay may be a sum over a long sequence.
-It is subtracted in fp64, and the difference is rounded to the compute precision. For a row other
-than m the difference is off by c_i - c_m, which is small for gates that let a tile through. Gates
-that forget within a few positions cost precision: fp32 outputs are off by 7e-6 if c changes by 1
-from each position to the next, and by 4e-5 if it changes by 5; those of `eager` by less than 1e-6.
+c is the decay, m is the middle row of a tile and s_h is the sink of a head. All rows i of the tile
+use c_m instead of c_i. This adds the constant c_m - c_i to the logits of row i, which does not
+change the softmax over keys. With a sink, the null key has the weight p_i (0 without a sink) and
+the logit z_i = s_h - (c_i - c_m), and dz_i is subtracted from dc_i.
+
+The decay may be a sum over a long sequence. Therefore c_j - c_m is computed in fp64 and then
+rounded to the compute precision. The constant c_m - c_i costs digits if it is large, that is, if a
+gate forgets within a few positions. fp32 outputs are off by 7e-6 if c changes by 1 from each
+position to the next, and by 4e-5 if c changes by 5. (Outputs of `eager` are off by less than 1e-6.)
 
 Legend: see `blocked`.
 """
@@ -23,7 +25,7 @@ from megatron.attention.tiles import QueryTile
 
 
 class Decay:
-    """The decay of one call, and its gradient `grad_NS` so far.
+    """The decay of one call, and `grad_NS`, its gradient summed over the tiles so far.
 
     Args:
         c_BHS: The decay of each position.
@@ -35,11 +37,11 @@ class Decay:
         self.grad_NS = torch.zeros_like(self.c_NS)
 
     def of_keys(self, tile: QueryTile) -> Tensor:
-        """Return c_j - c_m [pairs of sequence and head, 1, keys]."""
+        """Return the decay of the tile's keys minus that of its middle row, [m, 1, keys]."""
         return self._relative(tile, tile.seen)[:, None]
 
     def of_rows(self, tile: QueryTile) -> Tensor:
-        """Return c_i - c_m [pairs of sequence and head, rows]."""
+        """Return the decay of the tile's rows minus that of its middle row, [m, rows]."""
         keys = self.c_NS.shape[1]
         return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
 
@@ -57,7 +59,7 @@ class Sink:
 
     Args:
         sink_H: The sink of each head.
-        q_NTE: The queries, whose shape and dtype count.
+        q_NTE: The queries. Only their shape and dtype are used.
         decay: The decay of the call, or None.
     """
 
@@ -67,7 +69,7 @@ class Sink:
         self.decay = decay
 
     def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> None:
-        """Replace the scores by attention probabilities, in place."""
+        """Replace the scores by attention probabilities. Store the null key's weight."""
         logit_mR = self.sink_N1[tile.items]
         if self.decay is not None:
             logit_mR = logit_mR - self.decay.of_rows(tile)
@@ -81,6 +83,6 @@ class Sink:
     def add_gradient(
         self, tile: QueryTile, probs_mRn: Tensor, dprobs_mRn: Tensor, spare_mRn: Tensor
     ) -> None:
-        """Compute the gradient of the null key's logits from P and dP."""
+        """Compute the gradient of the null key's logits from P and the gradient dP of P."""
         delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
         self.grad_NT[tile.items, tile.rows] = -self.weight_NT[tile.items, tile.rows] * delta_mR

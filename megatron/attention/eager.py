@@ -5,9 +5,10 @@
 
 w and b are the factor and the bias of the distance kernel, which depend only on the query-key
 distance. (Some biases also depend on the query's position i in its document.) c is the decay. Query
-i sees the keys first_i <= j <= i. With a sink, the softmax has one more key, the null key, whose
-logit is the sink and whose value is 0. Scores, w and b are at least fp32. `published_numerics`
-computes the same formula with the rounding of the released KERPLE code.
+i sees the keys first_i <= j <= i. (first_i is 0 without documents and a window.) With a sink, the
+softmax has one more key, the null key, whose logit is the sink and whose value is 0. Scores, w and
+b are at least fp32. `published_numerics` computes the same formula with the rounding of the
+released KERPLE code.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
 parameters.
