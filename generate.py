@@ -1,4 +1,4 @@
-"""Continue prompts with a trained model. Prompts and texts go to stdout, all else to stderr.
+"""Continue prompts with a trained model. Prompts with continuations go to stdout, logs to stderr.
 
 Example: `python generate.py --load runs/quickstart --prompt "import " --temperature 0`.
 """
@@ -14,7 +14,7 @@ from megatron.config.command_line import config_parser, load_or_exit
 
 
 def main() -> int:
-    """Generate as the command line asks, and return the exit code.
+    """Generate text with the settings on the command line, and return the exit code.
 
     The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
     fix.
@@ -82,7 +82,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def number(kind, low, high=float("inf")):
-    """Return a function that reads a number from `low` to `high`, for an argument's `type`."""
+    """Return a function that converts text to a number from `low` to `high`, for argparse.
+
+    Args:
+        kind: `int` or `float`.
+    """
 
     def read(text):
         value = kind(text)
@@ -95,7 +99,10 @@ def number(kind, low, high=float("inf")):
 
 
 def layout():
-    """Return overrides by which all processes of the job share one model."""
+    """Return config overrides with which all processes of the job share one model.
+
+    The degree of tensor parallelism becomes the number of processes.
+    """
     return (
         f"model_parallel_size={launch.world_size()}",
         "pipe_parallel_size=1",
@@ -110,7 +117,7 @@ def layout():
 
 
 def read_lines(name):
-    """Return the lines of a UTF-8 file, or of stdin if the name is `-`.
+    """Return the lines of the UTF-8 file `name`, or of stdin if `name` is `-`.
 
     Raises:
         DataError: The text is not UTF-8.

@@ -2,27 +2,31 @@
 
     python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
     python tools/compile_kernels.py --only 'sm_90 .* bf16'    # only these; keep all other rows
-    python tools/compile_kernels.py --changed        # only those without a row of their tile size
+    python tools/compile_kernels.py --changed        # only new variants and new tile sizes
     python tools/compile_kernels.py --sample         # the variants that the tests compile
     python tools/compile_kernels.py --source kerple_log   # print generated code, compile nothing
 
 A variant is one pass (one Triton kernel) for one GPU architecture, dtype, head size and distance
 kernel, with or without dropout. A distance kernel is a bias or a factor of the attention scores
-that depends only on the distance between query and key. Other terms stand beside it, such as in
-`kerple_log + forget_gate + documents`. --only is a regular expression for the names of variants,
-such as `sm_90 rpe key bf16 64` or `sm_90 rpe key bf16 64 dropout`.
+that depends only on the distance between query and key. A variant may combine a distance kernel
+with other terms of attention, for example `kerple_log + forget_gate + documents`. --only takes a
+regular expression for the names of variants. Examples of names are `sm_90 rpe key bf16 64` and
+`sm_90 rpe key bf16 64 dropout`.
 
-The columns of the CSV are Triton's version, the GPU architecture (such as sm_90), the distance
-kernel, the pass, the dtype, the head size, whether there is dropout (0 or 1), the tile (M, N,
-warps, stages), the registers of a thread, the bytes that a thread spills, the bytes of shared
-memory of a program, whether matrix products are serialised (1: ptxas says that each Hopper product
-waits for the one before), and how many special functions (log2, exp2, 1/x, ...) each score costs,
-according to the PTX of the costliest loop.
+The columns of the CSV are:
 
-The tool fails if a variant needs more shared memory than the GPU has, if its products are
-serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Other
-spills are only recorded, and so are those on Blackwell, for which no tile sizes have been chosen.
-The CSV has no rows of variants that have not been compiled yet. It is written after each variant.
+- Triton's version, the GPU architecture (such as sm_90), the distance kernel, the pass, the dtype,
+  the head size, and whether there is dropout (0 or 1);
+- the tile (M, N, warps, stages);
+- the registers of a thread, the bytes that a thread spills, and the shared memory in bytes;
+- whether matrix products are serialised (1 if ptxas reports that each one waits for the last);
+- the number of special functions (log2, exp2, 1/x) per attention score in the costliest loop.
+
+The tool fails if a variant needs more shared memory than the GPU has, if its matrix products are
+serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Spills of
+fp32 or larger heads are only recorded. So are all spills on Blackwell, because no tile sizes have
+been chosen for Blackwell. The CSV is written after each variant, so a stopped tool can go on with
+--changed.
 """
 
 from __future__ import annotations
@@ -103,7 +107,11 @@ def variants(sample: bool) -> Iterator[Variant]:
 
 @lru_cache
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
-    """Return the distance kernel, its device functions, and the tensors of the other terms."""
+    """Return the distance kernel, its device functions, and the names of the other terms' tensors.
+
+    Args:
+        name: A distance kernel, alone or with other terms: `kerple_log + forget_gate`.
+    """
     names = name.split(" + ")
     whole = load(" + ".join(x for x in names if x != "documents") or "none")
     pos, _ = whole.kernel_part(None)
@@ -111,7 +119,7 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str
 
 
 def tile_of(variant: Variant) -> Tile:
-    """Return the tile size from `tile_sizes.TABLE` that training uses for a variant."""
+    """Return the tile size that training uses for a variant, from `tile_sizes.TABLE`."""
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     _, functions, terms = kernel_of(variant.kernel)
     group = family(divmod(variant.target, 10))
@@ -120,10 +128,10 @@ def tile_of(variant: Variant) -> Tile:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return a dict from variant to row, for earlier rows that need no new compilation.
+    """Return the rows that need no new compilation, as a dict from variant to row.
 
-    These are rows of variants in `wanted`, compiled with the current Triton version and tile size.
-    Changes to the source code of the kernels are not noticed.
+    A row needs none if its variant is in `wanted` and was compiled with the current Triton version
+    and tile size. Changes to the source code of the kernels are not noticed.
     """
     written = {row.variant: row for row in rows if row.triton == triton.__version__}
     return {
@@ -135,7 +143,10 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 
 
 def build(variant: Variant) -> Row:
-    """Compile one variant for pointers and strides that are divisible by 16, as at run time."""
+    """Compile one variant, and return its row of the CSV.
+
+    As at run time, pointers and strides are taken to be divisible by 16.
+    """
     tile, (pos, functions, terms) = tile_of(variant), kernel_of(variant.kernel)
     terms = [*terms, *(("position",) if functions.reads_position else ())]
     flags: Any = {"dropout": variant.dropout, "theta": pos.learnable, "terms": terms}

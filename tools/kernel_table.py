@@ -1,4 +1,4 @@
-"""Read and write the table of compiled Triton kernels, and say what is wrong in it."""
+"""Read and write the CSV table of compiled Triton kernels, and report problems of the kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Variant:
 
     Attributes:
         target: The GPU's compute capability, such as 90.
-        kernel: The name of the distance kernel and of the terms beside it.
+        kernel: The distance kernel, alone or with other terms: `kerple_log + forget_gate`.
+        which: The pass, a key of `megatron.kernels.launch.PASSES`.
         dtype: `bf16`, `fp16` or `fp32`.
-        head_size: The dimensions of each attention head.
-        which: The pass, a key of `PASSES`.
-        dropout: Whether there is dropout.
+        head_size: The number of dimensions of each attention head.
+        dropout: Whether the kernel applies dropout.
     """
 
     target: int
@@ -41,7 +41,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV: the resources of one compiled variant (see the module docstring)."""
+    """A line of the CSV: one compiled kernel and its resources.
+
+    `tools/compile_kernels.py` explains the columns.
+    """
 
     triton: str
     target: str
@@ -67,7 +70,7 @@ class Row:
 
     @property
     def wrong(self) -> str | None:
-        """The reason why this variant should not be used on its GPU, or None."""
+        """The reason why this compiled kernel should not be used on its GPU, or None."""
         target, where = self.variant.target, self.variant.name
         memory = SHARED_MEMORY[family(divmod(target, 10))]
         if self.shared > memory:

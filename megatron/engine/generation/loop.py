@@ -20,13 +20,13 @@ PIECE = 1024
 
 @dataclass
 class Speed:
-    """What was measured so far.
+    """The speed of reading prompts and of generating tokens, summed over batches of prompts.
 
     Attributes:
-        prompt_tokens: The number of tokens that were read.
-        prompt_seconds: The seconds until the first tokens of the batches were known.
-        tokens: The number of tokens that were chosen after these.
-        seconds: The seconds that this took.
+        prompt_tokens: The number of tokens in the prompts.
+        prompt_seconds: The time from the start of each batch until its first new tokens.
+        tokens: The number of new tokens, without the first new token of each prompt.
+        seconds: The time in which `tokens` were generated.
     """
 
     prompt_tokens: int = 0
@@ -48,17 +48,18 @@ def continue_texts(
     tp: TensorGroup,
     speed: Speed,
 ) -> None:
-    """Continue each prompt until its text ends, or by `max_new_tokens` tokens.
+    """Continue each prompt until its continuation ends or has `max_new_tokens` tokens.
 
-    Every rank of the job must call this function. Rank 0 chooses the tokens.
+    Every rank of the job must call this function. Rank 0 chooses the tokens and broadcasts them.
 
     Args:
-        prompts: The tokens of each prompt, at least one.
-        texts: The continuation of each prompt, which gets the new tokens.
-        generators: The generator of random numbers of each prompt.
+        prompts: The token ids of each prompt. A prompt has at least one token.
+        texts: The continuation of each prompt. New tokens are added to it.
+        generators: The random generator of each prompt.
+        how: The settings for choosing tokens.
         banned: The ids of tokens that are never chosen.
-        tp: The tensor-parallel group, which holds all ranks of the job.
-        speed: What is measured here is added to it.
+        tp: The tensor-parallel group. It contains all ranks of the job.
+        speed: The token counts and times of this call are added to this object.
     """
     began = time.monotonic()
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""Load a run's newest checkpoint, continue prompts with it, and write them with their texts."""
+"""Load a run's newest checkpoint, and write prompts with the continuations that it generates."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Request:
     Attributes:
         read_prompts: A function that returns the prompts. Only rank 0 calls it.
         max_new_tokens: The largest number of tokens of a continuation.
-        sampling: How to choose tokens.
-        stops: The stop sequences. A continuation ends before the first one that it contains.
-        endless: Whether the end-of-document token is never chosen. Otherwise it ends a
-            continuation.
-        seed: The seed of the random numbers. Each prompt has its own stream of them.
+        sampling: The settings for choosing tokens.
+        stops: The stop sequences. A continuation ends before the first one that occurs in it.
+        endless: If true, the end-of-document token is never chosen. If false, this token can be
+            chosen and ends the continuation.
+        seed: The seed of the random numbers. Each prompt has its own random generator.
         batch_size: The number of prompts that are continued at the same time.
-        as_json: Whether to write a JSON object per line instead of the text. Otherwise a single
-            prompt's text is written as it is generated.
+        as_json: If true, write one JSON object per prompt. If false, write plain text. The text of
+            a single prompt is then written while it is generated.
     """
 
     read_prompts: Callable[[], list[str]]
@@ -62,13 +62,15 @@ def generate(
     the job share the model by tensor parallelism.
 
     Args:
-        write: A function that gets the prompts and texts. Only rank 0 calls it.
-        say: A function that prints a line about the work. Only rank 0 calls it.
+        config: The configuration. Its degree of tensor parallelism must be the number of processes.
+        load: The run folder.
+        write: A function that gets the prompts and continuations. Only rank 0 calls it.
+        say: A function that prints a message for the user. Only rank 0 calls it.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
-        DataError: There is no prompt, or one without tokens.
-        PositionalError: A trained position table is too short.
+        DataError: There is no prompt, or a prompt has no tokens.
+        PositionalError: A trained position table is too short for a prompt and its continuation.
     """
     with job_or_alone(config) as groups:
         groups = groups.divided(model_size=groups.world_size)
@@ -113,7 +115,10 @@ def _nothing(text: str) -> None:
 
 
 def _origin(saved: Saved, groups: Groups) -> str:
-    """Return a line with the checkpoint and, if it is known, the layout of the run."""
+    """Return a line that names the checkpoint and the parallel layout in which it was trained.
+
+    The layout is left out if this project did not write the checkpoint.
+    """
     line = f"generating with {saved.path} on {groups.world_size} {groups.device.type}"
     if saved.kind is not Kind.OURS:
         return line
@@ -123,10 +128,13 @@ def _origin(saved: Saved, groups: Groups) -> str:
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
-    """Return the tokens of each prompt that the model sees.
+    """Return the token ids of each prompt.
+
+    If the model's tokens attend only to their own document, only the tokens after the prompt's last
+    end-of-document token are returned.
 
     Raises:
-        DataError: There is no prompt, or one without tokens.
+        DataError: There is no prompt, or no token of a prompt is left.
     """
     if not texts:
         raise DataError("there is no prompt; write one per line")
@@ -142,7 +150,10 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[in
 
 
 def _banned(model: GPT, tokenizer: Tokenizer, endless: bool) -> list[int]:
-    """Return the ids of tokens that are never chosen: padding, and maybe the end of documents."""
+    """Return the ids of tokens that are never chosen.
+
+    These are the ids that pad the vocabulary and, if `endless`, the end-of-document token.
+    """
     padding = range(tokenizer.vocab_size, model.shape.vocab_size)
     return [*padding, *([tokenizer.eod] if endless else [])]
 

@@ -2,9 +2,10 @@
 
     p_v = softmax_v(logits / temperature)
 
-`top_k` keeps the k most likely tokens. `top_p` then keeps the most likely tokens whose
-probabilities, rescaled to the sum 1, add up to at least `top_p`. Of equally likely tokens, the one
-with the smaller id comes first. The temperature 0 takes the most likely token.
+`top_k` keeps the k most likely tokens, and their probabilities are rescaled to the sum 1. `top_p`
+then keeps as few of the most likely tokens as have probabilities that add up to at least `top_p`.
+Of equally likely tokens, the one with the smaller id comes first. Temperature 0 always chooses the
+most likely token.
 
 Legend: B texts, V vocabulary.
 """
@@ -22,7 +23,13 @@ from megatron.engine.errors import DivergedError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens. `top_k` None and `top_p` 1 keep all tokens."""
+    """The settings for choosing tokens. By default, every token can be chosen.
+
+    Attributes:
+        temperature: The number by which logits are divided, or 0 for the most likely token.
+        top_k: The number of most likely tokens to keep, or None for all.
+        top_p: The probability that the kept tokens must have together. 1 keeps all tokens.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -30,7 +37,10 @@ class Sampling:
 
 
 def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
-    """Return the probability of each token, float64 [B, V]. The temperature must be above 0."""
+    """Return the probability with which each token is chosen, float64 [batch, vocabulary].
+
+    The temperature must be above 0.
+    """
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / how.temperature
     if how.top_k is None and how.top_p == 1.0:
         return scaled_BV.softmax(-1)
@@ -46,11 +56,11 @@ def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
 
 
 def sample(logits_BV: Tensor, how: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """Return the id of the next token of each text, int64 [B], on the CPU.
+    """Choose the next token of each text, and return its id, int64 [batch], on the CPU.
 
     Args:
-        generators: The CPU generator of each text. Other texts of the batch do not change what is
-            drawn for a text.
+        generators: One CPU random generator for each text, so that the draws for one text do not
+            depend on the other texts of the batch.
 
     Raises:
         DivergedError: A logit is infinite or not a number.

@@ -13,19 +13,19 @@ UNFINISHED = "\ufffd"
 
 
 class Continuation:
-    """The text that follows a prompt.
+    """The text that follows a prompt, decoded token by token.
 
-    A character whose bytes are not complete yet is held back, and so is text with which a stop
-    sequence may begin.
+    The end of the text is held back while it may change. This is the case if it is an incomplete
+    character (a part of its UTF-8 bytes), or if it may be the beginning of a stop sequence.
 
     Args:
-        prompt: The tokens of the prompt.
-        stops: The stop sequences. The text ends before the first one that it contains.
-        emit: A function that gets each piece of the text as soon as it is certain.
+        prompt: The token ids of the prompt.
+        stops: The stop sequences. The text ends before the first one that occurs in it.
+        emit: A function that gets each new piece of text that is no longer held back.
 
     Attributes:
-        tokens: The number of tokens so far.
-        end: Why the text has ended: "document", "stop" or "length"; "" if it has not.
+        tokens: The number of tokens added so far.
+        end: The reason why the text has ended ("document", "stop" or "length"), or "" before.
     """
 
     def __init__(
@@ -43,11 +43,14 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """The text so far, without what is held back."""
+        """The text so far, without the end that is held back because it may change."""
         return "".join(self._pieces)
 
     def add(self, token: int) -> None:
-        """Add a token, unless the text has ended. The end-of-document token ends the text."""
+        """Add a token. The end-of-document token ends the text.
+
+        If the text has already ended, do nothing.
+        """
         if self.end:
             return
         self.tokens += 1
@@ -62,7 +65,10 @@ class Continuation:
         self._pass_on(new)
 
     def finish(self, end: str) -> None:
-        """End the text, unless it has ended, and pass on what was held back."""
+        """End the text for the reason `end`, and emit the text that was held back.
+
+        If the text has already ended, do nothing.
+        """
         if self.end:
             return
         self._pass_on(self._tokenizer.decode(self._ids)[len(self._known) :])
