@@ -4,10 +4,10 @@ A distance kernel is a bias b or a factor w that depends only on the query-key d
 is a function that FlexAttention applies to each score. The embedding's torch formula is read as an
 expression (`trace`). The score_mod evaluates the expression at the score's distance, with the
 parameters theta of the score's head. If the formula has no expression, the values of the formula
-are tabulated over distances, and the score_mod looks up the entry for the score's distance.
-It also looks up the decay. The block mask excludes keys outside a window (it is kept for later
-calls) or in other documents (it is computed in each call). A sink reduces the output by the weight
-of the null key, which follows from the logarithm of the softmax's denominator.
+are tabulated over distances, and the score_mod looks up the entry for the score's distance. The
+score_mod also looks up the decay. FlexAttention's block mask excludes keys outside a window or in
+other documents. Without documents, the block mask is cached for later calls. With a sink, the
+output is multiplied by 1 - p, where p is the softmax weight of the null key.
 
 On CUDA this backend is compiled. It adds up theta's gradient with one atomic addition per score,
 which is slow and not repeatable bit for bit. Prefer the backend `fused`. `flex` is for comparison
@@ -79,7 +79,7 @@ def score_mod_of(
     length: int,
     positions_BT: Tensor | None = None,
 ) -> ScoreMod | None:
-    """Return FlexAttention's score_mod for an embedding, or None if it is no distance kernel.
+    """Return FlexAttention's score_mod for an embedding, or None without a distance kernel.
 
     The score_mod evaluates the embedding's formula. If the formula has no symbolic expression, the
     score_mod looks up the values of the formula in tables.
@@ -131,7 +131,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: i
 
 
 def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
-    """Return a score_mod that also adds the decay c_i - c_j, which it subtracts before rounding."""
+    """Return a score_mod that applies `score_mod` and then adds c_i - c_j of the decay c."""
     rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
 
     def with_decay(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -163,11 +163,11 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
 
 
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Return options with fewer pipeline stages, for a distance kernel that is tabulated.
+    """Return FlexAttention's options with fewer pipeline stages, for a tabulated distance kernel.
 
-    The compiled loop prefetches one tile of table entries, fp32 [128, 128], for each stage, in
-    addition to keys and values. With torch's default of three stages, the loop needs more shared
-    memory than an H100 has (torch 2.11).
+    The compiled kernel's loop over keys prefetches one tile of table entries, fp32 [128, 128], for
+    each stage, in addition to keys and values. With torch's default of three stages, the loop needs
+    more shared memory than an H100 has (torch 2.11).
     """
     if size > 64 or weighted(pos):
         return {"fwd_num_stages": 1, "bwd_num_stages": 2}

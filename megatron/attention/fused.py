@@ -7,8 +7,8 @@ device functions (`trace`, `megatron.kernels.codegen`). If the formula has no ex
 are tabulated over distances once per call. Autograd then propagates the gradient of the table
 through the formula to theta (`megatron.kernels.tabulated`).
 
-Documents and windows cost only the keys that queries see. The sums of a decay keep their digits:
-they are subtracted before they are rounded to fp32 (`megatron.kernels.terms`).
+With documents or a window, tiles of keys that no query sees are skipped. A decay may be a large
+sum, so differences of the decay are computed before rounding to fp32 (`megatron.kernels.terms`).
 
 In addition to the results, memory is needed for two numbers per query and head. Each Triton program
 also needs one number for each column of theta. If the formula is tabulated, memory is also needed
@@ -58,7 +58,7 @@ SAFE_ON_HOPPER = TorchVersion("3.7.1")
 def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     """Return the Triton device functions of an embedding, and a text about them for the log.
 
-    The text is either "evaluated in registers", or "tabulated" and the reason.
+    The text is "evaluated in registers", or "tabulated" followed by the reason.
     """
     from megatron.kernels import codegen, lowering, tabulated
 
@@ -77,7 +77,11 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
 
 @constant  # because sympy reads the formula
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
-    """Return the string for an embedding's device functions, and arguments of `_inputs`."""
+    """Return (code, tabulated, layer) of an embedding.
+
+    `code` names the embedding's device functions in calls of `operations.fused`. `tabulated` and
+    `layer` are arguments of `_inputs`.
+    """
     functions, _ = functions_of(pos)
     code = operations.register(pos.name, functions)
     return code, functions.tabulated, functions.layer and functions.layer.columns
@@ -99,11 +103,12 @@ def fused(call: Call) -> Tensor:
 
 
 def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor | None, ...]:
-    """Return q, k, v, the kernel's rows, the sink, decay, first keys, positions, and the seed.
+    """Return the tensor arguments of `operations.fused`, in order. Absent terms are None.
 
     Args:
         tabulated: Whether the device functions read a table.
-        layer: The columns of theta that are w, b and v of a layer of hidden units.
+        layer: The columns of theta that hold w, b and v of a layer of hidden units (see
+            `megatron.positional.hidden_layer`), or None.
     """
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]

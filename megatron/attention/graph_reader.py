@@ -1,4 +1,4 @@
-"""Translate the operations that torch's tracer has recorded to sympy; see `trace`."""
+"""Translate a graph of operations, recorded by torch's tracer, to sympy; see `trace`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Columns(tuple):
 
 
 class Reader:
-    """Translates to sympy the graph of operations that torch's tracer has recorded.
+    """Translates a graph of operations, recorded by torch's tracer, to sympy.
 
-    For each node of that graph, the tensor that the node computes is replaced by a value, one of:
+    The tensor that a node of the graph computes is replaced by one of these values:
 
     - a sympy expression, which holds for all heads and distances;
     - `Columns` of theta, the distance kernel's parameters;
@@ -45,10 +45,10 @@ class Reader:
         self.distance, self.theta, self.position = distance, theta, position
 
     def expression(self, function: Callable[..., Tensor | None]) -> Any:
-        """Return the value of the traced function as an expression, or None if that value is None.
+        """Trace `function` and return its result as an expression, or None if the result is None.
 
         Raises:
-            Unreadable: The value is not an expression in the distance and theta.
+            Unreadable: The result is not an expression in the distance, the position and theta.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.node import map_arg
@@ -86,7 +86,7 @@ class Reader:
         return self.scalar(values[node])
 
     def scalar(self, value: Any) -> Any:
-        """Convert the value of a node of the traced graph to a single sympy expression."""
+        """Convert the value of one node of the graph to a single sympy expression."""
         import sympy
 
         if isinstance(value, int | float):

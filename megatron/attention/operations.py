@@ -5,11 +5,12 @@
 
 A compiled graph contains these operations as they are. torch knows the shapes of their results and
 their gradients, and does not trace into them. They have no hidden state: random numbers depend on
-the argument `seed` alone. Eager calls do not come here, because torch would take some 20
-microseconds more for each of them.
+the argument `seed` alone. Eager calls bypass these operations, which would add some 20 microseconds
+to each call.
 
-The string `code` names device functions that `register` has entered. It depends only on what they
-compute, so it means the same in every process.
+The argument `code` of `kerple::fused` names the Triton device functions of an embedding, which
+`register` has stored. `code` contains a hash of their source, so it means the same in every
+process.
 
 Legend: see `blocked` and `fused`. The T axis of `kerple::blocked` is in the usual order, but
 `starts_BT` is in reversed order.
@@ -56,7 +57,10 @@ def blocked_backward(
     starts_BT: Tensor | None, seed: Tensor | None,
     scale: float, dropout_p: float, window: int | None, need_bias: bool, need_weight: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, the bias, the factor, the decay and the sink, if needed."""
+    """Return the gradients of q, k, v, the bias, the factor, the decay and the sink, as a list.
+
+    The list lacks gradients that are not needed, and those of inputs that are None.
+    """
     inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, decay_BHS, sink_H, starts_BT, seed)
     call = BlockedCall(*inputs, scale, dropout_p, window)
     found = call.backward(grad_BHTE, None, need_bias=need_bias, need_weight=need_weight)
@@ -93,7 +97,7 @@ blocked.register_autograd(_differentiate_blocked, setup_context=_save_blocked)
 
 
 def register(name: str, functions: DeviceFunctions) -> str:
-    """Return the string that stands for the device functions in calls of `kerple::fused`."""
+    """Store the device functions, and return their name `code` for calls of `kerple::fused`."""
     flags = functions.num_theta, functions.weighted, functions.tabulated, functions.biased
     flags += (functions.layer,)
     digest = hashlib.sha256(f"{flags} {functions.source}".encode()).hexdigest()
@@ -129,7 +133,11 @@ def fused_backward(
     seed: Tensor | None, code: str, scale: float, query_offset: int, dropout_p: float,
     need_rows: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, the rows, the sink and the decay, if needed."""
+    """Return the gradients of q, k, v, `rows_HW`, the sink and the decay, as a list.
+
+    `rows_HW` holds theta or a table over distances. Its gradient is in the list only if `need_rows`
+    is true. The list lacks gradients of inputs that are None.
+    """
     from megatron.kernels import launch
 
     terms = launch.Terms(first_BT, sink_H, decay_BHS, position_BT)
@@ -182,10 +190,10 @@ def _setting(code: str, scale: float, offset: int, dropout_p: float, terms: Term
 
 
 def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty contiguous tensor of this shape."""
+    """Return an uninitialised contiguous tensor with the shape of `x`."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _new_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an empty tensor in the layout of `launch.empty_like_heads`."""
+    """Return an uninitialised tensor in the memory layout of `launch.empty_like_heads`."""
     return _new(x_BHTE.transpose(1, 2)).transpose(1, 2)

@@ -1,7 +1,7 @@
 """Add a bias that depends on the query's position to the scores of blocked attention.
 
-Such a bias is no vector over distances (see `toeplitz`). It is evaluated for each tile, and in the
-backward pass again, to propagate the gradient of the tile's scores to theta.
+Such a bias cannot be stored as a vector over distances (see `toeplitz`). It is evaluated for each
+tile. The backward pass evaluates it again, to propagate the gradient of the tile's scores to theta.
 
 Legend: see `blocked`. N columns of theta.
 """
@@ -16,7 +16,7 @@ from megatron.positional import PositionalEmbedding
 
 
 class RowBias:
-    """The bias of one call, and the gradient `grad_HN` of theta so far.
+    """The bias of one call, and `grad_HN`, theta's gradient summed over the tiles so far.
 
     Args:
         theta_HN: The parameters of the distance kernel.

@@ -5,16 +5,16 @@ windows become a boolean mask [B, 1, T, S].
 
 A distance kernel is a bias or a factor that depends only on the query-key distance. A bias becomes
 an additive mask [1, H, T, S] in fp32, and a decay becomes one of [B, H, T, S]. q, k and v are then
-converted to fp32, because a bf16 mask would round the bias. For a sink, a key 0 and a value 0
-follow the other keys and values, and the mask holds the sink. With an additive mask the backend
-serves evaluation only, because the gradient of the mask would be [B, H, T, S]. A factor is refused,
-because a mask cannot multiply.
+converted to fp32, because a bf16 mask would round the bias. For a sink, a key of zeros and a value
+of zeros are appended, and the mask's last column holds the sink's logit. With an additive mask the
+backend serves evaluation only, because the gradient of the mask would be [B, H, T, S]. A factor is
+refused, because a mask cannot multiply.
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
 parameters.
 
-Caution: memory is quadratic if there is a mask. Plain causal attention needs no mask, except for
-a boolean mask [T, S] if there are several queries and the first query is not at position 0.
+Caution: memory is quadratic if there is a mask. Plain causal attention needs a mask (boolean, [T,
+S]) only if there are several queries and the first query is not at position 0.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def remark(request: Request) -> str:
 
 
 def _additive(request: Request) -> bool:
-    """Return whether terms are added to the logits."""
+    """Return whether a distance kernel, a sink or a decay makes the mask additive."""
     return request.pos.has("distance") or request.pos.has("sink") or request.decays
 
 

@@ -32,9 +32,10 @@ class QueryTile:
         heads: The heads, as a slice of the H heads. They are the same in each sequence.
         items: The pairs of sequence and head, as a slice of the flattened dimension B H.
         rows: The query rows, as a slice of the T queries in reversed order.
-        first: The first key. Earlier keys are seen by none of the queries.
-        keys: The number n of keys. The tile's first row is its last query, at the last key.
-        mixed: Whether there are rows of several documents. A row must not see keys of another one.
+        first: The first key. None of the rows sees an earlier key.
+        keys: The number n of keys. The first row is the last query, because rows are in reversed
+            order. It is at the position of the last key.
+        mixed: Whether the rows belong to several documents, so that scores need a mask.
     """
 
     index: int
@@ -57,7 +58,7 @@ class QueryTile:
 
     @property
     def seen(self) -> slice:
-        """The keys, as a slice of the S keys."""
+        """The tile's keys, as a slice of the S keys."""
         return slice(self.first, self.first + self.keys)
 
     @property
@@ -76,7 +77,7 @@ def block_rows(queries: int, keys: int) -> int:
 
     R is usually 32 to 128, so that matrix products are efficient. R is at most half of the number
     of queries (if this half is at least 32), so that the scores of some future keys are never
-    computed. If rows are very long, R is smaller.
+    computed. If there are very many keys, R is smaller.
     """
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))

@@ -6,7 +6,8 @@ recorded operations to sympy. The result has one symbol for the distance and one
 theta. From this expression `megatron.kernels.codegen` generates Triton device functions with their
 derivatives, and `flex` makes FlexAttention's score_mod.
 
-A bias may also depend on the query's position. A layer of hidden units stays one function.
+A bias may also depend on the query's position i, a further symbol. A layer of hidden units (as in
+FIRE) becomes a single sympy function.
 
 A formula has a symbolic expression only if it treats each distance and each head separately. A
 lookup in a table, as in T5's bias, has none. Before an expression is used, it is evaluated at other
@@ -93,11 +94,11 @@ def assumed(low: float) -> dict[str, bool]:
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
-    In fp64, the values and the gradient of theta (the kernel's parameters) must equal those of the
-    embedding. In fp32, the rounding errors must not be much larger than those of the embedding.
+    In fp64, the formula's values and gradients of theta (the kernel's parameters) must equal those
+    of the embedding. In fp32, the formula's rounding errors must not be much larger.
 
     Raises:
-        Unreadable: The formula and the embedding differ.
+        Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.
     """
     generator = torch.Generator().manual_seed(1)
     theta_HN = torch.rand(5, len(formula.theta), generator=generator, dtype=torch.float64) + 0.2
