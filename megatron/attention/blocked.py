@@ -82,12 +82,12 @@ def blocked(call: Call) -> Tensor:
     if is_compiling() and theta_HN is None:
         # without keeping P, whose size may depend on where documents start
         return operations.blocked(*inputs, *numbers)
-    return _run((*inputs, theta_HN, positions_BT), (*numbers, call.pos))
+    run = _outside_of_graphs if is_compiling() else _run
+    return run((*inputs, theta_HN, positions_BT), (*numbers, call.pos))
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage] as torch.compiler.disable
 def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Tensor:
-    """Compute the attention output. `torch.compile` does not trace this function.
+    """Compute the attention output.
 
     Args:
         inputs: The tensor arguments of `BlockedCall` in order, then theta_HN and positions_BT. The
@@ -97,6 +97,10 @@ def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Tensor:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _BlockedAttention.apply(*inputs, *others)
     return _call(inputs, others).forward(None)
+
+
+# As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
+_outside_of_graphs = torch._disable_dynamo(_run)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:

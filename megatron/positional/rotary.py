@@ -75,6 +75,8 @@ class Rotary(PositionalEmbedding):
         known = ("default", "linear", "ntk", "yarn", "llama3")
         if rope_type not in known:
             raise PositionalError(f"rope_type {rope_type!r} is none of {', '.join(known)}")
+        if factor < 1 or (rope_type == "default" and factor != 1):
+            raise PositionalError(f"factor {factor}: {rope_type} takes no such factor")
         length = original_max_position_embeddings
         if rope_type in ("yarn", "llama3") and length < 7:  # less than a turn
             raise PositionalError(f"{rope_type} needs original_max_position_embeddings")

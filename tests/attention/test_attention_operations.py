@@ -144,4 +144,4 @@ def test_what_is_refused_is_refused_while_compiling():
 def test_unknown_device_functions_are_refused():
     q = torch.randn(1, 1, 5, 8)
     with pytest.raises(AttentionError, match="no device functions 'other 12'"):
-        torch.ops.kerple.fused(q, q, q, q[0, 0], None, None, None, None, "other 12", 0.3, 0, 0.0)
+        torch.ops.kerple.fused(q, q, q, q[0, 0], *[None] * 5, "other 12", 0.3, 0, 0.0)

@@ -16,7 +16,8 @@ YARN = "original_max_position_embeddings: 64, type: yarn, factor: 2"
         ("rope_scaling: 4", "expected a mapping, got 4; write e.g. {rope_type: ntk, factor: 4.0}"),
         ("rope_scaling: {factor: 2}", "expected one of linear, ntk, yarn, llama3, got null"),
         ("rope_scaling: {type: dynamic}", "its angles change with the length of the text"),
-        ("rope_scaling: {type: yarn, factor: 2}", "yarn needs original_max_position_embeddings"),
+        ("rope_scaling: {type: yarn, factor: 2}", "write e.g. original_max_position_embeddings: 2"),
+        (f"rope_scaling: {{{YARN}, beta_slow: 40}}", "beta_slow is not below beta_fast"),
         ("rope_scaling: {type: ntk, factor: 2, beta_fast: 3}", "ntk has no beta_fast"),
         ("rope_scaling: {type: ntk, factor: 0.5}", "factor: expected a number of at least 1, got"),
         ("rope_scaling: {type: ntk, factor: 2}", "rotary, which is not in pos_emb; leave it out"),
@@ -54,7 +55,8 @@ def test_scaled_angles_are_read_and_written_back(load: Callable, tmp_path) -> No
         "beta_fast": 16.0,
     }
     assert load(config.to_yaml()) == config
-    assert load("rope_scaling: {rope_type: default}").model.rope_scaling == {}
+    for key in ("rope_type", "type"):
+        assert load(f"rope_scaling: {{{key}: default}}").model.rope_scaling == {}
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,8 @@ def test_documents_and_cached_keys_give_the_logits_of_each_document_alone(case):
     [
         ({"rope_type": "dynamic"}, "'dynamic' is none of default, linear, ntk, yarn, llama3"),
         ({"rope_type": "yarn", "factor": 2.0}, "yarn needs original_max_position_embeddings"),
+        ({"factor": 2.0}, "factor 2.0: default takes no such factor"),
+        ({"rope_type": "ntk", "factor": 0.0}, "factor 0.0: ntk takes no such factor"),
     ],
 )
 def test_wrong_scalings(options, says):

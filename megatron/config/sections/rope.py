@@ -38,7 +38,7 @@ def rope_scaling(value: Any) -> FrozenDict:
             f"expected a mapping, got {show(value)}; write e.g. {{rope_type: ntk, factor: 4.0}}"
         )
     given = dict(value)
-    if not given or given == {"rope_type": "default"}:
+    if given in ({}, {"rope_type": "default"}, {"type": "default"}):
         return FrozenDict()
     kind = _kind(given.pop("rope_type", given.pop("type", None)))
     needed = {"factor": _factor, **_NEEDED[kind]}
@@ -47,7 +47,8 @@ def rope_scaling(value: Any) -> FrozenDict:
         if name not in checks:
             raise ValueError(f"{kind} has no {name}; write {', '.join(checks)}")
         if name not in given:
-            raise ValueError(f"{kind} needs {name}; write e.g. {name}: 4")
+            example = 4.0 if name == "factor" else 2048
+            raise ValueError(f"{kind} needs {name}; write e.g. {name}: {example}")
     checked = {"rope_type": kind}
     for name, each in given.items():
         try:
@@ -56,6 +57,8 @@ def rope_scaling(value: Any) -> FrozenDict:
             raise ValueError(f"{name}: {error}") from None
     if checked.get("low_freq_factor", 1.0) >= checked.get("high_freq_factor", 4.0):
         raise ValueError("low_freq_factor is not below high_freq_factor; write e.g. 1.0 and 4.0")
+    if checked.get("beta_slow", 1.0) >= checked.get("beta_fast", 32.0):
+        raise ValueError("beta_slow is not below beta_fast; write e.g. 1.0 and 32.0")
     return FrozenDict(checked)
 
 
