@@ -2,8 +2,9 @@
 
 Press, Smith, Lewis, ICLR 2022 (arXiv 2108.12409) fix the slopes. Here each slope starts at ALiBi's
 and is trained. The bias is conditionally positive definite for m_h >= 0. With m_h = 0 the head sees
-no positions. The slope's gradient is not 0 there, so training can raise the slope again.
-Adam moves a slope by about the learning rate in each step, which is much for the smallest, 2^-8.
+no positions. The slope's gradient is not 0 there, so training can raise the slope again. Adam
+changes a slope by about the learning rate in each step. This is a large change for the smallest
+slope, 2^-8.
 """
 
 from __future__ import annotations

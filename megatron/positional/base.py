@@ -79,12 +79,12 @@ def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Ten
 
 
 def factor(name: str) -> ThetaParameter:
-    """Describe a parameter of a kernel: a coefficient >= 0.01, first drawn from U(0, 1)."""
+    """Return a column of theta: a coefficient >= 0.01 with initial values from U(0, 1)."""
     return ThetaParameter(name, low=0.01)
 
 
 def power(name: str) -> ThetaParameter:
-    """Describe a parameter of a kernel: an exponent in [0.01, 2], first drawn from 2 U(0, 1)."""
+    """Return a column of theta: an exponent in [0.01, 2] with initial values from 2 U(0, 1)."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
 
 
@@ -125,7 +125,7 @@ class PositionalEmbedding:
 
     @property
     def has_distances(self) -> bool:
-        """Whether the embedding depends on query-key distances, so that they can be scaled."""
+        """Whether the embedding depends on query-key distances, which `scaled` can multiply."""
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
@@ -185,8 +185,8 @@ class PositionalEmbedding:
         """Return the bias b_h(d, i), or None if it is 0 everywhere; see `bias`.
 
         Args:
-            i: The position of each query in its document. It has as many dimensions as `d` and
-                broadcasts with it. Most embeddings ignore it.
+            i: The position of each query in its document. `i` has as many dimensions as `d` and
+                broadcasts with `d`. Most embeddings ignore `i`.
         """
         if not self.reads_position:
             return self.bias(theta_HN, d)
@@ -245,7 +245,8 @@ class PositionalEmbedding:
 
         Args:
             offset: The position of the first query and of the first key.
-            positions_BT: The position of each query and key. None counts from `offset`.
+            positions_BT: The position of each query and key. None means offset, offset + 1 and so
+                on.
             rotary_ndims: The number of leading dimensions of each head that rotate. It must be
                 even. None rotates all dimensions.
             base: The base of the frequencies. The longest wavelength is about 2 pi base.

@@ -1,8 +1,8 @@
 """Combine positional embeddings: several in one layer, or different ones in different layers.
 
-In one layer, kernels of `distance` terms add their biases and multiply their factors, and each term
-of another kind acts as it does alone. Theta holds the columns of all terms side by side, so a model
-has one theta, whatever its layers combine.
+The combined embeddings are called terms. In one layer, the biases of all distance kernels are
+added, and their factors are multiplied. A term of another kind acts as it does alone. Theta holds
+the columns of all terms side by side, so a model has one theta, whatever its layers combine.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Combination(PositionalEmbedding):
         return self._only("input").table(positions, dim, dtype)
 
     def _distance_part(self) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the distance kernel alone, and the places of its columns in theta."""
+        """Return the distance kernel alone, and the indices of its columns in theta."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind == "distance":
@@ -133,12 +133,12 @@ def _joined(
 
 
 def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:
-    """Return the parts, with scaled distances in each part that has distances.
+    """Return the embeddings `parts`, with scaled distances in each that has distances.
 
-    Equal parts stay equal.
+    An embedding that occurs several times in `parts` is copied only once.
 
     Raises:
-        PositionalError: No part has distances, or a part refuses.
+        PositionalError: No embedding has distances, or an embedding's distances cannot be scaled.
     """
     scaled = {part: part.scaled(scale) for part in parts if part.has_distances}
     if not scaled:
@@ -147,17 +147,18 @@ def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[Position
 
 
 class PerLayer(PositionalEmbedding):
-    """The embeddings of a model whose layers have different ones, or each their own theta.
+    """The embeddings of all layers of a model, if layers differ in embedding or in theta.
 
     Theta holds the columns of all embeddings side by side. Layers with the same embedding share its
     columns, unless `own_theta` is set.
 
     Args:
         layers: The embedding of each layer. Layers with the same object have the same embedding.
-        own_theta: Whether each layer has its own columns.
+        own_theta: Whether each layer has its own columns of theta.
 
     Raises:
-        PositionalError: A layer's embedding acts on the input of the model, not on one layer.
+        PositionalError: Layers differ, and one has an `input` embedding. Such an embedding acts on
+            the input of the model, not on one layer.
     """
 
     def __init__(self, layers: Sequence[PositionalEmbedding], *, own_theta: bool):

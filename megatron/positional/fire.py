@@ -1,11 +1,12 @@
-"""Define FIRE, a bias that a small network computes from a distance relative to the position.
+"""Define FIRE, a bias that a small network computes from the distance and the position.
 
 Li et al. 2023 (arXiv 2310.04418). For a query at position i, and a key at distance d,
 
     b_h(d, i) = sum_k v_hk relu(w_k u + b_k)      u = log(1 + c d) / log(1 + c max(L, i))
 
-The first layer w, b and the numbers c and L are shared by all heads, v has numbers of each head. A
-constant of the second layer is left out: the softmax cancels it, and a sink's logit has its place.
+All heads share w, b, c and L. Each head has its own v. The second layer has no constant term,
+because the softmax is invariant to one. (With a sink, the sink's logit does the work of a
+constant.)
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from megatron.positional.hidden_layer import hidden_layer
 
 
 class Fire(PositionalEmbedding):
-    """Bias with the initial values of the paper: c = 0.1, L = `length`, torch's linear layers.
+    """FIRE bias with the paper's initial values: c = 0.1, L = `length`, w, b, v as in `nn.Linear`.
 
-    As in the paper, not L is learned but the factor `L_factor` = L / `length`.
+    As in the paper, the learned parameter is `L_factor` = L / `length` instead of L itself.
 
     Args:
-        length: The initial L. At earlier positions, the bias depends on the distance alone.
-        width: The number of hidden units.
+        length: The initial L. For queries at positions up to L, the bias depends on the distance
+            alone.
+        width: The number of hidden units k.
     """
 
     kind = "distance"

@@ -1,8 +1,8 @@
 """Define the forget gate, which lets a head forget keys by the content of the tokens after them.
 
 Lin et al. 2025 (arXiv 2503.02130, Forgetting Transformer). Each layer computes a gate f in (0, 1)
-per token and head from its hidden state, f = sigmoid(w . x + b). The logit of key j for query i is
-lowered by the gates in between:
+per token and head from its hidden state, f = sigmoid(w . x + b). The sum of log f over the tokens
+after key j, up to query i, is added to the logit of i and j:
 
     log f_{j+1} + ... + log f_i = c_i - c_j        c_i = log f_1 + ... + log f_i
 """
@@ -17,7 +17,7 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class ForgetGate(PositionalEmbedding):
-    """Gate whose projection w . x + b has weights in each layer. It has no parameters theta."""
+    """Forget gate. Each layer of the model has its own w and b. There are no parameters theta."""
 
     kind = "gate"
 

@@ -1,7 +1,7 @@
 """Define a Gaussian bias, b_h(d) = a (exp(-r d^2) - 1) with a, r > 0.
 
-The KERPLE paper (arXiv 2205.09921) compares it in Appendix A.3 and Table 6, as "2-para-bias",
-a exp(-r d^2). The constant -a, which softmax ignores, makes b_h(0) = 0. Without this constant, the
+The KERPLE paper (arXiv 2205.09921) tests this bias as "2-para-bias", a exp(-r d^2), in Appendix A.3
+and Table 6. The constant -a, which softmax ignores, makes b_h(0) = 0. Without this constant, the
 kernel is positive definite. The paper finds that bounded biases such as this extrapolate badly.
 """
 
@@ -16,8 +16,8 @@ from megatron.positional.base import PositionalEmbedding, factor
 class Gaussian(PositionalEmbedding):
     """Distance kernel a (exp(-r d^2) - 1) with initial a, r ~ U(0, 1). The bounds are a, r >= 0.01.
 
-    The paper gives no initial values and bounds for this kernel. Those of its other kernels'
-    coefficients are used.
+    The paper gives no initial values and bounds for this kernel. Here they are those of the
+    coefficients of the paper's other kernels.
     """
 
     kind = "distance"

@@ -1,7 +1,7 @@
 """Define a Gaussian-like bias with a learned power, b_h(d) = a (exp(-r d^p) - 1), 0 < p <= 2.
 
-The KERPLE paper (arXiv 2205.09921) compares it in Appendix A.3 and Table 6, as "3-para-bias",
-a exp(-r d^p). The constant -a, which softmax ignores, makes b_h(0) = 0. exp(-r d^p) is positive
+The KERPLE paper (arXiv 2205.09921) tests this bias as "3-para-bias", a exp(-r d^p), in Appendix A.3
+and Table 6. The constant -a, which softmax ignores, makes b_h(0) = 0. exp(-r d^p) is positive
 definite for 0 < p <= 2 only. With p = 2 the formula is that of `gaussian`.
 """
 

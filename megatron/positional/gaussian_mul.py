@@ -1,7 +1,7 @@
 """Define a Gaussian factor, w_h(d) = exp(-r d^2) with r > 0.
 
-The KERPLE paper (arXiv 2205.09921) compares it in Appendix A.3 and Table 6, as "1-para-wht". (Its
-"2-para-wht", with a learned power, is `kerple_power_mul`.) The factor w multiplies the scaled
+The KERPLE paper (arXiv 2205.09921) tests this factor as "1-para-wht" in Appendix A.3 and Table 6.
+(Its "2-para-wht", with a learned power, is `kerple_power_mul`.) The factor w multiplies the scaled
 product of query and key. w is positive definite, and w_h(0) = 1.
 """
 

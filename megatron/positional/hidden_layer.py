@@ -1,8 +1,9 @@
 """Define a layer of hidden units of one input, sum_k v_k relu(w_k u + b_k), as a torch operation.
 
-As a function of u it is piecewise linear: between two neighbouring knees -b_k / w_k it is a line.
-So a number needs one search among the knees and one product, whatever the number of units. The
-operation is registered with torch, so that `megatron.attention.trace` sees it as one node.
+The sum is a piecewise linear function of u, with knees at u = -b_k / w_k. Between two neighbouring
+knees it is a line, slope * u + offset. So its value at one u takes one search among the knees and
+one product, whatever the number of units. The operation is registered with torch, so that
+`megatron.attention.trace` sees it as one node.
 
 Legend: H heads, K hidden units, X numbers u per head.
 """
@@ -17,12 +18,12 @@ from torch import Tensor
 
 
 def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lines of which the layer consists, in rising order of u.
+    """Return the lines of which the layer's output consists, in rising order of u.
 
     Returns:
         (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]): line m goes from knee m - 1 to knee
-        m. The layer is continuous, so it has no gradient with respect to the knees alone: they are
-        constants, and the gradient goes through the slopes and the offsets.
+        m. Knees are constants for autograd. The gradient through slopes and offsets is complete,
+        because neighbouring lines meet at the knee between them.
     """
     with torch.no_grad():
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)
@@ -51,7 +52,7 @@ def _evaluate(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
 def hidden_layer(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
     """Return sum_k v_k relu(w_k u + b_k) for each number of `u` [heads, ...], in u's shape.
 
-    For the backward pass only the inputs are kept.
+    Autograd saves only the inputs for the backward pass.
     """
     return torch.ops.kerple.hidden_layer(u, w_HK, b_HK, v_HK)
 

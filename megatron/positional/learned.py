@@ -13,8 +13,7 @@ from megatron.positional.base import PositionalEmbedding
 class Learned(PositionalEmbedding):
     """Embedding that adds the rows of a trained position table.
 
-    This class computes nothing. The model creates the table and adds the table's rows, as for every
-    embedding of kind `input` with `learnable` set.
+    This class computes nothing. The model itself creates the table and adds the table's rows.
     """
 
     kind = "input"

@@ -1,8 +1,8 @@
 """Define the log-n temperature, t_h(i) = s_h log(i + 1) with a learned factor s_h per head.
 
-Nakanishi 2025 (arXiv 2501.19399, scalable softmax). A query at position i sees i + 1 keys, and the
-factor keeps the softmax over them as sharp as over fewer keys. Under `reset_position_ids`, i is the
-position within the document.
+Nakanishi 2025 (arXiv 2501.19399, scalable softmax). A query at position i sees i + 1 keys. The
+temperature multiplies the logits, so that the softmax does not become flatter as the number of keys
+grows. Under `reset_position_ids`, i is the position within the document.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron.positional.base import PositionalEmbedding, PositionalError, Theta
 
 
 class LogN(PositionalEmbedding):
-    """Temperature with one factor per head, which starts at 1 / log(length).
+    """Temperature with one learned factor s_h per head, initially 1 / log(length).
 
-    The start makes the temperature 1 at position length - 1.
+    So the initial temperature at position length - 1 is 1.
 
     Args:
-        length: The number of keys at which the temperature starts as 1, at least 2.
+        length: The number of keys (at least 2) at which the initial temperature is 1.
     """
 
     kind = "temperature"

@@ -10,19 +10,19 @@ Angles and products are computed in fp32, or in fp64 for fp64 inputs. Frequencie
 fp32 even for fp64 inputs, as in a GPT-NeoX model that was cast to fp64. The result has the dtype of
 the input.
 
-For sequences longer than those of the first training, the frequencies f_m = base^(-2m/R) can be
-scaled by a factor s. The names are those of Hugging Face's transformers. L is the length of the
-first training:
+To process sequences longer than the pretraining length L, the frequencies f_m = base^(-2m/R) can be
+scaled by a factor s, in one of these ways (names as in Hugging Face's transformers):
 
     linear   f_m / s                                 Chen et al. 2023 (arXiv 2306.15595)
-    ntk      base s^(R / (R - 2)) is the base
+    ntk      f_m with base s^(R / (R - 2)) for base
     yarn     f_m (1 - r_m + r_m / s)                 Peng et al. 2023 (arXiv 2309.00071)
     llama3   f_m (1 - r_m + r_m / s)                 Llama 3.1
 
-The ramp r_m grows from 0 for high frequencies to 1 for low ones. In `yarn` it grows linearly in m,
-from the m whose angle makes `beta_fast` turns in L positions to that of `beta_slow` turns, and
-rotated numbers are multiplied by `attention_factor`, by default 0.1 ln(s) + 1. In `llama3` it falls
-linearly with the number of turns, from `low_freq_factor` to `high_freq_factor`.
+The ramp r_m is 0 for high frequencies and 1 for low frequencies. Let n_m = L f_m / (2 pi) be the
+number of turns in L positions. In `yarn`, r_m rises linearly in m, from 0 where n_m = `beta_fast`
+to 1 where n_m = `beta_slow`. Also, rotated numbers are multiplied by `attention_factor`, by default
+0.1 ln(s) + 1. In `llama3`, r_m falls linearly in n_m, from 1 where n_m = `low_freq_factor` to 0
+where n_m = `high_freq_factor`.
 
 Legend: B batch, H heads, T positions, E head size.
 """
@@ -50,10 +50,10 @@ class Rotary(PositionalEmbedding):
     """Rotary embedding. The model calls `rotate` before attention. There is no distance kernel.
 
     Args:
-        rope_type: `default`, or how the frequencies are scaled.
+        rope_type: `default` (no scaling), `linear`, `ntk`, `yarn` or `llama3`.
         factor: The factor s, at least 1.
-        original_max_position_embeddings: The length L, which `yarn` and `llama3` need.
-        attention_factor: 0 means the default.
+        original_max_position_embeddings: The pretraining length L, for `yarn` and `llama3`.
+        attention_factor: A factor on rotated numbers, for `yarn`. 0 means 0.1 ln(factor) + 1.
     """
 
     kind = "rotary"

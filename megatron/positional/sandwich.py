@@ -18,7 +18,7 @@ from megatron.positional.base import PositionalEmbedding, PositionalError, Theta
 
 
 class Sandwich(PositionalEmbedding):
-    """Distance kernel whose parameters H / (8 (h + 1)) for head h of H heads are not trained.
+    """Distance kernel with one untrained parameter per head, H / (8 (h + 1)) for head h.
 
     The fused kernels tabulate the bias, because computing D/2 cosines for every score would be
     slower. The backend `eager` needs memory for D/2 numbers per score.

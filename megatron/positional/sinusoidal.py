@@ -17,7 +17,7 @@ from megatron.positional.rotary import frequencies
 
 
 class Sinusoidal(PositionalEmbedding):
-    """Embedding without trained parameters. It has a vector for every position."""
+    """Sinusoidal position vectors. They have no parameters and exist for every position."""
 
     kind = "input"
 
