@@ -1,8 +1,8 @@
 """Compute derived fields of a config, and check the rules that relate several fields.
 
-The argument `values` of each function maps field names to values. A field whose value is invalid is
-absent from `values`, because its problem is already reported. Rules that need an absent field are
-skipped.
+The argument `values` of the functions maps field names to values. Fields with invalid values are
+missing from `values`, because these problems are already reported. Rules that need a missing field
+are skipped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def derive(values: Values, world_size: int) -> Iterator[Found]:
-    """Fill in the derived fields of `values` in place, and yield each problem found on the way.
+    """Fill in the derived fields of `values` in place, and yield each problem.
 
-    A problem is, for example, a batch size that the number of processes cannot produce.
+    A problem is (field name, error text). For example, a train batch size may be impossible with
+    the number of processes.
     """
     same = {
         "num_kv_heads": "num_attention_heads",
@@ -48,11 +49,10 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
 
 
 def _derive_batch(values: Values) -> Iterator[Found]:
-    """Complete the batch sizes so that train = micro x accumulation x data-parallel size.
+    """Complete the batch sizes, so that train = micro x accumulation x data-parallel size.
 
-    At least the train or the micro size must be given. If the given sizes do not determine the
-    number of accumulation steps, that number becomes 1. If the given sizes do not satisfy the
-    equation, yield a problem.
+    The train or the micro size must be given. If the given values do not determine the number of
+    accumulation steps, it becomes 1. If the given values contradict the equation, yield a problem.
     """
     total, micro, steps = _BATCH
     if not all(name in values for name in _BATCH):
@@ -93,7 +93,7 @@ def _derive_batch(values: Values) -> Iterator[Found]:
 
 
 def relations(values: Values) -> Iterator[Found]:
-    """Yield the problem of every violated rule whose fields are all present in `values`."""
+    """Check the rules between fields, and yield (field name, error text) for each violated rule."""
     for names, check in RELATIONS:
         if all(name in values and values[name] is not None for name in names):
             found = check(*(values[name] for name in names))
@@ -207,8 +207,8 @@ def _builtin(given: str | tuple[str, ...]) -> Found | None:
 def _blended(*given: tuple) -> Found | None:
     """Check `*_data_paths` and `*_data_weights` by GPT-NeoX's rules.
 
-    Paths must be given for all three splits or for none. If weights are given for a split, each of
-    its paths must have one weight.
+    Paths must be given for all three splits (train, valid, test) or for none. If a split has
+    weights, it must have one weight for each path.
     """
     paths, weights = given[:3], given[3:]
     if any(paths) and not all(paths):

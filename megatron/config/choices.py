@@ -1,7 +1,7 @@
-"""Define the field types whose value is one of a few names, with aliases and refused names.
+"""Define the config field types whose value is one of a few names, such as `adam` or `bf16`.
 
-As in GPT-NeoX, names may be written in upper or lower case. The resolved config keeps the spelling
-of this file.
+Some names have aliases, and some names of GPT-NeoX are refused with a reason. As in GPT-NeoX, users
+may write names in upper or lower case. The resolved config has the spelling of this file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _not_built(*names: str) -> dict[str, str]:
 
 
 def _positional_names() -> list[str]:
-    """List the positional embeddings, which are named after their files in `megatron/positional/`.
+    """Return the names of the positional embeddings: their file names in `megatron/positional/`.
 
-    The folder is the registry: every file in it defines one embedding, except `base.py`,
-    `combination.py`, `hidden_layer.py` and files whose names start with an underscore.
+    Every file in this folder defines one embedding, except `base.py`, `combination.py`,
+    `hidden_layer.py` and files whose names start with an underscore.
     """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
@@ -65,7 +65,9 @@ _positional_term = one_of(
 
 
 def positional_name(value: Any) -> str:
-    """Return the name of an embedding, or of a combination such as `rotary + kerple_log`.
+    """Check the name of a positional embedding or combination, and return it with aliases replaced.
+
+    Names in a combination are joined by ` + `, as in `rotary + kerple_log`.
 
     Raises:
         ValueError: A name is unknown or occurs twice.

@@ -18,10 +18,12 @@ _KEYS = ("wandb_group", "wandb_team", "wandb_run_name")
 def config_parser(description: str | None, default: str = "") -> argparse.ArgumentParser:
     """Return a parser for `FILE.yml ... -o K=V ...`, to which the caller adds its own options.
 
-    The other options are those of GPT-NeoX's `deepy.py`.
+    The parser also accepts options of GPT-NeoX's `deepy.py`, such as `--conf_dir`.
 
     Args:
-        default: What the command reads without a file, for its help. If empty, it needs a file.
+        description: The command's description in its help.
+        default: A help text that says what the command reads if no file is given. If empty, at
+            least one file is required.
     """
     parser = argparse.ArgumentParser(description=description)
     count, text = ("*", f"later files win {default}") if default else ("+", "later files win")
@@ -43,7 +45,10 @@ def config_parser(description: str | None, default: str = "") -> argparse.Argume
 
 
 def _file(name: str, folder: str) -> Path:
-    """Return the path of a config file. As in GPT-NeoX, the ending `.yml` may be left out."""
+    """Return the path of the config file `name` in `folder`.
+
+    As in GPT-NeoX, the user may leave out the ending `.yml`.
+    """
     path = Path(folder, name)
     with_ending = Path(f"{path}.yml")
     return with_ending if with_ending.is_file() and not path.is_file() else path
@@ -56,9 +61,9 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
 
     Args:
         arguments: The arguments parsed by the parser that `config_parser` returns.
-        overrides: More `key=value` overrides, which take precedence over `-o` options.
-        joins: Whether the command joins its launcher's job. If not, the command runs alone and
-            opens no connection.
+        overrides: More `key=value` overrides. They take precedence over `-o` options.
+        joins: Whether the command joins the job that torchrun or another launcher started. If
+            false, the command runs alone and opens no connection.
     """
     if arguments.hostfile:
         text = "-H: torchrun, srun or deepspeed start the processes, e.g. deepspeed --hostfile "

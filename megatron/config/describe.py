@@ -1,4 +1,4 @@
-"""Format a config as the text that `train.py --check` prints, and state how to resume a run."""
+"""Format a config as the text that `train.py --check` prints, and tell the user how to resume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _derived(config: Config) -> list[str]:
 
 
 def _inner_width(m: ModelConfig) -> str:
-    """Return how the inner width of the MLP follows from the keys, as text."""
+    """Return the formula of the MLP's inner width as text, such as `intermediate_size 768`."""
     text = f"intermediate_size {m.intermediate_size}"
     text += " x 2/3 / 2" if m.activation in GATED else ""
     many = m.mlp_multiple_of
@@ -81,7 +81,7 @@ def _show(value: Any) -> str:
 
 
 def how_to_go_on(config: Config) -> str:
-    """Return the text that states how the user can continue a run of `config` that ended early."""
+    """Return a text that tells the user how to continue a run that ended early."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if not save:
         return "nothing is saved, because the config names no folder `save`"

@@ -15,7 +15,7 @@ class Mark:
     """The place where a setting was written.
 
     Attributes:
-        file: The path of a config file, or the text of an override, `-o key=value`.
+        file: The path of a config file, or the text of an override (`-o key=value`).
         line: The line in the file, counted from 1; None for an override.
     """
 
@@ -31,9 +31,10 @@ class Problem:
     """One problem of a configuration.
 
     Attributes:
-        mark: The place of the setting, or None if the problem has no place.
-        key: The dotted key, such as `optimizer.params.lr`, or "" if no key is concerned.
-        text: What is wrong and what to write instead.
+        mark: The file and line of the setting, or None if the problem is at no place in a file
+            (such as a missing key).
+        key: The dotted key, such as `optimizer.params.lr`, or "" if the problem concerns no key.
+        text: A message that says what is wrong and what to write instead.
     """
 
     mark: Mark | None

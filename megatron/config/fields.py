@@ -27,10 +27,10 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """The annotation of a field whose GPT-NeoX key differs from the field's name.
+    """The annotation of a config field whose key in config files differs from the field's name.
 
     Attributes:
-        path: The dotted GPT-NeoX key, or None if the field has no key because it is always derived.
+        path: The dotted GPT-NeoX key. None means that the field is always derived and has no key.
     """
 
     path: str | None
@@ -132,9 +132,9 @@ def number(
     """Return a check for finite numbers from `low` to `high`.
 
     Args:
-        low: The lower bound, or None. `above` tells whether the bound itself is allowed.
+        low: The lower bound, or None for no lower bound. `above` says whether `low` is allowed.
         high: The greatest allowed number, or None for no upper bound.
-        above: If true, numbers must be above `low`. If false, they may equal `low`.
+        above: If true, numbers must be above `low`. If false, `low` itself is allowed.
         write: An example of a valid value for the error message.
     """
     expected = "a number" + _bounds(low, high, above)
@@ -157,8 +157,8 @@ def one_of(
 
     Args:
         names: The accepted names.
-        aliases: Maps further accepted names to the elements of `names` that replace them.
-        refused: Maps names that only GPT-NeoX accepts to the reason why they are refused here.
+        aliases: Maps other accepted names to the name in `names` that replaces them.
+        refused: Maps names that are refused, although GPT-NeoX may accept them, to the reason.
     """
     names, aliases, refused = tuple(names), aliases or {}, refused or {}
     known = {name.lower(): name for name in names} | {k.lower(): v for k, v in aliases.items()}
@@ -203,7 +203,7 @@ def degree(value: Any) -> int:
 def whole_numbers(low: int) -> Check:
     """Return a check for a list of whole numbers that are at least `low`.
 
-    The check also accepts a single number, or the text `128,256`, which is easy to type after `-o`.
+    The check also accepts a single number, or text such as `128,256` (easy to type after `-o`).
     """
     check_item = whole_number(low)
 

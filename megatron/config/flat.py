@@ -20,7 +20,7 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
     """Return the fields of all sections in one dict, with keys as in GPT-NeoX's configs.
 
     A dotted key such as `optimizer.type` becomes nested dicts. Fields that are None are left out.
-    The names of the sections do not appear.
+    The section names (such as `model`) do not appear.
     """
     flat: dict[str, Any] = {}
     for section in sections:
@@ -44,10 +44,10 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that puts text such as `6e-4` in quotes.
+    """A YAML dumper that quotes all text that this project's reader would not read back as text.
 
-    Without quotes, this project's reader (`reader.scalar`) would read such text as a number, a flag
-    or null. PyYAML's own dumper leaves some of such text unquoted.
+    For example, `reader.scalar` reads an unquoted `6e-4` as a number, but PyYAML's own dumper would
+    leave the text `6e-4` unquoted.
     """
 
 

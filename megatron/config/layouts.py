@@ -1,7 +1,8 @@
 """Check that the parallel layout fits the model, and describe the problem if it does not.
 
-A degree of parallelism must divide the dimension that it splits. Some combinations, such as
-pipeline stages with ZeRO-3, are refused because DeepSpeed cannot run them.
+A degree of parallelism must divide the dimension that it splits, for example the number of heads.
+Some combinations, such as pipeline stages with ZeRO-3, are refused because DeepSpeed cannot run
+them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
 
 
 def relation(*names: str) -> Callable[[Relation], Relation]:
-    """Return a decorator that adds a check of the fields `names` to `RELATIONS`.
+    """Return a decorator that adds a function to `RELATIONS`, as a check of the fields `names`.
 
-    The decorated function takes the values of these fields. It returns a description of what
-    is wrong with them, or None.
+    The decorated function takes the values of these fields. If they do not fit together, it returns
+    (the name of the field to report, an error message), otherwise None.
     """
 
     def register(function: Relation) -> Relation:
@@ -35,9 +36,9 @@ def relation(*names: str) -> Callable[[Relation], Relation]:
 
 
 def factors(values: Values) -> str:
-    """Format the degrees of parallelism for error messages, as a product.
+    """Format the degrees of parallelism as a product, for error messages.
 
-    An example is `pipe_parallel_size 1 x model_parallel_size 2`. Context parallelism is included
+    For example, `pipe_parallel_size 1 x model_parallel_size 2`. Context parallelism is included
     only if its degree is above 1.
     """
     named = [f"{name} {values[name]}" for name in _DEGREES]

@@ -2,7 +2,7 @@
 
 The steps are:
 
-1. Read each file and override (`reader`), and merge their settings. Later settings win.
+1. Read each file and override (`reader`), and merge their settings. Later ones take precedence.
 2. Translate GPT-NeoX's keys into fields (`neox`).
 3. Validate each field by itself (`fields`, pydantic).
 4. Derive missing fields and check the rules between fields (`checks`).
@@ -57,7 +57,7 @@ def load_config(
 
     Raises:
         ConfigError: The configuration has problems. The error lists all of them, each with its
-            file, line and key where known.
+            file, line and key if these are known.
     """
     if not str(world_size).isdecimal() or int(world_size) < 1:
         text = f"the number of processes, is {str(world_size)!r}; unset it, or start with torchrun"
@@ -97,9 +97,9 @@ def _missing(given: dict[str, Given], files: Sequence[str | Path]) -> list[Probl
 
 
 def _place(problem: Problem, order: dict[str, int]) -> tuple[int, int]:
-    """Return the sort key of a problem: (position of its file or override in `order`, line).
+    """Return the sort key of a problem: (index of its file or override in `order`, line).
 
-    Problems without a place sort last.
+    Problems without a file or override sort last.
     """
     if problem.mark is None:
         return len(order) + 1, 0
@@ -125,8 +125,8 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
     """Validate each given setting, and fill in the defaults of fields that are not given.
 
     Returns:
-        (values, problems), where `values` maps field names to values. Invalid fields are absent.
-        Derived fields that are not given are None until `checks.derive` computes them.
+        (values, problems), where `values` maps field names to values. Invalid fields are left out.
+        Derived fields that the user did not set are None, and `checks.derive` computes them later.
     """
     values: dict[str, Any] = {
         name: info.get_default(call_default_factory=True)
@@ -146,7 +146,7 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _text(detail: Any, value: Any) -> str:
-    """Return the message to show the user for `detail`, pydantic's error about `value`."""
+    """Return the message for the user. `detail` is pydantic's description of the error."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"

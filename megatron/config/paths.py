@@ -1,6 +1,6 @@
-"""Define the field types for paths of token shards and for their sampling weights.
+"""Define the config field types for paths of tokenized data files and for their sampling weights.
 
-A path is a prefix (the path without `.bin` or `.idx`) or a glob of prefixes.
+A path is a prefix (the file's path without `.bin` or `.idx`) or a glob that matches prefixes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _path_list(value: Any) -> tuple[str, ...]:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Check one path or a list of paths.
+    """Check one path or a list of paths, and return it.
 
-    Return a str for one path, or for a list with one path. Return a tuple for several paths.
+    One path, or a list with one path, is returned as a str. Several paths are returned as a tuple.
     """
     paths = _path_list(value)
     if not paths:

@@ -1,4 +1,6 @@
-"""Read values that differ from layer to layer, in the syntax of GPT-NeoX's `attention_config`.
+"""Read config values that may differ from layer to layer, written as in `attention_config`.
+
+This is GPT-NeoX's syntax. A value is a list of groups [values, repeats]:
 
 [[[rotary], 3], [[none], 1]]     three layers `rotary`, then one layer `none`
 [[[rotary, none], 6]]            `rotary` and `none` in turn, six times
@@ -15,10 +17,12 @@ ALL = "all"
 
 
 def per_layer(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a check for one value of all layers, or a list as in the module's docstring.
+    """Return a function that checks a value for all layers, or a list of groups of layers.
+
+    A list looks like `[[[rotary], 3], [[none], 1]]`: three layers `rotary`, then one layer `none`.
 
     Args:
-        check: The check of a single value, which raises ValueError.
+        check: A function that returns a single checked value, or raises ValueError.
     """
 
     def checked(value: Any) -> Any:
@@ -44,14 +48,23 @@ def per_layer(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def values_of(value: Any) -> list[Any]:
-    """Return the different values that occur in a checked value, in order."""
+    """Return the different values of the layers, in order of first occurrence.
+
+    Args:
+        value: A result of the function that `per_layer` returns.
+    """
     if not isinstance(value, tuple):
         return [value]
     return list(dict.fromkeys(each for values, _ in value for each in values))
 
 
 def layers_of(value: Any, num_layers: int) -> list[Any]:
-    """Return the value of each layer, from a checked value without a problem (`problem_of`)."""
+    """Return a list with the value of each layer.
+
+    Args:
+        value: A result of the function that `per_layer` returns. It must fit `num_layers`
+            (`problem_of` must return None).
+    """
     if not isinstance(value, tuple):
         return [value] * num_layers
     groups = (list(values) * _times(values, repeats, num_layers) for values, repeats in value)
@@ -59,7 +72,11 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
 
 
 def problem_of(value: Any, num_layers: int) -> str | None:
-    """Describe why a checked value does not fit `num_layers` layers; return None if it fits."""
+    """Return an error text if the groups do not add up to `num_layers` layers, otherwise None.
+
+    Args:
+        value: A result of the function that `per_layer` returns.
+    """
     if not isinstance(value, tuple):
         return None
     found = sum(len(values) * _times(values, repeats, num_layers) for values, repeats in value)
@@ -69,11 +86,10 @@ def problem_of(value: Any, num_layers: int) -> str | None:
 
 
 def same_layers(one: Any, other: Any, num_layers: int) -> bool:
-    """Return whether two values give each layer the same, whatever their groups and repeats are.
+    """Return whether two config values assign the same value to each layer.
 
-    Args:
-        one: A value that `per_layer` accepts.
-        other: Another such value, or anything else that a JSON file may hold.
+    Their groups may differ: `[[[a], 2]]` and `[[[a, a], 1]]` are the same for two layers. A config
+    value with a wrong syntax is not the same as any other.
     """
     check = per_layer(lambda each: each)
     try:
@@ -86,5 +102,5 @@ def same_layers(one: Any, other: Any, num_layers: int) -> bool:
 
 
 def _times(values: tuple[Any, ...], repeats: Any, num_layers: int) -> int:
-    """Return how many times the values of a group occur."""
+    """Return how often the values of a group are repeated. `all` fills `num_layers` layers."""
     return num_layers // len(values) if repeats == ALL else repeats

@@ -2,14 +2,14 @@
 
 Each source (a file or an override) is read into `Settings`, a flat dict from key path to `Given`.
 For example, `optimizer: {params: {lr: 1e-3}}` becomes one entry with the key path
-`("optimizer", "params", "lr")`. Lists and empty mappings are values of entries. In keys, `-` is
-replaced by `_`.
+`("optimizer", "params", "lr")`. A list or an empty mapping is the value of one entry. In keys, `-`
+is replaced by `_`.
 
 The accepted text is YAML, as in GPT-NeoX's configs. It may also be JSON with comments, trailing
-commas, tabs, and Python's True, False and None. PyYAML parses the structure of the text, but the
-function `scalar` converts the unquoted values. PyYAML follows YAML 1.1 and would read `6e-4` as
-text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads `6e-4` as a float, `010`
-as 10, and the other two as text.
+commas, tabs, and Python's True, False and None. PyYAML parses the structure of the text, but this
+module's function `scalar` converts the unquoted values. PyYAML follows YAML 1.1 and would read
+`6e-4` as text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads `6e-4` as a
+float, `010` as 10, and both `1:30` and `2020-01-01` as text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _MAX_NODES = 20_000  # YAML aliases let a small file expand to any size
 class Given:
     """A value from a config file or override, and the place where the value was written.
 
-    `again` is the line on which the same file repeats the key with the same value, or None.
+    Attributes:
+        value: The value, with YAML's types.
+        mark: The place of the value.
+        again: The line on which the same file repeats the key with the same value, or None.
     """
 
     value: Any
@@ -92,8 +95,8 @@ class _Builder:
     """Converts one YAML document into `settings`, and collects `problems` such as duplicate keys.
 
     Args:
-        name: The file or override to name in problems.
-        lines: Whether problems name the line in the file. False for an override.
+        name: The file or override that problems name.
+        lines: Whether problems also name the line. It is false for an override.
     """
 
     def __init__(self, name: str, *, lines: bool) -> None:
@@ -129,7 +132,10 @@ class _Builder:
     def _repeated(
         self, path: KeyPath, line: int, node: yaml.Node, first_line: int, first: yaml.Node
     ) -> None:
-        """Mark the setting of a repeated key. If the values differ, add a problem."""
+        """Handle a key that occurs twice in one mapping.
+
+        If both values are equal, record the second line in `Given.again`. Otherwise add a problem.
+        """
         # The text of a value distinguishes 1 from true, which Python takes for equal.
         if repr(self.value(node, path)) == repr(self.value(first, path)):
             for inside in [each for each in self.settings if each[: len(path)] == path][:1]:
@@ -191,9 +197,9 @@ def _problem_of(error: Exception, builder: _Builder) -> Problem:
 
 
 def _unfit(text: str) -> str | None:
-    """Return why a configuration must not contain `text`; None if it may.
+    """Return the reason why a configuration must not contain `text`, or None if it may.
 
-    Runs write their configuration to disk, so it must not contain passwords.
+    For example, `text` must not contain a password, because runs write their configuration to disk.
     """
     if _SECRET.search(text):
         return (
@@ -208,7 +214,7 @@ def _unfit(text: str) -> str | None:
 def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
     """Read one config file, and return its settings and its problems.
 
-    Problems are, for example, a missing file, invalid YAML or duplicate keys.
+    Examples of problems are a missing file, invalid YAML and duplicate keys.
     """
     name = str(path)
     try:
@@ -249,8 +255,8 @@ def read_override(text: str) -> tuple[Settings, list[Problem]]:
 def merge(base: Settings, over: Settings) -> Settings:
     """Return `base` updated with `over`. Nested mappings are merged key by key.
 
-    A plain value replaces a mapping with the same key, and a mapping replaces a plain value. A null
-    replaces any value in `base`. Later code ignores null settings, so the field gets its default.
+    A plain value in `over` replaces a mapping in `base`, and a mapping replaces a plain value. A
+    null in `over` replaces any value. A field whose setting is null later gets its default.
     """
     result = dict(base)
     for path, given in over.items():

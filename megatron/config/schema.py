@@ -2,9 +2,9 @@
 
 The key of a field in config files is the field's name, unless the annotation `Key` gives another.
 `Key(None)` marks a field that config files cannot set, because it is always derived. Defaults are
-those of GPT-NeoX. If the published KERPLE code and gpt-neox have different defaults, a comment
-names the source of the chosen one. Lengths are counted in tokens, iterations in optimizer steps,
-and batch sizes in sequences.
+those of GPT-NeoX. Where the published KERPLE code and current gpt-neox have different defaults, a
+comment says from which of the two the default is taken. Lengths are counted in tokens, iterations
+in optimizer steps, and batch sizes in sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Config(BaseModel):
     Attributes:
         notes: Remarks for the user, for example about keys that have no effect.
         sources: The paths of the config files.
-        origins: Maps the name of each given field to the place where it was set.
+        origins: Maps the name of each field that the user set to the file and line, or override.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -48,7 +48,7 @@ class Config(BaseModel):
     origins: Mapping[str, str] = {}
 
     def sections(self) -> Iterator[tuple[str, Section]]:
-        """Return pairs (name, section) in the order of their declaration."""
+        """Return pairs (section name, section), in the order in which the fields are declared."""
         return ((name, getattr(self, name)) for name in SECTIONS)
 
     def to_flat_dict(self) -> dict[str, Any]:

@@ -18,10 +18,10 @@ MOST_SAMPLES = 10**11
 
 
 def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
-    """Return the inner width of the MLP, by gpt-neox's arithmetic.
+    """Return the inner width of the MLP, computed as in gpt-neox.
 
-    Of a gated MLP, `intermediate_size` is three times the inner width. So an MLP with a gate has as
-    many weights as one without, for the same `intermediate_size`.
+    The inner width is `intermediate_size`, or a third of it if the activation has a gate (such as
+    `swiglu`).
 
     Args:
         multiple: The width is rounded up to a multiple of this number (`mlp_multiple_of`).

@@ -17,7 +17,7 @@ from megatron.config.layouts import Found, relation
 
 
 def _start_values(value: Any) -> dict[str, float | tuple[float, ...]]:
-    """Check `theta_init`: a dict from parameter name to a number, or to a list of one per head."""
+    """Check `theta_init`, a dict from parameter name to one number or to one number per head."""
     write = "write e.g. {bias_p: 1.0, bias_a: [0.1, 0.2]}, with one number per head"
     if not isinstance(value, Mapping):
         raise ValueError(
@@ -34,7 +34,7 @@ def _start_values(value: Any) -> dict[str, float | tuple[float, ...]]:
 
 
 def _frozen(value: Any) -> bool | tuple[str, ...]:
-    """Check `theta_frozen`: true, false, or the names of some parameters."""
+    """Check `theta_frozen`, which is true, false, or a list of parameter names."""
     if isinstance(value, bool):
         return value
     names = [value] if isinstance(value, str) else value

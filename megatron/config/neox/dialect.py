@@ -35,7 +35,11 @@ from megatron.config.reader import Given, Settings, dotted
 
 
 def translate(settings: Settings) -> Translation:
-    """Translate `settings`, merged from all config files and overrides, into values of fields."""
+    """Translate settings with GPT-NeoX's keys into values of this project's config fields.
+
+    Args:
+        settings: The settings of all config files and overrides, already merged.
+    """
     out = Translation()
     for path, given in settings.items():
         if given.again is not None:
@@ -55,8 +59,8 @@ def translate(settings: Settings) -> Translation:
 def _by_key(settings: Settings) -> dict[str, Given]:
     """Return `settings` as a dict from dotted key, such as "fp16.enabled", to setting.
 
-    `settings` has a separate entry for each value inside a mapping. For a mapping whose key is in
-    `OPAQUE`, such as `theta_init`, these entries are joined: the whole mapping is one setting.
+    In `settings`, each value inside a mapping is a separate entry. If the mapping's key is in
+    `OPAQUE` (such as `theta_init`), these entries are joined to one setting with a dict as value.
     """
     by_key: dict[str, Given] = {}
     mappings: dict[str, dict[str, Any]] = {}
@@ -79,7 +83,7 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
 
     The value of a key that sets a field is written into `out.given`. A refused or unknown key adds
     a problem to `out`, and a key without effect adds a note. The returned keys must be read
-    together (`spellings.py`).
+    together with other keys, which the functions in `spellings.py` do.
     """
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}

@@ -30,7 +30,7 @@ _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)
 
 
 def _members(group: str) -> set[str]:
-    """Return the known keys directly inside the mapping `group`, such as "enabled" in "fp16"."""
+    """Return the known keys directly inside the mapping `group`, such as "enabled" for "fp16"."""
     inside = (key.removeprefix(group + ".") for key in KNOWN_KEYS if key.startswith(group + "."))
     return {key.split(".")[0] for key in inside}
 
@@ -45,7 +45,7 @@ def unknown_name(key: str) -> str:
 
 
 def unknown(key: str, value: object) -> str:
-    """Return the error text for an unknown dotted key, with a suggestion where one is possible."""
+    """Return the error text for an unknown dotted key. It suggests a similar known key, if any."""
     top, _, _ = key.partition(".")
     group, _, leaf = key.rpartition(".")
     if key in GROUPS:

@@ -3,8 +3,8 @@
 A run computes the same numbers with and without these keys. They concern files on disk, console
 output, memory or speed, or they belong to a feature whose main key is refused. A key inside a
 mapping is written with a dot, as MAPPING.KEY. If the value of a listed key is a mapping, no key
-inside that mapping has an effect either. If the value of a key is false or empty, the key is
-accepted without a note to the user.
+inside that mapping has an effect either. The user gets a note about each key, unless its value is
+false or empty.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class Refusal:
         reason: Why the key is refused.
         instead: What the user should write instead.
         harmless: A function of (value of the key, all settings). It returns whether the value asks
-            only for what happens anyway. Such a value is accepted.
+            only for what happens anyway, such as false for a feature that does not exist here. A
+            harmless value is accepted.
     """
 
     reason: str
@@ -36,7 +37,7 @@ class Refusal:
     harmless: Callable[[Any, Flat], bool]
 
     def text(self, value: Any) -> str:
-        """Return the error text for the refused value `value`."""
+        """Return the error text for a key with the value `value`: the reason and what to write."""
         instead = self.instead if self.instead == _LEAVE else f"write {self.instead} instead"
         return f"{show(value)} is refused: {self.reason}; {instead}"
 

@@ -1,8 +1,8 @@
 """Read the keys that must be read together, because GPT-NeoX has several ways to write one setting.
 
-For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` takes
-`others`, the known keys that do not set a field by themselves. The function adds values of fields,
-notes and problems to the `Translation` called `out`.
+For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` adds
+values of fields, notes and problems to the `Translation` called `out`. Its argument `others` holds
+the settings of the known keys that do not set a field by themselves.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Translation:
 
     Attributes:
         given: Maps the name of a field to its value and the place where the value is written.
-        inner: Maps "FIELD.ENTRY" to the place where the entry is written, for fields whose values
-            are mappings.
-        notes: Remarks for the user about keys that are accepted.
-        problems: What is wrong with the keys and values.
+        inner: For fields whose values are mappings (such as `theta_init`), maps "FIELD.ENTRY" to
+            the place where this entry is written.
+        notes: Remarks for the user about accepted keys, for example that a key has no effect.
+        problems: The errors in the keys and values.
     """
 
     given: dict[str, Given] = field(default_factory=dict)
@@ -184,7 +184,10 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
 
 
 def _is_sane(value: Any) -> bool:
-    """Return whether arithmetic with the value works. Other values are reported elsewhere."""
+    """Return whether the value is a number below 1e18, so that arithmetic with it cannot fail.
+
+    Other values are reported when the fields are validated.
+    """
     return is_number(value) and abs(value) < 1e18
 
 
@@ -206,10 +209,11 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_vocabulary(out: Translation) -> None:
-    """Make the padded vocabulary a multiple of model_parallel_size, and note a change.
+    """Make the padded vocabulary a multiple of model_parallel_size.
 
-    The multiple becomes part of the resolved configuration, so that the same run in another layout
-    has the same vocabulary.
+    If this changes the multiple that the user gave, add a note. The new multiple becomes part of
+    the resolved configuration, so that a run resumed in another parallel layout has the same
+    vocabulary size.
     """
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
@@ -226,9 +230,9 @@ def read_vocabulary(out: Translation) -> None:
 
 
 def read_attention(others: dict[str, Given], out: Translation) -> None:
-    """Check `attention_config`: every layer must have attention over the full sequence.
+    """Check that `attention_config` gives every layer attention over the full sequence.
 
-    The key sets no field, because the attention backend is chosen by `attention_backend`.
+    The key sets no field, because another key, `attention_backend`, selects the attention backend.
     """
     given = others.get("attention_config")
     if not given:
@@ -257,7 +261,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in the DAPE paper's code."""
+    """Add a note if `pos_emb` is `kerple`, the name that DAPE's code gives to `kerple_log`."""
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
         out.notes.append(
@@ -271,7 +275,7 @@ def _attention_types(value: Any, num_layers: int) -> tuple[list[Any], int]:
 
     Args:
         value: The value of the key.
-        num_layers: The number of layers for which `all` stands.
+        num_layers: The number of layers of the model, which replaces the word `all` in `value`.
 
     Returns:
         (attention types, number of layers). The types are empty if the value has a wrong form.

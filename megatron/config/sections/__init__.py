@@ -1,1 +1,1 @@
-"""Define the sections of the configuration, by what they describe."""
+"""Define the sections of the configuration, such as `ModelConfig` and `BatchConfig`."""

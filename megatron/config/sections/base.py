@@ -11,6 +11,6 @@ DERIVED: Any = None
 
 
 class Section(BaseModel):
-    """The base class of the sections: an immutable group of fields that rejects unknown names."""
+    """The base class of config sections, an immutable pydantic model without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

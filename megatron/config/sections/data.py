@@ -1,4 +1,4 @@
-"""Define the sections of the data, of the evaluation by length and of logging."""
+"""Define the config sections of the data, of the evaluation by sequence length and of logging."""
 
 from __future__ import annotations
 

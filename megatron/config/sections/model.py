@@ -1,4 +1,4 @@
-"""Define the section of the model: what determines its function and its size."""
+"""Define the config section of the model: the function that it computes, and its size."""
 
 from __future__ import annotations
 

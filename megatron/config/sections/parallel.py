@@ -1,4 +1,4 @@
-"""Define the sections of the layout over ranks and of the checkpoints."""
+"""Define the config sections of the parallel layout and of the checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the sections of a training: batch sizes, optimizer, learning rate, steps, precision."""
+"""Define the config sections for training: batch sizes, optimizer, learning rate and steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.config.theta import ThetaFrozen
 
 
 class BatchConfig(Section):
-    """The batch sizes, in sequences.
+    """The batch sizes, in sequences, and the number of gradient accumulation steps.
 
     train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
     data_parallel_size.
