@@ -190,8 +190,7 @@ class BlockedCall:
 
         The gradients of q, k and v have the inputs' dtype. The gradients of the bias and the factor
         are [heads, distances] in compute precision, or None if `need_bias` or `need_weight` is
-        false. The gradients of the decay, the sink and theta are None if the call has no such
-        input.
+        false. Gradients of absent inputs are None.
         """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:

@@ -59,8 +59,9 @@ def weights(
 ):  # fmt: skip
     """Return the results of `f_evaluate` and the softmax weights p of a tile.
 
-    If `decay` is not None, it is subtracted from y. With MASKED, p is 0 for future keys (i < j),
-    and also where `limit` is false if `limit` is not None. `at` is the rows' positions or None.
+    y is the logit divided by scale. If `decay` is not None, `decay` is subtracted from y. With
+    MASKED, p is 0 for future keys (i < j) and where `limit`, if not None, is false. `at` holds the
+    positions of the rows in their documents, or is None.
     """
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
@@ -123,8 +124,9 @@ def query_pass(
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
-    row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient. With
-    LEARNS, delta is corrected for the rounding of out: theta, a table, a sink or a decay needs it.
+    row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient.
+    LEARNS corrects delta for the rounding of `out`, as gradients of theta, a table, a sink or a
+    decay need.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

@@ -6,9 +6,10 @@ y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each thet
 dx/dtheta_k without its constant factors, which depend on neither s nor d. The Triton kernels sum
 the terms over scores, and `finish` multiplies the sums by the constant factors.
 
-A bias may also depend on the position i of the row in its document, an argument `row` of
-`evaluate` in the tile's layout. And it may contain one layer of hidden units (see `hidden`), which
-has no terms: the third result of `evaluate` is then the layer's input u.
+A bias may also depend on the position i of the row in its document, an argument `row` of `evaluate`
+in the tile's layout. A bias may also contain one layer of hidden units (see `hidden`). The layer's
+parameters have no terms. Instead, `evaluate` then returns (y, w, u, terms), where u is the layer's
+input.
 
 The generated code is fast for three reasons:
 
@@ -78,11 +79,11 @@ class DeviceFunctions:
 
     @property
     def heavy(self) -> bool:
-        """Whether the Triton kernels need more registers than for a bias with two parameters."""
+        """Whether the Triton kernels need more registers than a two-parameter bias needs."""
         return self.weighted or self.tabulated or self.num_theta > 2 or self.layer is not None
 
     def needs(self, dropout: bool, terms: bool = False) -> tuple[bool, bool, int, bool, bool]:
-        """Return the last arguments of `tile_sizes.look_up`."""
+        """Return the arguments `heavy`, `dropout`, `columns`, `terms`, `layer` of `look_up`."""
         return self.heavy, dropout, self.num_theta, terms, self.layer is not None
 
 
@@ -210,7 +211,7 @@ class Writer:
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
     def row(self) -> str:
-        """Return the code of the pointer to the numbers of a head."""
+        """Return the code of a pointer to the head's row of theta."""
         if "theta" not in self.prepared:
             self.prepared.append("theta")
         return f"c[{self.prepared.index('theta')}]"

@@ -1,17 +1,17 @@
 """Evaluate a layer of hidden units in the Triton kernels: f(u) = sum_k v_k relu(w_k u + b_k).
 
-f is piecewise linear (see `megatron.positional.hidden_layer`). The row of a head holds, after the
-columns of theta, the K knees in rising order, and the slopes and offsets of the K + 1 lines between
-them. A tile holds few distinct u: the numbers u of most tiles lie between two neighbouring knees,
-and then f costs one product. Only for the knees between the smallest and the largest u of a tile,
-the line is chosen number by number.
+f is piecewise linear (see `megatron.positional.hidden_layer`). `launch` passes one row of numbers
+per head. This row holds the columns of theta, then the K knees in rising order, then the slopes and
+then the offsets of the K + 1 lines between the knees. In most tiles, all inputs u lie between the
+same two knees, so f costs one product per score. If knees lie between the smallest and the largest
+u of a tile, a loop over these knees selects the line of each u.
 
-The gradient ds of the logits goes through the chosen lines: to the slope of a line the sum of ds u
-over its scores, and to its offset the sum of ds. `hidden_pass` computes these sums, without atomics
-and in fixed order. Autograd propagates them to w, b and v. Like `table_pass`, it reads the delta
-that `query_pass` has corrected.
+Let ds be the gradient of the loss with respect to a logit. The gradient of a line's slope is the
+sum of ds u over the scores whose u lies on this line, and the gradient of its offset is the sum of
+ds over the same scores. `hidden_pass` computes these sums, without atomics and in fixed order.
+Autograd propagates them to w, b and v. `hidden_pass` needs the delta that `query_pass` has stored.
 
-Legend: see `backward`. K hidden units, R rounded up to a power of two above K.
+Legend: see `backward`. K hidden units, R the smallest power of two above K.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Layer:
     """A layer of hidden units in the bias of a distance kernel.
 
     Attributes:
-        first: The number of columns of theta, after which the lines follow in the row of a head.
-        columns: The columns of theta that hold w, those that hold b, and those that hold v.
+        first: The index of the first knee in a head's row, which is the number of columns of theta.
+        columns: Three tuples of column indices of theta: those of w, of b and of v.
     """
 
     first: int
@@ -48,7 +48,7 @@ class Layer:
 
     @property
     def others(self) -> list[int]:
-        """The columns of theta outside of the layer."""
+        """The columns of theta that are not in the layer."""
         return [n for n in range(self.first) if all(n not in each for each in self.columns)]
 
     @property
@@ -56,7 +56,7 @@ class Layer:
         return 1 << self.width.bit_length()
 
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient [heads, width] of the rows from the sums of `hidden_pass`."""
+        """Return the gradient [heads, width] of the rows, given the sums of `hidden_pass`."""
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
         before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
         return torch.cat((before, slopes_HM, offsets_HM), dim=1)
@@ -74,7 +74,7 @@ def step(x):
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return (begin, end): the knees begin ... end - 1 lie between numbers of the tile u."""
+    """Return (begin, end): knees begin ... end - 1 lie between the smallest and the largest u."""
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
     at = tl.load(knees + k, mask=k < K, other=float("inf"))
@@ -109,7 +109,7 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add ds and ds u of a tile to the sums [R] of the lines on which u lies."""
+    """Add ds to `sums` [R] and ds u to `slopes` [R], at the line on which each u lies."""
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -133,9 +133,10 @@ def hidden_pass(
     R: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of the lines, one tile of query rows of one head per program.
+    """Sum the gradients of offsets and slopes, one tile of query rows of one head per program.
 
-    Each program writes its sums of ds and of ds u to `sums` [programs, 2, R].
+    Each program writes its sums of ds (for offsets) and of ds u (for slopes) to `sums` [programs,
+    2, R].
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

@@ -110,7 +110,7 @@ def constants(
 
 
 def absent(which: str, terms: Iterable[str]) -> set[str]:
-    """Return the names in `TENSORS` that a Triton kernel has an argument for, except `terms`."""
+    """Return the names in `TENSORS` that are arguments of a Triton kernel, but not in `terms`."""
     known = {name for name in TENSORS if f"{name}_ptr" in PASSES[which].arg_names}
     return known - set(terms)
 
@@ -261,7 +261,7 @@ def hidden_gradient(
 
     Args:
         tensors: The tensors that all Triton kernels of the backward pass share.
-        plain_HN: The gradient of the columns of theta outside of the layer.
+        plain_HN: The gradient of the columns of theta that are not in the layer.
     """
     q, rows_HW = tensors["q"], tensors["theta"]
     tile, heads = setting.tiles(q).query, q.shape[1]

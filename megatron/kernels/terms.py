@@ -42,9 +42,9 @@ LEAST = tl.constexpr(-1e30)
 def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
     """Return (first, begin, lead) for a tile of M rows.
 
-    `first` [M] is the first key of each row. Rows past the last query are like the last. The rows
-    see no tile of keys before the tile that starts at `begin`. From key `lead` on, no key comes
-    before a row's first key, unless `lead` was limited to `past`.
+    `first` [M] holds the first key that each row sees. (Rows past the last query get the number of
+    the last query.) Key tiles before key `begin` are seen by no row. Tiles from key `lead` on need
+    no mask for first keys, unless `lead` was limited to `past`.
     """
     last = tl.minimum(m0 + M, queries) - 1
     first = tl.load(first_ptr + tl.minimum(m0 + tl.arange(0, M), last))
@@ -111,7 +111,8 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 def open_decay(high_ptr, low_ptr, item, m0, offset, keys):
     """Return the decay of one head: (high, low, high of the reference, low of the reference).
 
-    `high` and `low` are pointers. The reference is that of the rows from `m0` on.
+    `high` and `low` are pointers. The reference is the decay c_r for the rows from `m0` on (see the
+    module's docstring).
     """
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
     row = offset + m0 // BLOCK * BLOCK
@@ -142,7 +143,7 @@ def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def load_clamped(base, first, limit, N: tl.constexpr):
-    """Load N entries from `first` on. Entries from `limit` on are like the last one."""
+    """Load N entries from `first` on. Entries from `limit` on are copies of entry limit - 1."""
     return tl.load(base + tl.minimum(first + tl.arange(0, N), limit - 1))
 
 
