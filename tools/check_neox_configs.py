@@ -13,6 +13,7 @@ with a `local_setup.yml` whose `save` equals `load`), the file is loaded with th
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def combination(path: Path, root: Path) -> list[Path]:
 def check(path: Path, root: Path) -> tuple[bool, list[str]]:
     """Load a model file. Return (whether it is accepted, the errors or the changed keys)."""
     files, keys = combination(path, root), _keys(path)
-    ranks = max(1, keys.get("pipe_parallel_size", 1)) * keys.get("model_parallel_size", 1)
+    degrees = (keys.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model"))
+    ranks = math.prod(max(1, each) for each in degrees if isinstance(each, int))
     fixed = ["pos_emb=kerple_log"] if files[0].parent.name == FOLDERS[1] else []
     overrides: list[str] = []
     while True:
@@ -75,7 +77,11 @@ def main() -> int:
     parser = entry.parser(__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     accepted = total = 0
-    for root in parser.parse_args().checkouts:
+    roots = parser.parse_args().checkouts
+    for root in roots:
+        if not any((root / folder).is_dir() for folder in FOLDERS):
+            parser.error(f"{root} has no folder {' or '.join(FOLDERS)}; name a checkout")
+    for root in roots:
         for path in model_files(root):
             good, texts = check(path, root)
             accepted, total = accepted + good, total + 1

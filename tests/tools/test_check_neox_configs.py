@@ -11,6 +11,7 @@ def test_every_model_file_is_combined_and_counted(tmp_path):
         "gpt/configs/local_setup.yml": "save: a\nload: a\n",
         "gpt/configs/whole.yml": BASE,
         "gpt/configs/moe.yml": BASE + "moe_num_experts: 8\n",
+        "gpt/configs/text.yml": BASE + "model_parallel_size: two\n",
         "gpt/configs/two.yml": BASE + "pipe_parallel_size: 0\nmodel-parallel-size: 2\nload: b\n",
         "gpt/configs/llama/7B.yml": MODEL,
         "gpt/configs/llama/train_config.yml": "finetune: true\ntrain_iters" + TRAINING,
@@ -30,8 +31,13 @@ def test_every_model_file_is_combined_and_counted(tmp_path):
         "          with -o save=a-tuned",
         "refused   gpt/configs/moe.yml",
         f"          {moe}moe_num_experts: 1 instead",
+        "refused   gpt/configs/text.yml",
+        *lines[5:6],
         "accepted  gpt/configs/two.yml",
         "accepted  gpt/configs/whole.yml",
         "accepted  kerple/kerple_configs/train.yml",
-        "4 of 5 model files accepted, 1 refused",
+        "4 of 6 model files accepted, 2 refused",
     ]
+    assert "model_parallel_size: expected a whole number" in lines[5]
+    said = call("tools/check_neox_configs.py", tmp_path, code=2)
+    assert f"{tmp_path} has no folder configs or kerple_configs; name a checkout" in said
