@@ -25,7 +25,7 @@ FOLDERS = ("configs", "kerple_configs")
 
 
 def model_files(root: Path) -> list[Path]:
-    """Return the model files of a checkout."""
+    """Return the model files (see the module docstring) in the checkout `root`."""
     found = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.yml"))]
     return [path for path in found if _is_model(_keys(path))]
 
@@ -42,7 +42,11 @@ def combination(path: Path, root: Path) -> list[Path]:
 
 
 def check(path: Path, root: Path) -> tuple[bool, list[str]]:
-    """Load a model file. Return (whether it is accepted, the errors or the changed keys)."""
+    """Load the model file `path` of the checkout `root`.
+
+    Returns:
+        (accepted, texts). The texts are the errors, or the overrides that the file needed.
+    """
     files, keys = combination(path, root), _keys(path)
     degrees = (keys.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model"))
     ranks = math.prod(max(1, each) for each in degrees if isinstance(each, int))

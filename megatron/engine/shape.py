@@ -23,7 +23,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
     GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so the size of its vocabulary
     depends on the number of tensor-parallel ranks. Here, loading a config replaces `divisible_by`
-    by the least common multiple of both, so the size rarely does.
+    by the least common multiple of both, so the size is usually the same for any number of ranks.
     """
     return -(-vocab_size // divisible_by) * divisible_by
 

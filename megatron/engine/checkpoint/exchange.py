@@ -215,7 +215,7 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether gpt-neox since 2024 has the model's block, but not the published code."""
+    """Return whether only gpt-neox since 2024 has this block, and not the published KERPLE code."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)
@@ -223,7 +223,7 @@ def _needs_head(block: BlockShape, activation: str) -> bool:
 
 
 def _not_in_head(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
-    """Return what gpt-neox since 2024 lacks or computes otherwise, or None."""
+    """Return a property that gpt-neox since 2024 lacks or computes otherwise, or None."""
     if pos.name not in ("learned", "rotary", "sinusoidal", "rpe", "alibi", "none"):
         return f"has no pos_emb {pos.name}"
     if block.qk_norm and block.norm == "layernorm":

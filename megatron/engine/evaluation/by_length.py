@@ -232,7 +232,8 @@ def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path
 
     If layers have different kernels, there is one picture for each kernel. Its file is named after
     the first layer with this kernel.
-    A bias that depends on the query's position is that of a query at position `longest`.
+
+    If a bias depends on the query's position, it is plotted for a query at position `longest`.
     """
     theta_HN = model.pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if model.theta_HN is not None:

@@ -84,7 +84,7 @@ class Shape:
         return torch.cat([part.flatten(0, 1) for part in grouped.split(sizes, dim=1)])
 
     def _key_heads(self, rows: int) -> int:
-        """Return the number of key heads in so many rows of `query_key_value`."""
+        """Return the number of key heads in `rows` rows of the weight `query_key_value`."""
         width = (self.group + 2) * self.head_size
         if not width or rows % width:
             raise CheckpointError(
@@ -94,7 +94,7 @@ class Shape:
         return rows // width
 
     def file_name(self, name: str) -> str:
-        """Return the name in the files of the tensor whose name in the published code is `name`."""
+        """Return the name under which the files store the tensor `name` of the published code."""
         for old, new in _SINCE_2024.items():
             name = name.replace(old, new) if self.head else name
         return name

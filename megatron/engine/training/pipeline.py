@@ -103,7 +103,11 @@ class Pipeline(PipelineModule):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """`theta`, if this stage has it, and the parameters that all heads share [1, columns]."""
+        """The distance kernel's trained parameters, or an empty tuple on a stage without them.
+
+        The first tensor is `theta`, with values per head. The second holds the parameters that all
+        heads share [1, parameters], if there are any.
+        """
         named = dict(self.named_parameters())
         return tuple(named[name] for name in (THETA, SHARED_THETA) if name in named)
 
@@ -163,8 +167,8 @@ def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tenso
 class PipelineLosses:
     """A function of (inputs, targets) that returns the loss of each target, in nats.
 
-    Inputs, targets and losses have the shape [batch, positions]. It may change between calls,
-    because each call resets DeepSpeed's buffers. Every stage of the pipeline must call the
+    Inputs, targets and losses have the shape [batch, positions]. The shape may differ between
+    calls, because each call resets DeepSpeed's buffers. Every stage of the pipeline must call the
     function, and every stage gets the losses.
     """
 
