@@ -125,8 +125,7 @@ def query_pass(
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
     row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient.
-    LEARNS corrects delta for the rounding of `out`, as gradients of theta, a table, a sink or a
-    decay need.
+    LEARNS corrects delta for the rounding of `out`, for gradients of theta, tables, sinks, decays.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
