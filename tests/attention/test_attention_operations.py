@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.attention import AttentionError, attend, blocked, choose, fused
@@ -93,6 +94,29 @@ def test_one_graph(backend, name):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     if name == "cross":
         assert torch._dynamo.explain(function)(*inputs).graph_break_count == 0
+
+
+def test_fire_breaks_the_graph_only_in_blocked():
+    """Without `fullgraph` it has the same bits; one query without gradients needs no break."""
+    pos = load("fire", width=2)
+    qkv, theta = torch.randn(3, 1, 1, 9, 8), pos.initial_theta(1).requires_grad_()
+
+    def function(backend, queries, theta):
+        q, k, v = qkv.unbind()
+        last = {"query_offset": 9 - queries, "backend": backend}
+        return attend(q[:, :, 9 - queries :], k, v, pos, theta, scale=0.3, **last)
+
+    whole, broken = torch.compile(function, **ONE_GRAPH), torch.compile(function, backend="eager")
+    for backend, compiled in (("fused", whole), ("blocked", broken)):
+        torch._dynamo.reset()
+        outs = [call(backend, 9, theta) for call in (function, compiled)]
+        grads = [torch.autograd.grad(out.sum(), theta)[0] for out in outs]
+        assert torch.equal(*outs) and torch.equal(*grads)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(whole("blocked", 1, theta), function("blocked", 1, theta))
+    with pytest.raises(Unsupported):
+        whole("blocked", 9, theta)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

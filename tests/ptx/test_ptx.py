@@ -52,5 +52,9 @@ def test_ptx_is_as_committed():
     assert lines == ["2 compiled, 0 changed"]
 
 
-def test_sink_decay_and_documents_as_compiled():
-    assert emulate("verify_terms.py", "--queries", "70")[-1] == "right"
+@pytest.mark.parametrize(
+    "options", (("--queries", "70"), ("--terms", "fire", "--target", "90", "--queries", "70"))
+)
+def test_terms_as_compiled(options):
+    """They are a bias with sink, decay and documents; and FIRE, which has a pass of its own."""
+    assert emulate("verify_terms.py", *options)[-1] == "right"

@@ -1,8 +1,11 @@
-"""Execute the fused kernels with sink, decay and documents in the PTX emulator, in bf16.
+"""Execute the fused kernels with terms beside plain attention in the PTX emulator.
 
-    python tests/ptx/verify_terms.py [--target 90] [--queries 150] [--distance table]
+    python tests/ptx/verify_terms.py [--target 90] [--terms fire,sink] [--dtype fp16] [--heads 2]
 
-The results are compared with eager attention in float64. The last line is "right" or "wrong".
+The terms are those of `tests.helpers.terms`, and all names of embeddings. The results are compared
+with eager attention in float64. The first number of a line is the largest error divided by the
+largest true value. For theta's gradient there is a second one, the largest error of a parameter
+divided by the root mean square of its true values over heads. The last line is "right" or "wrong".
 """
 
 from __future__ import annotations
@@ -13,34 +16,59 @@ import torch
 
 from tests.helpers.terms import Case
 from tests.ptx.emulator import driver
+from tests.ptx.verify import DTYPES, LEAST_SIZE, findings
 
-NAMES = ("out", "dq", "dk", "dv", "dtheta", "ddecay")
+
+def case_of(terms: list[str], heads: int, queries: int, keys: int, dtype: torch.dtype) -> Case:
+    """Return a case whose theta has initial values if the embedding computes with hidden units."""
+    case = Case(terms, 1, heads, queries, keys - queries, size=16, seed=2)
+    case.grad = case.grad.to(dtype).double()
+    if case.pos.reads_position:  # with theta > 0, all hidden units would always be active
+        theta = case.pos.initial_theta(heads, torch.Generator().manual_seed(2))
+        case.inputs[3] = theta.double().requires_grad_()
+    return case
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", type=int, default=80, help="80 or 90")
+    parser.add_argument("--terms", default="bias,sink,decay,documents", help="a,b,...")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--queries", type=int, default=150)
-    parser.add_argument("--distance", default="bias", help="bias, weight or table")
+    parser.add_argument("--before", type=int, default=60, help="keys before the first query")
     args = parser.parse_args()
     driver.install(args.target)
     from megatron.attention.call import Call, lowered
     from megatron.attention.fused import fused
 
-    terms = (args.distance, "sink", "decay", "documents")
-    case = Case(terms, 1, 1, args.queries, 60, size=16, seed=2)
-    case.grad = case.grad.bfloat16().double()
-    inputs = case.rounded(torch.bfloat16)
+    dtype, keys = DTYPES[args.dtype], args.before + args.queries
+    case = case_of(args.terms.split(","), args.heads, args.queries, keys, dtype)
+    inputs = case.rounded(dtype)
     exact = case.run("eager", [x.detach().double().requires_grad_() for x in inputs])
-    *given, decay = inputs
-    given.insert(3, case.pos)
-    out = fused(lowered(Call(*given, decay_BHS=decay, **case.options), grouped=True))
+    q, k, v, *rest = inputs
+    names = ["out", "dq", "dk", "dv"]
+    theta = rest.pop(0) if case.pos.parameters else None
+    names += ["dtheta"] if theta is not None else []
+    decay = rest.pop() if rest else None
+    names += ["ddecay"] if decay is not None else []
+    call = Call(q, k, v, case.pos, theta, decay_BHS=decay, **case.options)
+    out = fused(lowered(call, grouped=True))
     got = [out, *torch.autograd.grad(out, inputs, case.grad.to(out.dtype))]
-    wrong = [line for entry in driver.LOG for line in entry["findings"].lines()]
-    for name, x, y in zip(NAMES, got, exact, strict=True):
-        error = ((x.double() - y).abs().max() / y.abs().max()).item()
-        print(f"sm_{args.target} {name} {error:.1e}")
-        if not error <= (1e-5 if name in ("dtheta", "ddecay") else 1e-2):
+    wrong = findings()
+    for name, x, y in zip(names, got, exact, strict=True):
+        difference = (x.double() - y).abs()
+        error = (difference.max() / y.abs().max()).item()
+        line = f"sm_{args.target} {name} {error:.1e}"
+        if name == "dtheta":
+            size = y.square().mean(0).sqrt().clamp(min=LEAST_SIZE * y.abs().max())
+            of_parameter = (difference / size).max().item()
+            line += f" {of_parameter:.1e}"
+            if not of_parameter <= 1e-3:
+                wrong.append(f"{name}: {of_parameter:.1e}")
+        print(line)
+        rounded = 3e-5 if args.dtype == "fp32" else 1e-2
+        if not error <= (1e-5 if name in ("dtheta", "ddecay") else rounded):
             wrong.append(f"{name}: {error:.1e}")
     print("\n".join([*wrong, "wrong" if wrong else "right"]))
 

@@ -102,7 +102,7 @@ class TrainingCase:
         """Train on `tokens` of shape [steps, micro-batches, batch, seq + 1], and record values."""
         self.engine.train()
         theta = self.model.theta
-        trained = TrainedTheta(self.engine, (theta,), self.model.pos, self.groups)
+        trained = TrainedTheta(self.engine, self.model.theta_parts, self.model.pos, self.groups)
         self._note_kernel("kernel", theta)
         for step_tokens in tokens:
             self._note("lr_used", self.engine.get_lr()[0])
