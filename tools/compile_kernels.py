@@ -79,6 +79,8 @@ OTHERS = "kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned",
 # Terms beside the distance kernel, and the tensors that they need. A window is like documents, and
 # rotary embeddings and temperatures are not in the Triton kernels.
 TERMS = {"documents": ("first", "end"), "sink": ("sink",), "forget_gate": ("high", "low", "ddecay")}
+CROSSES = ("kerple_log + forget_gate + documents", "kerple_power_mul + sink + documents",
+           "log_n + forget_gate + sink")  # fmt: skip
 AMPERE_AND_HOPPER = (90, 80, 86)
 # Each entry is (targets, distance kernels, dtypes, head sizes, dropout).
 LISTED: Any = (
@@ -87,6 +89,9 @@ LISTED: Any = (
     (AMPERE_AND_HOPPER, KERNELS, HALF, USUAL, True),
     (AMPERE_AND_HOPPER, OTHERS, HALF, USUAL, False),
     (BLACKWELL, KERNELS, ("bf16",), USUAL, False),
+    ((90,), (*TERMS, *CROSSES), ("bf16",), USUAL, False),
+    # Without fire, which spills with dropout at head size 128.
+    ((90,), (*TERMS, *CROSSES, *OTHERS[:-1]), ("bf16",), USUAL, True),
 )
 SAMPLE: Any = (
     ((90,), ("kerple_log", "rpe"), ("bf16",), (64,), False),

@@ -33,15 +33,18 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def special_functions(ptx: str) -> int:
     """Return how many special functions a thread computes in one round of the costliest loop.
 
-    Special functions are log2, exp2, 1/x and the like. Only innermost loops count. A loop is the
-    PTX text from a label to a later jump to this label.
+    Special functions are log2, exp2, 1/x and the like. Only the innermost loops with any count, so
+    a loop over knees inside the loop over scores does not. A loop is the PTX text from a label to a
+    later jump to this label.
     """
-    labels, loops, lines = {}, [], ptx.splitlines()
+    labels, costs, lines = {}, {}, ptx.splitlines()
     for n, line in enumerate(lines):
         if label := re.match(r"(\$L__BB\w+):", line):
             labels[label[1]] = n
         jump = re.search(r"\bbra\S*\s+(\$L__BB\w+);", line)
         if jump and jump[1] in labels:
-            loops.append(range(labels[jump[1]], n))
-    inner = [x for x in loops if not any(y != x and y[0] >= x[0] and y[-1] <= x[-1] for y in loops)]
-    return max((sum(bool(SPECIAL.search(lines[n])) for n in x) for x in inner), default=0)
+            loop = range(labels[jump[1]], n)
+            costs[loop] = sum(bool(SPECIAL.search(lines[n])) for n in loop)
+    costs = {loop: cost for loop, cost in costs.items() if cost}
+    inner = [x for x in costs if not any(y != x and y[0] >= x[0] and y[-1] <= x[-1] for y in costs)]
+    return max((costs[x] for x in inner), default=0)

@@ -124,6 +124,12 @@ TERMS = {
 The keys are (GPU family, largest padded head size, heavy).
 """
 
+HEAVIEST = {(90, 128): {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 2)}}
+"""These tiles replace all others for 16-bit kernels that are heavy and have dropout and terms.
+
+The keys are as in `DROPOUT`, and terms are as in `TERMS`.
+"""
+
 
 def padded(head_size: int) -> int:
     """Return the head size padded to a power of two of at least 16.
@@ -191,4 +197,6 @@ def look_up(
     special = DROPOUT.get((family, listed), {}) if dropout else {}
     special |= LAYER.get((family, listed), {}) if layer else {}
     special = (TERMS.get((family, listed, heavy or dropout), {}) if terms else {}) | special
-    return replace(found, **special | (MANY.get((family, listed), {}) if columns > 4 else {}))
+    special |= MANY.get((family, listed), {}) if columns > 4 else {}
+    special |= HEAVIEST.get((family, listed), {}) if heavy and dropout and terms else {}
+    return replace(found, **special)

@@ -84,13 +84,16 @@ def test_the_summary_counts_spills_and_serialised_products():
 
 
 def test_special_functions_are_counted_in_the_costliest_inner_loop():
+    """The loop 5 has none, as the loop over the knees of fire: the loop 2 around it counts."""
     ptx = """
 $L__BB0_1:
     ex2.approx.ftz.f32 %r1, %r2;
 $L__BB0_2:
     lg2.approx.f32 %r1, %r2;
     rcp.approx.ftz.f32 %r1, %r2;
+$L__BB0_5:
     mul.f32 %r1, %r2, %r3;
+    @%p4 bra $L__BB0_5;
     @%p1 bra $L__BB0_2;
     @%p2 bra $L__BB0_1;
 $L__BB0_3:
