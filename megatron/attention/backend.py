@@ -51,8 +51,8 @@ class Backend:
     Attributes:
         name: The name, as in the config key `attention_backend`.
         function: Computes the output [batch, heads, queries, head size] of a `Call` that
-            `call.lowered` has returned. In such a call, keys = query_offset + queries, and `pos` is
-            a distance kernel or has no effect.
+            `call.lowered` has returned. In such a call, the last key is at the last query's
+            position, and `pos` is a distance kernel or has no effect.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log about a served request. The text may be empty.
         grouped: Whether k and v may have fewer heads than q.

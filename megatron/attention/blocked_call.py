@@ -83,8 +83,8 @@ class BlockedCall:
 
         Return None if they are not kept. They are kept only if they are small, the distance kernel
         has no factor and there is no sink. With a factor, the backward pass must compute the
-        query-key products again anyway. With a sink, the backward pass also needs the weights of
-        the null key.
+        query-key products again anyway. With a sink, the backward pass also needs the softmax
+        weights of the sink, which are not in the buffer.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if (

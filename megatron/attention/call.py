@@ -1,4 +1,6 @@
-"""Hold the inputs of one attention call, check them, and reduce them to what a backend computes.
+"""Hold the inputs of one attention call, check them, and simplify them for a backend.
+
+For example, a backend does not apply a temperature, because `Call.lowered` multiplies it into q.
 
 Legend: see `choice`.
 """
@@ -43,7 +45,7 @@ class Call:
 
     @property
     def theta(self) -> Tensor:
-        """The embedding's parameters theta [heads, columns]. Fails if the embedding has none."""
+        """The embedding's parameters theta [heads, columns]. The embedding must have some."""
         assert self.theta_HN is not None
         return self.theta_HN
 
@@ -58,9 +60,9 @@ class Call:
         return self.starts_BS is not None or self.window is not None
 
     def first_keys(self) -> Tensor | None:
-        """Return the first key that each query sees, int64 [B or 1, T]; None if that is key 0.
+        """Return the number of the first key that each query sees, int64 [B or 1, T].
 
-        The key numbers never decrease from one query to the next.
+        Return None without documents and a window. The numbers never decrease along the sequence.
         """
         if not self.masked:
             return None
@@ -98,7 +100,7 @@ class Call:
         return None if bias_HBTS is None else bias_HBTS.transpose(0, 1)
 
     def lost(self, dtype: torch.dtype) -> Tensor | None:
-        """Return c_j - c_i [B, H, T, S], by which the decay c lowers the logits, or None.
+        """Return c_j - c_i [B, H, T, S], by which the decay c lowers query i's logit of key j.
 
         c may be a large sum. Therefore the difference is computed before rounding to `dtype`. The
         result is None if there is no decay.
@@ -186,7 +188,7 @@ def check(call: Call) -> None:
 
 
 def lowered(call: Call, *, grouped: bool) -> Call:
-    """Return an equivalent call that contains only what a backend computes itself.
+    """Return an equivalent call that is simpler to compute for a backend.
 
     The temperature is multiplied into q, and the sink is computed from theta. The returned call's
     `pos` is the distance kernel alone, and `theta_HN` has only its columns. Keys after the last

@@ -153,7 +153,7 @@ def choose(
 
     Raises:
         AttentionError: The backend is unknown or does not serve this request. The error message
-            names the backends that do.
+            names the backends that serve it.
     """
     request = Request(pos, device_type, dtype, training, dropout, head_size, masked, decays)
     if backend == "auto":

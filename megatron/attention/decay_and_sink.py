@@ -5,12 +5,13 @@
 
 c is the decay, m is the middle row of a tile and s_h is the sink of a head. All rows i of the tile
 use c_m instead of c_i. This adds the constant c_m - c_i to the logits of row i, which does not
-change the softmax over keys. With a sink, the null key has the weight p_i (0 without a sink) and
-the logit z_i = s_h - (c_i - c_m), and dz_i is subtracted from dc_i.
+change the softmax over keys. With a sink, the softmax has one more key, the null key, with the
+logit z_i = s_h - (c_i - c_m) and the weight p_i. Its gradient dz_i is also subtracted from dc_i.
+Without a sink, p_i is 0.
 
 The decay may be a sum over a long sequence. Therefore c_j - c_m is computed in fp64 and then
 rounded to the compute precision. The constant c_m - c_i costs digits if it is large, that is, if a
-gate forgets within a few positions. fp32 outputs are off by 7e-6 if c changes by 1 from each
+forget gate forgets within a few positions. fp32 outputs are off by 7e-6 if c changes by 1 from each
 position to the next, and by 4e-5 if c changes by 5. (Outputs of `eager` are off by less than 1e-6.)
 
 Legend: see `blocked`.

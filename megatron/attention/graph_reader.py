@@ -25,7 +25,7 @@ class Unreadable(ValueError):
 
 
 class Columns(tuple):
-    """Neighbouring columns of theta, as a tuple that stands for the tensor [heads, columns]."""
+    """A tuple of symbols. It stands for the tensor [heads, columns] of some columns of theta."""
 
 
 class Reader:

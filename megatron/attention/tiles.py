@@ -33,8 +33,8 @@ class QueryTile:
         items: The pairs of sequence and head, as a slice of the flattened dimension B H.
         rows: The query rows, as a slice of the T queries in reversed order.
         first: The first key. None of the rows sees an earlier key.
-        keys: The number n of keys. The first row is the last query, because rows are in reversed
-            order. It is at the position of the last key.
+        keys: The number n of keys. The last key is at the position of the tile's last query, which
+            is in the first row, because rows are in reversed order.
         mixed: Whether the rows belong to several documents, so that scores need a mask.
     """
 

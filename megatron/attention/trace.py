@@ -50,7 +50,7 @@ class Formula:
 
     @property
     def arguments(self) -> tuple[sympy.Symbol, ...]:
-        """The arguments of a function that evaluates the formula: (d, i, columns of theta)."""
+        """The symbols in the formula: the distance d, the position i and the columns of theta."""
         return self.distance, self.position, *self.theta
 
 
@@ -80,12 +80,12 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 
 def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ...]:
-    """Return the functions of (theta, d, i) that compute bias and factor."""
+    """Return the functions of (theta, distances d, positions i) that compute bias and factor."""
     return pos.bias_at, lambda theta_HN, d, i: pos.weight(theta_HN, d)
 
 
 def assumed(low: float) -> dict[str, bool]:
-    """Return what sympy may assume about a kernel's parameter with the lower bound `low`."""
+    """Return what sympy may assume about a parameter >= `low`, such as {"positive": True}."""
     if low < 0:
         return {"real": True}
     return {"positive": True} if low > 0 else {"nonnegative": True}
@@ -122,7 +122,7 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def by_columns(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of (theta_HN, d, i) that calls `function` with d, i and theta's columns."""
+    """Return a function of (theta_HN, d, i) that calls `function(d, i, *columns of theta)`."""
     return lambda theta_HN, d, i: function(d, i, *(x[:, None] for x in theta_HN.unbind(1)))
 
 

@@ -6,10 +6,9 @@ y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each thet
 dx/dtheta_k without its constant factors, which depend on neither s nor d. The Triton kernels sum
 the terms over scores, and `finish` multiplies the sums by the constant factors.
 
-A bias may also depend on the position i of the row in its document, an argument `row` of `evaluate`
-in the tile's layout. A bias may also contain one layer of hidden units (see `hidden`). The layer's
-parameters have no terms. Instead, `evaluate` then returns (y, w, u, terms), where u is the layer's
-input.
+A bias may also depend on the query's position i in its document. `evaluate` gets i as the argument
+`row`. A bias may also contain one layer of hidden units (see `hidden`). The layer's parameters have
+no terms. Instead, `evaluate` then returns (y, w, u, terms), where u is the layer's input.
 
 The generated code is fast for three reasons:
 
@@ -83,7 +82,7 @@ class DeviceFunctions:
         return self.weighted or self.tabulated or self.num_theta > 2 or self.layer is not None
 
     def needs(self, dropout: bool, terms: bool = False) -> tuple[bool, bool, int, bool, bool]:
-        """Return the arguments `heavy`, `dropout`, `columns`, `terms`, `layer` of `look_up`."""
+        """Return `heavy`, `dropout`, `columns`, `terms`, `layer` for `tile_sizes.look_up`."""
         return self.heavy, dropout, self.num_theta, terms, self.layer is not None
 
 
@@ -243,7 +242,7 @@ class Writer:
         """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`.
 
         Args:
-            results: The results of `evaluate` before the terms.
+            results: The code of `evaluate`'s first results, such as y and w. The terms follow.
             columns: The columns of theta to which the terms belong.
         """
         count, first = len(terms), len(results)
@@ -269,7 +268,7 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code of `base` to the power `exponent`, for which `direct(exponent)` is true."""
+    """Return the code of `base` to the power `exponent`, a nonzero integer, 1/2 or -1/2."""
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
     text = "(" + " * ".join([base] * abs(int(exponent))) + ")"

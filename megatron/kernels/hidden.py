@@ -34,8 +34,8 @@ class Layer:
     """A layer of hidden units in the bias of a distance kernel.
 
     Attributes:
-        first: The index of the first knee in a head's row, which is the number of columns of theta.
-        columns: Three tuples of column indices of theta: those of w, of b and of v.
+        first: The number of columns of theta. In a head's row, the knees follow these columns.
+        columns: Three tuples of indices of columns of theta: those of w, of b and of v.
     """
 
     first: int
@@ -48,7 +48,7 @@ class Layer:
 
     @property
     def others(self) -> list[int]:
-        """The columns of theta that are not in the layer."""
+        """The indices of the columns of theta that are not parameters of the layer."""
         return [n for n in range(self.first) if all(n not in each for each in self.columns)]
 
     @property
@@ -56,7 +56,10 @@ class Layer:
         return 1 << self.width.bit_length()
 
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient [heads, width] of the rows, given the sums of `hidden_pass`."""
+        """Return the gradient [heads, width] of the rows that `launch` passes to the kernels.
+
+        It holds the sums of `hidden_pass` for slopes and offsets, and zeros for the other entries.
+        """
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
         before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
         return torch.cat((before, slopes_HM, offsets_HM), dim=1)
@@ -84,7 +87,7 @@ def knees_within(u, knees, K: tl.constexpr):
 
 @triton.jit
 def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return f(u) for a tile u."""
+    """Return the layer's output f(u) for a tile of inputs u."""
     knees, slopes, offsets = row + first, row + first + K, row + first + 2 * K + 1
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -97,7 +100,7 @@ def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the derivative of f at u for a tile u."""
+    """Return the derivative of the layer's output f(u) for a tile of inputs u."""
     knees, slopes = row + first, row + first + K
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]

@@ -110,7 +110,10 @@ def constants(
 
 
 def absent(which: str, terms: Iterable[str]) -> set[str]:
-    """Return the names in `TENSORS` that are arguments of a Triton kernel, but not in `terms`."""
+    """Return the names of a Triton kernel's optional tensors that a call does not pass.
+
+    `terms` holds the names of those that the call passes. `terms.TENSORS` lists all names.
+    """
     known = {name for name in TENSORS if f"{name}_ptr" in PASSES[which].arg_names}
     return known - set(terms)
 
@@ -142,8 +145,8 @@ def launch(
     Args:
         which: The Triton kernel, a key of `PASSES`.
         need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
-        tensors: Maps names to tensors. The tensor `q` provides the Triton kernel's arguments
-            `q_ptr`, `q_b`, `q_h` and `q_t`.
+        tensors: Maps names to tensors. For example, the tensor `q` provides the Triton kernel's
+            arguments `q_ptr`, `q_b`, `q_h` and `q_t`.
     """
     LAUNCHES[which] += 1
     q, rows_HW = tensors["q"], tensors["theta"]
