@@ -34,9 +34,10 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock on `path`, then hold it during the `with` block.
+    """Hold a lock on the file `path` during the `with` block. Wait while another process holds it.
 
-    The lock file is not removed afterwards, because other processes may be waiting for it.
+    The file is created if it does not exist. It is not removed afterwards, because other processes
+    may be waiting for the lock on it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -3,9 +3,9 @@
 The documents are the `.py` files of the standard library, about 10 MB in total. Not included are
 tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, and files that
 differ between machines. The documents are ordered by a hash of their path. This order is the same
-on every machine. The config key `split` divides the documents into consecutive ranges, and in this
-order each range is a random mixture. The file names of the shards contain the version of Python and
-the tokenizer's fingerprint.
+on every machine. The config key `split` divides the documents into consecutive ranges. Because of
+the hashed order, each range is a random sample of the library. The file names of the shards contain
+the version of Python and the tokenizer's fingerprint.
 """
 
 from __future__ import annotations

@@ -219,10 +219,10 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
         message: The first words of the fault's text. The text of the original error follows them.
 
     Raises:
-        Fault: the block raised an error other than the following two.
-        DataError: the block raised this error. It is passed on, since its text is for the user.
-        CorpusError: memory ran out. No `Fault` is raised, because a run may skip an input with a
-            `Fault`, and this input may be intact.
+        DataError: the block raised a DataError. It is raised unchanged.
+        CorpusError: the block ran out of memory. This is no `Fault`, because the input may be
+            intact, and a run may skip an input after a `Fault`.
+        Fault: the block raised any other error.
     """
     try:
         yield

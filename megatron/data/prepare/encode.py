@@ -28,8 +28,8 @@ class EncodeOptions:
     Attributes:
         keys: The keys under which a JSON record holds the texts to encode. The texts of each key
             are written to a token shard of their own.
-        append_eod: End each document with the tokenizer's end-of-document token.
-        ftfy: Repair wrongly decoded characters with the `ftfy` library before encoding.
+        append_eod: Whether each document ends with the tokenizer's end-of-document token.
+        ftfy: Whether to repair wrongly decoded characters with the `ftfy` library before encoding.
         pile_sets: Keep only records whose `meta.pile_set_name` is in this tuple. If the tuple is
             empty, keep all records.
 
@@ -56,7 +56,8 @@ class Encoded:
         source, number, position: The attributes of the `Chunk` with these names.
         sizes: For each key, the number of tokens in each document, int32 [documents].
         tokens: For each key, the tokens of all documents, [sum of `sizes`].
-        counts: Maps each name in `COUNTS`, such as "documents", to that number in this chunk.
+        counts: Maps each name in `COUNTS` to a number for this chunk, such as "documents" to the
+            number of documents.
         faults: A text for each faulty record, with the record's place and the reason.
     """
 

@@ -142,8 +142,8 @@ def _record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterato
 def _json_value(value: Any) -> Any:
     """Convert a value that JSON cannot express.
 
-    Bytes become text, and any other value becomes a dict. The encoder later reports a faulty record
-    if the value to encode is such a dict, or came from bytes that are not valid UTF-8.
+    Bytes become text, and any other value becomes a dict. The encoder later reports a record as
+    faulty if the value to encode is such a dict, or is text from bytes that are not valid UTF-8.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

@@ -283,7 +283,7 @@ class _Run:
         ]
 
     def _described(self, error: OSError | DataError) -> DataError:
-        """Return a DataError that adds to the text of `error` how many documents the journal keeps.
+        """Return `error` as a DataError that also says how many documents a rerun need not repeat.
 
         If `error` is an OSError that names no file, the text starts with the first shard's prefix.
         """

@@ -80,15 +80,15 @@ def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
 
 
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
-    """Return, for each sample, the number of the corpus from which it is taken.
+    """Return, for each sample, the corpus (0, 1, ...) from which it is taken.
 
-    Each choice depends on how often each corpus was chosen before (its count). A plain loop over
-    the samples is therefore slow. Instead, the samples are cut into segments, and all segments are
-    computed in parallel:
+    Each choice depends on all earlier choices, through the count of each corpus (how often it was
+    chosen). A loop over single samples would be slow. Instead, the samples are cut into segments,
+    and all segments are computed in parallel:
 
     1. Guess the counts 256 samples before the start of each segment. Choose corpora for these 256
-       samples. This corrects most wrong guesses, because the corpus with the largest lack of
-       samples is always chosen next. The result is the counts at the start of each segment.
+       samples. This corrects most wrong guesses, because the corpus that lags most behind its
+       weight is always chosen next. The result is the counts at the start of each segment.
     2. Choose corpora for the samples of each segment.
     3. Compare the counts at the end of each segment with those at the start of the next segment.
        Where they differ, compute the next segment again from the correct counts. Repeat this step
@@ -101,7 +101,7 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
         size: The number of samples.
 
     Returns:
-        The numbers of the corpora, uint8 [size].
+        The corpus of each sample, uint8 [size].
 
     Raises:
         DataError: there are more than 254 corpora.
@@ -141,10 +141,10 @@ def _lockstep(
 
     Args:
         counts_BD: How often each of D corpora was chosen before these samples. Updated in place.
-        step_B: The number of the first sample in each segment.
+        step_B: The index of the first sample in each segment.
 
     Returns:
-        The number of the corpus chosen for each sample, uint8 [B, length].
+        The corpus (0, 1, ...) chosen for each sample, uint8 [B, length].
     """
     rows = np.arange(len(step_B))
     choices = np.empty((len(step_B), length), np.uint8)
@@ -169,7 +169,7 @@ class BlendedDataset:
             samples do not change the first `num_samples` samples.
 
     Attributes:
-        choices: uint8 [length], the number of the corpus from which each sample is taken.
+        choices: uint8 [length], the corpus (0, 1, ...) from which each sample is taken.
 
     Raises:
         DataError: a weight is negative or not finite, all weights are 0, or there are more than 254

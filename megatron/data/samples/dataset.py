@@ -4,8 +4,8 @@ Sample i = 0, 1, ... of `TokenDataset` holds seq_length + 1 tokens. Its inputs a
 the last, and its labels are all tokens except the first.
 
 `TokenDataset` always has at least `num_samples` samples. GPT-NeoX's data set omits the last sample
-of its index, so the data set may lack one sample. GPT-NeoX then ends training one batch early.
-`published_length` is the length of GPT-NeoX's data set.
+of its index, so it may have only `num_samples` - 1 samples. GPT-NeoX then ends training one batch
+early. `published_length` is the length of GPT-NeoX's data set.
 
 GPT-NeoX's order depends on the number of samples for which its index was built. An index for a
 larger `train_iters` would therefore reorder the samples, even consumed ones. To train longer, pass

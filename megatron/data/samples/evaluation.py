@@ -22,8 +22,8 @@ def eval_sequences(
 ) -> np.ndarray:
     """Return n evaluation sequences of some documents, as int64 [n, length + 1].
 
-    n is as large as possible. The documents must hold n * length + 1 tokens, and n * length must be
-    at most `max_tokens`.
+    n is the largest number for which the documents hold n * length + 1 tokens and n * length is at
+    most `max_tokens`.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
@@ -51,11 +51,12 @@ def eval_sequences(
 def eval_span(
     shards: Shards, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
 ) -> int:
-    """Return a number of targets for which sequences of all `lengths` cover the same targets.
+    """Return a number of targets that sequences of any length in `lengths` cover exactly.
 
-    This is the largest common multiple of `lengths` that is at most `max_tokens` and at most the
-    number of targets in the documents. If there is none, return the largest such multiple of the
-    longest length, which may be 0. Shorter lengths may then leave out some of the last targets.
+    This is the largest common multiple of `lengths` that exceeds neither `max_tokens` nor the
+    number of targets in the documents. If every common multiple is too large, return the largest
+    multiple of the longest length that is not too large (it may be 0). Sequences of shorter lengths
+    may then leave out some of the last targets.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

@@ -2,15 +2,15 @@
 
 The documents of a split are repeated for E epochs, shuffled together and concatenated. This gives
 one sequence of E * T tokens, where T is the number of tokens in the split. The sequence is cut at
-every L-th token, where L = seq_length. Cut s starts at token s L and holds L + 1 tokens, so its
-last token is also the first token of the next cut. A second shuffle gives the training order:
+every L-th token, where L = seq_length. Piece s starts at token s L and holds L + 1 tokens, so its
+last token is also the first token of the next piece. A second shuffle gives the training order:
 
     N                                   the number of samples that were requested
     E = max(1, ceil((N L + 1) / T))     the fewest epochs that give N samples
     S = (E T - 1) // L                  the number of samples built, at least N
     doc_idx     int32 [E * documents]   the shuffled document numbers
     sample_idx  int32 [S + 1, 2]        (place in doc_idx, offset in that document) of token s L
-    shuffle_idx uint32 [S]              sample i of the training order is cut shuffle_idx[i]
+    shuffle_idx uint32 [S]              sample i of the training order is piece shuffle_idx[i]
 
 `sample_idx` is int64 if int32 is too small, and `shuffle_idx` is int64 if uint32 is too small. One
 `numpy.random.RandomState(seed)` shuffles first doc_idx and then shuffle_idx. The first entry of
@@ -40,9 +40,9 @@ class SampleIndex:
 
     Attributes:
         doc_idx: [epochs * documents], the shuffled document numbers.
-        sample_idx: [samples + 1, 2], where each cut starts: (place in doc_idx, offset in that
+        sample_idx: [samples + 1, 2], where each piece starts: (place in doc_idx, offset in that
             document).
-        shuffle_idx: [samples], the number of the cut that is sample i.
+        shuffle_idx: [samples], the number of the piece that is sample i.
     """
 
     doc_idx: np.ndarray
@@ -122,12 +122,13 @@ def sample_idx_dtype(num_built: int, num_places: int) -> type:
 def cut_samples(
     sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, total_tokens: int
 ) -> np.ndarray:
-    """Cut the concatenated documents at every `seq_length`-th token, and return the cuts.
+    """Cut the concatenated documents at every `seq_length`-th token, and return where the cuts are.
 
     Token t belongs to the first document that ends after t. Therefore, the place of token t in
-    `doc_idx` is the number of documents that end at or before t. Few cuts are found by binary
-    search. For many cuts, the documents that end between neighbouring cuts are counted (`bincount`)
-    and the counts are summed. Documents are handled in chunks, so the extra memory is constant.
+    `doc_idx` is the number of documents that end at or before t. Documents are handled in chunks,
+    so the extra memory is constant. If a chunk has few cuts, each cut is found by binary search. If
+    a chunk has many cuts, the documents that end between neighbouring cuts are counted
+    (`bincount`), and the counts are summed.
 
     Args:
         sizes: The number of tokens in each document of the shards.

@@ -10,7 +10,7 @@ A token shard is a pair of files, PREFIX.bin and PREFIX.idx. All numbers are lit
            m        uint64   number of entries of doc_idx
            sizes    int32 [n]  number of tokens in each document
            pointers int64 [n]  offset in bytes in .bin at which each document starts
-           doc_idx  int64 [m]  first item of each document, then n; here always 0, 1, ..., n
+           doc_idx  int64 [m]  0, 1, ..., n (in GPT-NeoX: first item of each document, then n)
 
 For the same documents, the files equal those of GPT-NeoX's `preprocess_data.py` byte for byte. As
 in GPT-NeoX, dtype code 6 means float32 and 7 means float64. In Megatron-LM, 6 means float64. This

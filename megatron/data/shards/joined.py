@@ -52,8 +52,9 @@ def find_prefixes(data_path: DataPath) -> list[str]:
 def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
     """Check that no partition of a preparation run is missing among the token shards.
 
-    Each process of `prepare_data.py --partition I/N` writes the shard of one partition. One of the
-    processes may still be running. Shards that are not partitions are always accepted.
+    Each process of `prepare_data.py --partition I/N` writes the shard of one partition. A partition
+    is missing if its process failed or is still running. Shards that are not partitions are always
+    accepted.
 
     Raises:
         ShardError: a partition is missing.

@@ -167,7 +167,7 @@ class ShardWriter:
         self._close()  # also releases the lock
 
     def abort(self) -> None:
-        """Remove the .part files and close the writer. An earlier shard of this name remains."""
+        """Remove the .part files and close the writer. Keep the files PREFIX.bin and PREFIX.idx."""
         if not self._file.closed:
             self._remove_parts()
         self._close()
@@ -207,7 +207,8 @@ class ShardWriter:
         """Open PREFIX.bin.part. Create its folder if the folder does not exist.
 
         Raises:
-            ShardError: a file has the name of the folder or of a folder above it.
+            ShardError: the folder, or a folder above it, cannot be made because a file has its
+                name.
         """
         folder = self._part.parent
         if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
@@ -228,9 +229,10 @@ class ShardWriter:
                 file.close()
 
     def _owns_part(self) -> bool:
-        """Return whether the open file still has its .part name.
+        """Return whether the .part file is still the file that this writer opened.
 
-        Between opening and locking, another writer may have renamed or removed the file.
+        Before this writer locked the file that it opened, another writer may have renamed or removed
+        that file.
         """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))

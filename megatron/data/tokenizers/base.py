@@ -113,7 +113,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex). Tokenizers that encode a text differently have different ones."""
+        """Return a SHA-256 (hex), which differs between tokenizers that encode a text differently."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property
@@ -154,7 +154,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error into a TokenizerError. The `with` block must read a tokenizer's file."""
+    """Turn any error of the `with` block, which reads a tokenizer's file, into a TokenizerError."""
     try:
         yield
     except BaseException as error:  # Rust's panics are no Exceptions

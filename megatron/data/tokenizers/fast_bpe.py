@@ -57,7 +57,7 @@ DIFFICULT_TEXTS = (
 
 
 def choose(backend: str, gpt2_merges: bool) -> str:
-    """Check `backend`, and return it. Instead of "auto", return the name of a library.
+    """Return `backend` itself, or the name of the library to use if `backend` is "auto".
 
     Args:
         backend: One of `BACKENDS`.
@@ -181,8 +181,8 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 def _byte_of_symbol() -> dict[str, int]:
     """Return a dict from character to byte, as GPT-2's vocabulary writes bytes as characters.
 
-    The character of a printable byte has the same code. The characters of the other bytes are, in
-    the order of the bytes, U+0100, U+0101, ....
+    A printable byte is written as the character whose code point equals the byte. The other bytes,
+    in increasing order, are written as U+0100, U+0101, ....
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
