@@ -231,8 +231,8 @@ class ShardWriter:
     def _owns_part(self) -> bool:
         """Return whether the .part file is still the file that this writer opened.
 
-        Before this writer locked the file that it opened, another writer may have renamed or removed
-        that file.
+        Before this writer locked the file that it opened, another writer may have renamed or
+        removed that file.
         """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))
