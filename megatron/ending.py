@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 GIVE_BACK: list[Callable[[], None]] = []
-"""Functions that give back what other processes would wait for, such as a lease."""
+"""Functions that release what other processes wait for, such as the lease of a run folder."""
 LONGEST = 5.0
-"""The seconds that `GIVE_BACK` may take, because a file server may not answer."""
+"""The most seconds that `end_now` waits for the functions in `GIVE_BACK`."""
 
 
 def end_now(code: int) -> NoReturn:

@@ -2,8 +2,9 @@
 
 torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 and MASTER_PORT, which torch reads. srun and mpirun set other variables instead, such as
-SLURM_PROCID. `join` computes torch's variables from them. Without this, each task would run as a
-job of its own, and all these jobs would write the same folder.
+SLURM_PROCID. `join` computes torch's variables from them. Without this, each process that
+srun or mpirun starts (a task) would run as a job of its own, and all these jobs would write the
+same folder.
 """
 
 from __future__ import annotations

@@ -13,14 +13,15 @@ import torch
 
 
 def find(module: str, name: str, extension: str) -> tuple[Any, str]:
-    """Return a class or function of apex, or None if it cannot be used, and then the reason.
+    """Return (a class or function of apex, ""), or (None, the reason why it cannot be used).
 
-    The package `apex` on PyPI is not NVIDIA's. NVIDIA's has `apex.optimizers.FusedAdam`.
+    The package `apex` on PyPI is not NVIDIA's. Only NVIDIA's has `apex.optimizers.FusedAdam`.
 
     Args:
         module: the module of apex, such as `apex.optimizers`.
-        name: the name in that module.
-        extension: the CUDA extension that it needs, which apex builds only if asked to.
+        name: the name of the class or function in that module.
+        extension: the CUDA extension that the class or function needs, such as `amp_C`. A build of
+            apex may lack it.
     """
     if not torch.cuda.is_available():
         return None, "there is no GPU"

@@ -40,7 +40,7 @@ PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power__ap": "kerple_power_mul",
     "kerple_power_ap_ap": "kerple_power_add_mul",
 }
-"""Maps embedding names of the published KERPLE code to the names here, where these differ."""
+"""Maps names of embeddings in the published KERPLE code to different names in this project."""
 _DAPE = "it mixes the scores of all heads in a network, so that no head can be computed alone"
 _DAPE_KERNELS = ("alibi", "fire", "kerple", "rope", "xl_bias")
 _DAPE_FORMS = ("c", "capev2", "dapev1", "dapev2")
@@ -56,7 +56,7 @@ _BY_CONTENT = {
     **dict.fromkeys(("dape", "dapev2", "capev2", "nope_c", "nope_c_ffn"), _DAPE),
     **dict.fromkeys((f"{kernel}_{c}" for kernel in _DAPE_KERNELS for c in _DAPE_FORMS), _DAPE),
 }
-"""Maps methods that no backend here can compute, by the names in their own code, to the reason."""
+"""Maps the name of a positional method to the reason why no attention backend can compute it."""
 _positional_term = one_of(
     POSITIONAL_NAMES,
     aliases=PUBLISHED_POSITIONAL_NAMES | {"kerple": "kerple_log"},  # DAPE's name

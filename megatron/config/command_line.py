@@ -57,7 +57,8 @@ def _file(name: str, folder: str) -> Path:
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
     """Load the config that the command line selects, for the job's number of processes.
 
-    If the config or the launcher's variables have problems, print them and exit with code 2.
+    If the config or the launcher's environment variables have problems, print the problems and exit
+    with code 2.
 
     Args:
         arguments: The arguments parsed by the parser that `config_parser` returns.

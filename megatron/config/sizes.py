@@ -9,7 +9,7 @@ from megatron.config.layouts import Found, relation
 from megatron.config.per_layer import values_of
 
 GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
-"""The activations that multiply two halves of the MLP's first layer, a value and a gate."""
+"""The activations that split the output of the MLP's first layer into a value and a gate."""
 MOST_LAYERS = 100_000
 MOST_NUMBERS = 10**13
 """A model may have at most this many parameters, and a layer at most this many activations."""
@@ -24,7 +24,7 @@ def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
     `swiglu`).
 
     Args:
-        multiple: The width is rounded up to a multiple of this number (`mlp_multiple_of`).
+        multiple: The width is rounded up so that this number divides it (key `mlp_multiple_of`).
     """
     width = intermediate_size
     if activation in GATED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StartError(Exception):
-    """This process cannot join the job as configured, or the ranks' configs or texts differ."""
+    """This process cannot join the job as configured, or the ranks' configs or data differ."""
 
 
 class CheckpointError(Exception):

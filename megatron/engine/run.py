@@ -63,8 +63,8 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         The exit code: 0, or `preemption_exit_code` after a signal or time limit (see `preemption`).
 
     Raises:
-        ConfigError: a config key that sets theta does not fit the positional embedding.
-        StartError: this process cannot join the job, or the ranks' configs or texts differ.
+        ConfigError: a config key does not fit the positional embedding.
+        StartError: this process cannot join the job, or the ranks' configs or data differ.
         DataError: the text cannot be read, or is too short.
         CheckpointError: a checkpoint cannot be read or written, or does not fit this run.
         DivergedError: the loss or a weight is not finite, or too many steps were bad.

@@ -52,8 +52,8 @@ def safe_load(path: Path, *, mmap: bool = True) -> Any:
     """Load a `torch.save` file into CPU memory, without running code that the file contains.
 
     Args:
-        mmap: whether to memory-map the tensors of the file. A file written by a torch before 1.6
-            is never mapped.
+        mmap: whether to memory-map the tensors of the file. A file written by a torch
+            version before 1.6 is never mapped.
 
     Raises:
         CheckpointError: the file cannot be read, or it contains more than tensors and plain values.
@@ -103,7 +103,7 @@ def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored
 
 
 def _require_plain_keys(content: Any) -> None:
-    """Check that no dictionary key is a path, because DeepSpeed's converter names folders by keys.
+    """Check that no dictionary key is a path: DeepSpeed's converter uses keys as folder names.
 
     Raises:
         ValueError: a key of a dictionary in `content` contains a slash or a null character, or is

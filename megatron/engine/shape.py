@@ -1,4 +1,4 @@
-"""Read the model's shape from a config: the widths, the padded vocabulary, and their identity.
+"""Compute the shape of a config's model, such as its widths and its padded vocabulary size.
 
 The model takes plain values. `engine/build.py` adds the positional embedding and attention.
 """
@@ -23,7 +23,8 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
     GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so the size of its vocabulary
     depends on the number of tensor-parallel ranks. Here, loading a config replaces `divisible_by`
-    by the least common multiple of both, so the size is usually the same for any number of ranks.
+    by its least common multiple with `model_parallel_size`. The size of the vocabulary is therefore
+    usually the same for any number of ranks.
     """
     return -(-vocab_size // divisible_by) * divisible_by
 

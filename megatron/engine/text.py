@@ -60,7 +60,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
 
     If the config sets `data_path`, the corpus there is divided by `split` into train, valid and
     test. Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` name the corpora of
-    each split. The result's `shards` then contain those of train, valid and test, in this order.
+    each split. The documents of train, valid and test then follow each other in `Text.shards`.
 
     Raises:
         DataError: the shards cannot be read or were made with another tokenizer, or the config's
@@ -144,7 +144,7 @@ def samples_of_run(config: Config) -> dict[str, int]:
 
 
 class JobData:
-    """The tokenizer and the batches of a job. It is safe to build one on all ranks at once.
+    """The tokenizer and the batches of a job. All ranks may create this object at the same time.
 
     Attributes:
         tokenizer: the tokenizer that the config names.

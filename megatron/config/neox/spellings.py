@@ -209,11 +209,11 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_vocabulary(out: Translation) -> None:
-    """Make the padded vocabulary a multiple of model_parallel_size.
+    """Change `make_vocab_size_divisible_by` so that `model_parallel_size` divides it.
 
-    If this changes the multiple that the user gave, add a note. The new multiple becomes part of
-    the resolved configuration, so that a run resumed in another parallel layout has the same
-    vocabulary size.
+    The new value is the least common multiple of both. If it differs from the old value, add a
+    note. The new value becomes part of the resolved configuration. A run that is resumed in another
+    parallel layout therefore has the same vocabulary size.
     """
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)

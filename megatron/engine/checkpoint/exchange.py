@@ -215,7 +215,7 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether only gpt-neox since 2024 has this block, and not the published KERPLE code."""
+    """Return whether a block needs gpt-neox since 2024, because the published code lacks it."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)
@@ -223,7 +223,7 @@ def _needs_head(block: BlockShape, activation: str) -> bool:
 
 
 def _not_in_head(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
-    """Return a property that gpt-neox since 2024 lacks or computes otherwise, or None."""
+    """Return why gpt-neox since 2024 cannot run a model, e.g. "has no pos_emb fire", or None."""
     if pos.name not in ("learned", "rotary", "sinusoidal", "rpe", "alibi", "none"):
         return f"has no pos_emb {pos.name}"
     if block.qk_norm and block.norm == "layernorm":

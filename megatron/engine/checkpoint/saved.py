@@ -94,8 +94,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The result has
-        None for other checkpoints, and for an incomplete schedule.
+        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The
+        schedule is None for other checkpoints, and if the record of the schedule is incomplete.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
@@ -122,7 +122,7 @@ class Saved:
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Return the dictionaries `buffers` and `shards` that an import from GPT-NeoX stored.
 
-        The class `Published` describes them. They are empty if the checkpoint was not imported.
+        The class `Published` describes both. Both are empty if the checkpoint was not imported.
         """
         if self.kind is not Kind.IMPORTED:
             return {}, {}

@@ -118,7 +118,7 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """If the folder of `saved` exists and another run than `lineage` wrote it, rename it."""
+    """Rename the folder of `saved` if a run with another id than `lineage` wrote it."""
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
         saved.path.rename(aside)

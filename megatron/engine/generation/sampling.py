@@ -3,8 +3,8 @@
     p_v = softmax_v(logits / temperature)
 
 `top_k` keeps the k most likely tokens, and their probabilities are rescaled to the sum 1. `top_p`
-then keeps as few of the most likely tokens as have probabilities that add up to at least `top_p`.
-Of equally likely tokens, the one with the smaller id comes first. Temperature 0 always chooses the
+then keeps the smallest set of most likely tokens whose probabilities sum to at least `top_p`. Of
+equally likely tokens, the one with the smaller id comes first. Temperature 0 always chooses the
 most likely token.
 
 Legend: B texts, V vocabulary.
@@ -28,7 +28,7 @@ class Sampling:
     Attributes:
         temperature: The number by which logits are divided, or 0 for the most likely token.
         top_k: The number of most likely tokens to keep, or None for all.
-        top_p: The probability that the kept tokens must have together. 1 keeps all tokens.
+        top_p: The least sum of the probabilities of the kept tokens. 1 keeps all tokens.
     """
 
     temperature: float = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from megatron.data.tokenizers.base import Tokenizer
 
 WINDOW = 8
-"""The tokens that are decoded together. A character has at most 4 bytes, so at most 4 tokens."""
+"""The number of tokens that are decoded together. One character has at most 4 bytes or tokens."""
 UNFINISHED = "\ufffd"
 """What tokenizers return for the bytes of an unfinished (or invalid) character."""
 
@@ -25,7 +25,7 @@ class Continuation:
 
     Attributes:
         tokens: The number of tokens added so far.
-        end: The reason why the text has ended ("document", "stop" or "length"), or "" before.
+        end: The reason why the text has ended ("document", "stop" or "length"); "" if it has not.
     """
 
     def __init__(

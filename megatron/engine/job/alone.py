@@ -1,4 +1,7 @@
-"""Join the launcher's job, or stay alone without the seconds that importing DeepSpeed takes."""
+"""Join the launcher's job, or start a job of one process without importing DeepSpeed.
+
+Importing DeepSpeed takes seconds.
+"""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return a dict from pipeline position to a list of dicts of tensors, one per rank.
+    """Return a dict from pipeline position to a list with one dict of tensors per rank.
 
     The ranks are the tensor-parallel ranks. A position with a missing file is left out. Each
     missing or unknown file adds a line to `out.problems`.
@@ -187,7 +187,7 @@ def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str
 
 @contextmanager
 def _collected(problems: list[str], where: str) -> Iterator[None]:
-    """Catch an error of the `with` block about a value, and add its text to `problems`."""
+    """If the `with` block raises an error, add its text to `problems` instead of raising it."""
     try:
         yield
     except (ValueError, RuntimeError, CheckpointError) as error:

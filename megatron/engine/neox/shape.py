@@ -70,7 +70,9 @@ class Shape:
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def published(self, name: str, shard: Tensor) -> Tensor:
-        """Return a shard of this project's tensor as it is published; the inverse of `ours`.
+        """Return a shard of this project's tensor with its rows in GPT-NeoX's order.
+
+        This method is the inverse of `ours`.
 
         Raises:
             CheckpointError: the shard does not hold whole heads.
@@ -94,14 +96,17 @@ class Shape:
         return rows // width
 
     def file_name(self, name: str) -> str:
-        """Return the name under which the files store the tensor `name` of the published code."""
+        """Return the name in the files of a tensor that the published KERPLE code calls `name`."""
         for old, new in _SINCE_2024.items():
             name = name.replace(old, new) if self.head else name
         return name
 
 
 def published_name(name: str) -> str:
-    """Return the published code's name of a tensor of that code or of gpt-neox since 2024."""
+    """Convert a tensor's name in gpt-neox since 2024 to its name in the published KERPLE code.
+
+    A name of the published code is returned unchanged.
+    """
     for old, new in _SINCE_2024.items():
         name = name.replace(new, old)
     return name

@@ -4,10 +4,10 @@ As Muon's authors say (kellerjordan.github.io/posts/muon): embeddings, the outpu
 biases belong to AdamW. The update of a matrix is scaled to the size of AdamW's (arXiv 2502.16982,
 `match_rms_adamw`), so both parts share one learning rate and one weight decay.
 
-An update is a function of the whole matrix (its momentum is made orthogonal). ZeRO-1 gives each
-data-parallel rank a flat slice of all matrices, in which a matrix may be cut. There each rank keeps
-the momentum of its slice. The ranks gather the slices before the update, and each computes the
-matrices that its slice touches.
+Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
+But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may
+begin or end within a matrix. Each rank keeps the momentum of its slice. Before an update, the ranks
+gather the slices, and each rank computes the update of every matrix that its slice touches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.parallel.groups import Groups
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """The optimizer of parameter groups, of which those with `muon` true are hidden matrices.
+    """An optimizer that trains the groups with `muon` true by Muon, and the others by AdamW.
 
     Args:
         groups: the result of `parameter_groups`.
@@ -30,7 +30,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
-        ranks: the process groups of the job, whose `replicas` share the slices of ZeRO-1.
+        ranks: the process groups of the job. ZeRO-1 gives each rank of `ranks.replicas` one slice.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @staticmethod
     def _orthogonal(matrix: Tensor, lr: float, dtype: torch.dtype) -> Tensor:
-        """Return the change of a matrix whose momentum is `matrix`: one step of Muon from zero."""
+        """Return the change that Muon makes to a weight matrix whose momentum is `matrix`."""
         change = nn.Parameter(torch.zeros_like(matrix, dtype=dtype))
         change.grad = matrix.to(dtype)
         settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}

@@ -26,9 +26,10 @@ APEX_ADAM = ("apex.optimizers", "FusedAdam", "amp_C")
 
 
 def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str]:
-    """Return the kind of optimizer to build, and which one was chosen, or "" without a choice.
+    """Return (kind of optimizer to build, remark for the log).
 
-    `fusedadam` is apex's FusedAdam where that can be used, otherwise torch's fused Adam.
+    For `fusedadam`, build apex's FusedAdam if it can be used, otherwise torch's fused Adam. The
+    remark says which one is built. For other names the remark is "".
 
     Args:
         name: the config's `optimizer.type`.
@@ -65,7 +66,8 @@ def parameter_groups(
 
     Returns:
         The groups in this order, each {"params", "weight_decay", "name"}. The group of theta also
-        has its "lr_multiplier", and for Muon each has "muon", whether Muon trains it.
+        has the entry "lr_multiplier". If `muon` is true, each group also has the entry "muon",
+        which says whether Muon trains the group.
     """
     decayed, exempt, theta, hidden = [], [], [], []
     for name, param in model.named_parameters():
@@ -163,8 +165,8 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
     """Return this rank's elements of `parameter`: a slice under ZeRO-3, otherwise all of them.
 
-    Slices have the same size on all ranks, so the last ones may extend past the end of the
-    parameter. The elements there are left out, because DeepSpeed never writes them.
+    Slices have the same size on all ranks, so the last slices may extend past the end of the
+    parameter. The elements past the end are left out, because DeepSpeed never writes them.
     """
     piece = getattr(parameter, "ds_tensor", None)
     if piece is None:

@@ -1,6 +1,6 @@
 """Build this rank's shard of the model, as a plain model or as a stage of a DeepSpeed pipeline.
 
-`Pipeline` has the interface of the plain model, `GPT`. `PipelineLosses` can be called as the
+`Pipeline` has the interface of the plain model, `GPT`. `PipelineLosses` can be called like the
 DeepSpeed engine of a plain model. Each stage holds complete transformer blocks. The training loop
 gives every stage the same batches, so that all ranks count the same samples. Only the first stage
 uses the inputs, and only the last stage uses the targets.

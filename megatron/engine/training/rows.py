@@ -1,4 +1,4 @@
-"""Convert the metrics of a step, which are numbers and nested lists of numbers, for the log."""
+"""Convert a step's metrics (numbers and nested lists of numbers) for the log."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ from megatron.positional import PositionalEmbedding, bounds
 LAYER = re.compile(r"^layers\.(\d+)\.")
 """The start of a parameter's name if it belongs to one layer alone."""
 MOST_COLUMNS = 8
-"""If theta has more columns than this, the log shows one range for all of the columns of a head and
-one for all shared columns, otherwise one for each."""
+"""If theta has more columns than this, `TrainedTheta.columns` returns them all in one table."""
 
 
 class TrainedTheta:
@@ -80,7 +79,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp theta, the kernel's parameters, to its bounds, after an optimizer step."""
+        """Clamp theta to its bounds, after an optimizer step."""
         self._projected = []
         for theta, shared in zip(self.parameters, (False, True), strict=False):
             columns = [p for p in self.pos.trained_parameters if p.shared == shared]
@@ -101,9 +100,10 @@ class TrainedTheta:
 
         If all heads share a parameter, it has one value. If several layers with the same embedding
         have their own parameters, the values are [layers, all heads]. If different embeddings have
-        a parameter of one name, the embedding's name is put before it. If there are more than
-        MOST_COLUMNS names, the dict has the entry "table" with all columns of each head, [all
-        heads, parameters per head], and "shared" with the shared columns if there are any.
+        a parameter of the same name, the embedding's name is put before it.
+
+        If there are more than MOST_COLUMNS names, the dict has other entries: "table" [all heads,
+        parameters per head] and, if heads share parameters, "shared" [shared parameters].
         """
         theta_HN = self._of_all_heads(self._projected)
         if theta_HN is None:
@@ -132,7 +132,7 @@ class TrainedTheta:
         return trained_theta(self.pos, [torch.cat(self.groups.model.gather(own_HN)), *shared])
 
     def _master(self, theta: nn.Parameter) -> Tensor:
-        """Return a clone of the fp32 master copy of one of the parameters."""
+        """Return a clone of the fp32 master copy of the parameter `theta`."""
         flat = safe_get_full_fp32_param(theta)
         if flat is None:
             return self._unsharded_master(theta).detach().float().clone()
