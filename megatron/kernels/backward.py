@@ -1,6 +1,6 @@
 """Compute the backward pass of fused causal attention in two Triton kernels, without atomics.
 
-    p_ij  = 2^(c y_ij - lse_i)              recomputed, because it was not stored
+    p_ij  = 2^(c y_ij - lse_i)              c = scale log2 e
     ds_ij = p_ij (do_i . v_j - delta_i)     delta_i = do_i . o_i
     dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
@@ -59,9 +59,9 @@ def weights(
 ):  # fmt: skip
     """Return the results of `f_evaluate` and the softmax weights p of a tile.
 
-    y is the logit divided by scale. If `decay` is not None, `decay` is subtracted from y. With
-    MASKED, p is 0 for future keys (i < j) and where `limit`, if not None, is false. `at` holds the
-    positions of the rows in their documents, or is None.
+    The first result of `f_evaluate` is y, the logit divided by scale. For p, `decay` is subtracted
+    from y unless it is None. With MASKED, p is 0 for future keys (i < j) and where the mask `limit`
+    is false (None means no such mask). `at` holds each row's position in its document, or is None.
     """
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
@@ -125,7 +125,7 @@ def query_pass(
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
     row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient.
-    LEARNS corrects delta for the rounding of `out`, for gradients of theta, tables, sinks, decays.
+    With LEARNS (theta's gradient, a sink or a decay), delta is corrected for the rounding of `out`.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

@@ -110,7 +110,7 @@ def load_rows(
 
     The tensor has `limit` rows and E columns. With MASKED, rows from `limit` on are zeros. Without
     MASKED, all loaded rows must exist. Columns from E on are always zeros. The offset of row
-    `first` is 64-bit, because the row may be gigabytes away.
+    `first` is 64-bit, because the row may be gigabytes after the start of the tensor.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -146,8 +146,8 @@ def table_distance(i, j, m0, n0, offset, queries):
     """Return the distances i - j of a tile, clamped to the indices of a table over distances.
 
     The distance of a future key becomes 0. Rows past the last query get the distances of the last
-    query. The positions `i` and `j` are relative to `n0`, the position of the tile's first key. If
-    a distance kernel has no table, the compiler removes the call, because its result is not used.
+    query. The positions `i` and `j` are relative to `n0`, the position of the tile's first key.
+    Distance kernels without a table do not use the result, so the compiler removes the call.
     """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 

@@ -41,7 +41,7 @@ class hidden_layer(sympy.Function):
 
     @property
     def columns(self) -> tuple[tuple[Any, ...], ...]:
-        """The symbols (w, b, v), each a tuple."""
+        """Three tuples of symbols: all w, all b and all v."""
         width = len(self.args) // 3
         return tuple(self.args[1 + n * width :][:width] for n in range(3))
 
@@ -76,7 +76,7 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
-    """Return the input u of the layer of hidden units in `expr` and its columns of theta.
+    """Find the layer of hidden units in `expr`: its input u and its columns of theta.
 
     Returns:
         (u, columns of w, columns of b, columns of v), or None if there is no layer.

@@ -2,15 +2,15 @@
 
     y_ij = s_ij w(d) + b(d, i) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
 
-First keys: documents and a window hide the keys before first_i from row i.
-first_i never falls from a row to the next, so a tile of rows sees one range of keys, and a tile of
-keys is seen by one range of rows. Tiles outside these ranges are skipped. Only tiles that contain
-the first key of one of their rows are masked.
+First keys: documents and a window hide the keys before first_i from row i. first_i never falls from
+a row to the next. So a tile of rows sees one range of keys, and one range of rows sees a tile of
+keys. Tiles outside these ranges are skipped. Only tiles that contain the first key of one of their
+rows are masked.
 
 Decay: c_j is a sum over a long sequence. To keep the digits of differences, c / scale is given in
-two fp32 parts, `high` + `low`. In every pass, a row's logits are relative to the decay c_r of row
-r, the first row of the same block of `BLOCK` rows. So lse is also relative to c_r, and c_i cancels
-out.
+two fp32 parts, `high` + `low`. c_r is the decay of row r, the first row of the block of `BLOCK`
+rows that contains row i. The softmax of row i is the same with c_r in place of c_i. lse is also
+computed with c_r.
 
 Sink: a null key with a value of 0 takes part in the softmax. For row i, its y is sink / scale minus
 (c_i - c_r) / scale.
@@ -42,9 +42,9 @@ LEAST = tl.constexpr(-1e30)
 def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
     """Return (first, begin, lead) for a tile of M rows.
 
-    `first` [M] holds the first key that each row sees. (Rows past the last query get the number of
-    the last query.) Key tiles before key `begin` are seen by no row. Tiles from key `lead` on need
-    no mask for first keys, unless `lead` was limited to `past`.
+    `first` [M] holds the number of the first key that each row sees. (Rows past the last query get
+    the last query's number.) No row sees the key tiles before key `begin`. Key tiles from
+    `lead` to `past` need no mask. Tiles from `past` on need one, because they have future keys.
     """
     last = tl.minimum(m0 + M, queries) - 1
     first = tl.load(first_ptr + tl.minimum(m0 + tl.arange(0, M), last))
@@ -57,8 +57,9 @@ def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
 def key_tile_at(n, past, lead, first, MASKED: tl.constexpr):
     """Return the first key of the tile that a loop over `n` visits.
 
-    The masked tiles are those from `begin` to `lead` and those from `past` on. One loop visits both
-    groups. Its `n` starts at past - (lead - begin), and the first group ends at n = past.
+    With MASKED and `first`, one loop visits two groups of tiles: those from key `begin` to `lead`,
+    and those from key `past` on. Its `n` starts at past - (lead - begin). For n < past, the first
+    key is n - (past - lead), in the first group. For all other n, the first key is n.
     """
     if MASKED and first is not None:
         n = tl.where(n < past, n - (past - lead), n)
@@ -75,13 +76,13 @@ def both(seen, limit):
 def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
     """Return which tiles of rows see a tile of keys, and which of these tiles need a mask.
 
-    A tile needs a mask if one of its rows does not see all N keys, or if it is the last and not
-    full.
+    A tile of rows needs a mask if one of its rows does not see all N keys, or if it is the last
+    tile and has fewer than M rows.
 
     Returns:
         (first, whole, full, crossing, masked, rest). The tiles from row `whole` to row `full` need
-        no mask. `masked` tiles need one: `crossing` tiles from row `first` on, and the others from
-        row `rest` on.
+        no mask. `masked` is the number of tiles that need one. The first `crossing` of them start
+        at row `first`, and the others start at row `rest`.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
@@ -149,7 +150,7 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def positions_of(position_ptr, b, first, queries, M: tl.constexpr):
-    """Return the positions of M rows from `first` on in their documents, in fp32."""
+    """Return each row's position in its document, for M rows from row `first` on, in fp32."""
     return load_clamped(position_ptr + b * queries, first, queries, M).to(tl.float32)
 
 

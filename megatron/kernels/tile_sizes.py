@@ -49,7 +49,7 @@ _Four = tuple[int, int, int, int]
 
 
 def sizes(forward: _Four, query: _Four, key: _Four, table: _Four) -> TileSizes:
-    """Return the `TileSizes` with these tiles (M, N, warps, stages) for the four Triton kernels."""
+    """Return the `TileSizes` with these four tiles, each given as (M, N, warps, stages)."""
     return TileSizes(Tile(*forward), Tile(*query), Tile(*key), Tile(*table))
 
 
@@ -177,7 +177,7 @@ def look_up(
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
-    If `TABLE` has no entry for heavy kernels of this head size, return the entry for other kernels.
+    If `TABLE` has no entry for this head size with `heavy` or `dropout`, use the entry without.
 
     Args:
         family: The GPU family, a key of `TABLE`.

@@ -33,8 +33,8 @@ class Kept(NamedTuple):
     Attributes:
         k_BKSE, v_BKSE: The keys and values in the cache, including those of the newest tokens.
         decay_BHS: The forget gates' decay for the same columns, or None without forget gates.
-        starts_BS: For each column, the first column of its text, or of the padding before the text.
-            None if no text has padding.
+        starts_BS: For each column, the first column of its text. For a column of padding, the first
+            column of the padding. None if no text has padding.
         query_offset: The column of the first of the newest tokens.
     """
 
@@ -48,8 +48,9 @@ class Kept(NamedTuple):
 class LayerCache:
     """The cached keys and values of one layer, and the decay if the layer has forget gates.
 
-    A column is one position in the padded batch. Memory is linear in the number of columns. With a
-    window, the cache holds at most the window, the newest columns and `SPARE` columns.
+    A column is one position in the padded batch. Without a window, memory is linear in the number
+    of columns. With a window, the cache has room for at most window + max(newest columns, `SPARE`)
+    columns.
 
     Args:
         padding_B: The number of padding tokens before each text.

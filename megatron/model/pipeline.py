@@ -55,7 +55,7 @@ def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor 
 
 
 def _flow(*parts: torch.Tensor | None) -> Flow:
-    """Return a layer's output: the tensors that are not None, or x alone without a tuple."""
+    """Return a tuple of the tensors that are not None. A single such tensor is returned alone."""
     x, *others = (part for part in parts if part is not None)
     return (x, *others) if others else x
 

@@ -153,7 +153,8 @@ class PerLayer(PositionalEmbedding):
     columns, unless `own_theta` is set.
 
     Args:
-        layers: The embedding of each layer. Layers with the same object have the same embedding.
+        layers: The embedding of each layer. Two layers share an embedding if their
+            entries are the same object.
         own_theta: Whether each layer has its own columns of theta.
 
     Raises:

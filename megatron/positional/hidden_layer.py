@@ -1,4 +1,4 @@
-"""Define a layer of hidden units of one input, sum_k v_k relu(w_k u + b_k), as a torch operation.
+"""Define a layer of hidden units with one input, sum_k v_k relu(w_k u + b_k), as a torch operation.
 
 The sum is a piecewise linear function of u, with knees at u = -b_k / w_k. Between two neighbouring
 knees it is a line, slope * u + offset. So its value at one u takes one search among the knees and
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lines of which the layer's output consists, in rising order of u.
+    """Return the lines that form the layer's output as a function of u, in rising order of u.
 
     Returns:
         (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]): line m goes from knee m - 1 to knee

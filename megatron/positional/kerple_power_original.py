@@ -15,9 +15,9 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class KerplePowerOriginal(PositionalEmbedding):
-    """Distance kernel whose parameters are ALiBi's slopes, not trained and raised to at least 0.01.
+    """Distance kernel whose parameters are ALiBi's slopes, or 0.01 if a slope is smaller.
 
-    Slopes below 0.01 become 0.01, and other slopes stay unchanged.
+    The slopes are not trained.
     """
 
     kind = "distance"

@@ -14,7 +14,7 @@ To process sequences longer than the pretraining length L, the frequencies f_m =
 scaled by a factor s, in one of these ways (names as in Hugging Face's transformers):
 
     linear   f_m / s                                 Chen et al. 2023 (arXiv 2306.15595)
-    ntk      f_m with base s^(R / (R - 2)) for base
+    ntk      (base s^(R / (R - 2)))^(-2m/R)
     yarn     f_m (1 - r_m + r_m / s)                 Peng et al. 2023 (arXiv 2309.00071)
     llama3   f_m (1 - r_m + r_m / s)                 Llama 3.1
 

@@ -5,7 +5,8 @@ sinusoidal position vectors of D dimensions at distance d:
 
     S(d) = sum of cos(d 10000^(-2i/D)) over i = 0 ... D/2 - 1
 
-The constant -S(0) = -D/2, which softmax ignores, makes b_h(0) = 0. D does not depend on the model.
+The constant -S(0) = -D/2, which softmax ignores, makes b_h(0) = 0. D is an option, not the
+model's hidden size.
 """
 
 from __future__ import annotations
