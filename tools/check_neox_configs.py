@@ -4,11 +4,12 @@
 
 A model file is a YAML file in a folder `configs` or `kerple_configs` that sets `num_layers` and
 `hidden_size`, and whose `train_iters` is not 0. As in the READMEs of the checkouts, two other files
-are loaded together with a model file: `llama/train_config.yml` if the model file has no optimizer,
-and `local_setup.yml` if the two files have no key in common. The files in `kerple_configs` get
-`pos_emb: kerple_log`, because KERPLE's scripts add such a key. The number of processes is the
-product of a file's parallel sizes. If the only error asks for another `save` (a fine-tuning file
-with a `local_setup.yml` whose `save` equals `load`), the file is loaded with the proposed `save`.
+may be loaded together with a model file: `llama/train_config.yml` if the model file has no
+optimizer, and `local_setup.yml` if it has no key in common with the model file. The files in
+`kerple_configs` get `pos_emb: kerple_log`, because KERPLE's scripts add such a key. The number of
+processes is the product of a file's parallel sizes. A fine-tuning file may be refused because the
+`save` in `local_setup.yml` equals its `load`. If this is the only error, the file is loaded again
+with the `save` that the error message proposes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def model_files(root: Path) -> list[Path]:
 
 
 def combination(path: Path, root: Path) -> list[Path]:
-    """Return the files to load for the model file `path`, in the order of the command line."""
+    """Return the model file `path` and the files to load together with it, in loading order."""
     folder, keys = root / path.relative_to(root).parts[0], _keys(path)
     files, train, setup = [path], folder / "llama" / "train_config.yml", folder / "local_setup.yml"
     if "optimizer" not in keys:
@@ -45,7 +46,7 @@ def check(path: Path, root: Path) -> tuple[bool, list[str]]:
     """Load the model file `path` of the checkout `root`.
 
     Returns:
-        (accepted, texts). The texts are the errors, or the overrides that the file needed.
+        (accepted, texts). The texts are the errors or, if accepted, the overrides that were needed.
     """
     files, keys = combination(path, root), _keys(path)
     degrees = (keys.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model"))

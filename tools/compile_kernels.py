@@ -19,14 +19,15 @@ The columns of the CSV are:
   the head size, and whether there is dropout (0 or 1);
 - the tile (M, N, warps, stages);
 - the registers of a thread, the bytes that a thread spills, and the shared memory in bytes;
-- whether matrix products are serialised (1 if ptxas reports that each one waits for the last);
+- whether matrix products are serialised (1 if ptxas reports that each product waits for the one
+  before it);
 - the number of special functions (log2, exp2, 1/x) per attention score in the costliest loop.
 
 The tool fails if a variant needs more shared memory than the GPU has, if its matrix products are
 serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Spills of
-fp32 or larger heads are only recorded. So are all spills on Blackwell, because no tile sizes have
-been chosen for Blackwell. The CSV is written after each variant, so a stopped tool can go on with
---changed.
+fp32 or larger heads are only recorded. On Blackwell all spills are only recorded, because no tile
+sizes have been chosen for Blackwell. The CSV is written after each variant, so a run that was
+stopped can be continued with --changed.
 """
 
 from __future__ import annotations
@@ -133,10 +134,10 @@ def tile_of(variant: Variant) -> Tile:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return the rows that need no new compilation, as a dict from variant to row.
+    """Return the variants that need no new compilation, as a dict from variant to row.
 
-    A row needs none if its variant is in `wanted` and was compiled with the current Triton version
-    and tile size. Changes to the source code of the kernels are not noticed.
+    A variant in `wanted` needs no new compilation if its row has the current Triton version and
+    tile size. Changes to the source code of the kernels are not noticed.
     """
     written = {row.variant: row for row in rows if row.triton == triton.__version__}
     return {

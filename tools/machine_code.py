@@ -31,11 +31,11 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def special_functions(ptx: str) -> int:
-    """Return how many special functions a thread computes in one round of the costliest loop.
+    """Return the largest number of special functions that a thread computes in one loop iteration.
 
-    Special functions are log2, exp2, 1/x and the like. Only the innermost loops with any count, so
-    a loop over knees inside the loop over scores does not. A loop is the PTX text from a label to a
-    later jump to this label.
+    Special functions are log2, exp2, 1/x and the like. A loop is the PTX text from a label to a
+    later jump to this label. Loops without special functions are ignored. Of nested loops, only the
+    innermost of the remaining loops is considered.
     """
     labels, costs, lines = {}, {}, ptx.splitlines()
     for n, line in enumerate(lines):

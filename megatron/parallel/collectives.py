@@ -3,7 +3,8 @@
 A value is either the same on every rank of the group (S) or different on each rank (D). The
 backward pass f* of each collective is the adjoint of its forward pass f: <f(x), y> = <x, f*(y)>.
 Inner products of D values are summed over the ranks. Inner products of S values are not. In the
-table, x is the input, and dy is the gradient of the output.
+table, `from` and `to` are the kinds of the input x and of the output, and dy is the gradient of the
+output.
 
     name            from  to   forward                            backward
     copy            S     D    x                                  sum over ranks

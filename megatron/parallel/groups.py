@@ -77,7 +77,8 @@ class Groups:
         pipe: The group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
         job: The group of all ranks of the job. None stands for torch's default group. A background
-            thread that communicates during training must use a separate group of all ranks.
+            thread needs a second group of all ranks, because its collectives would mix with those
+            of training.
     """
 
     rank: int

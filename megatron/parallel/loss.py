@@ -4,7 +4,7 @@
     lse[b, t]  = logsumexp_v(logits[b, t, v])
 
 The last term, which training may add (Chowdhery et al. 2022, arXiv 2204.02311), keeps the softmax's
-denominator close to 1. Pieces of a sequence are computed one after the other, and again in the
+denominator close to 1. The logits of a sequence are computed piece by piece, and again in the
 backward pass, so that the logits of a large batch never exist all at once.
 
 Legend: B batch, T positions, V padded vocabulary, W this rank's slice of the vocabulary (V / size),
@@ -51,11 +51,13 @@ def losses_in_pieces(
     of the sequence.
 
     Args:
-        logits_of: A function from a piece of `x_BTD` to its logits, this rank's slice of the
-            vocabulary. It must draw no random numbers, because the backward pass calls it again.
+        logits_of: A function from a piece of `x_BTD` to the piece's logits for this rank's slice of
+            the vocabulary. The function must draw no random numbers, because the backward pass
+            calls it again.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
         vocab_size: The padded vocabulary size V.
-        ranks: The number of ranks that split each sequence. Then `x_BTD` is this rank's slice.
+        ranks: The number of ranks that split each sequence. If it is above 1, `x_BTD` is this
+            rank's slice of the sequences.
         z_loss: The factor of the term lse^2.
     """
 

@@ -32,7 +32,7 @@ class SequenceSplit:
 
     @property
     def slices(self) -> int:
-        """The number of slices of the full sequence: context ranks x slices of a context slice."""
+        """The number of slices of the full sequence: the size of `cp` times `tp_slices`."""
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:

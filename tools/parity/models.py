@@ -99,8 +99,8 @@ def check_model(
 
     The model is sharded over the ranks of `tp`, which must all call this function. bf16 is always
     checked with `eager`, whatever `backend` is. If `again` is true, bf16 is skipped, because it was
-    checked when this function was called for another backend. If a backend does not support the
-    case, the result contains a refusal.
+    checked when this function was called for another backend. If the backend does not support the
+    case, `Result.refusal` tells why.
     """
     manifest, expected = read_manifest(folder), read_arrays(folder / "expected.npz")
     lengths = sorted(int(key.removeprefix("tokens_L")) for key in expected if "tokens_L" in key)
@@ -271,12 +271,14 @@ def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]
     """Convert theta, or a tensor of the same shape, to the tensors that the published code stores.
 
     The published code stores T5's table as one tensor, and each column of KERPLE's theta as a
-    tensor of its own. The returned tensors contain all heads, and are named for the first block.
+    tensor of its own. The returned tensors contain all heads. Their names are those of the first
+    transformer block.
 
     Args:
         model: The model that has this theta.
-        theta_HN: [heads of this rank, columns]. If it is None, the fixed slopes of the embedding
-            `kerple_power_original` are returned. For other embeddings, {} is then returned.
+        theta_HN: [heads of this rank, columns], or None if the embedding has no parameters. In
+            place of None, the fixed slopes of the embedding `kerple_power_original` are converted.
+            For other embeddings without parameters, the result is {}.
 
     Returns:
         A dict from published parameter name to tensor.

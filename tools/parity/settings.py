@@ -79,7 +79,8 @@ def check_rates(path: Path, name: str) -> Iterator[Result]:
 def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Result]:
     """Compare derived settings with derived_args.json, and yield one result for each entry.
 
-    An entry is a set of config files with a number of processes.
+    An entry holds the settings that the published code derives from some config files for some
+    number of processes.
 
     Args:
         path: The path of derived_args.json.

@@ -197,7 +197,7 @@ class TrainingCase:
         self.seen.setdefault(key, []).append(value)
 
     def _note_kernel(self, kind: str, theta_HN: torch.Tensor | None) -> None:
-        """Record theta in `seen`, as the tensors of the published code. Names begin with `kind`.
+        """Record theta in `seen`, as the tensors that the published code stores, named `kind`/NAME.
 
         If theta is None, record the fixed slopes of the embedding `kerple_power_original`, because
         published files store these slopes as parameters. For any other embedding without theta,
