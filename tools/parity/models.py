@@ -271,14 +271,12 @@ def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]
     """Convert theta, or a tensor of the same shape, to the tensors that the published code stores.
 
     The published code stores T5's table as one tensor, and each column of KERPLE's theta as a
-    tensor of its own. The returned tensors contain all heads. Their names are those of the first
-    transformer block.
+    tensor of its own. The returned tensors contain all heads and have the names of the first block.
 
     Args:
         model: The model that has this theta.
-        theta_HN: [heads of this rank, columns], or None if the embedding has no parameters. In
-            place of None, the fixed slopes of the embedding `kerple_power_original` are converted.
-            For other embeddings without parameters, the result is {}.
+        theta_HN: [heads of this rank, columns]. If it is None, the result is {}, or the fixed
+            slopes if the embedding is `kerple_power_original`.
 
     Returns:
         A dict from published parameter name to tensor.
