@@ -256,7 +256,7 @@ def merge(base: Settings, over: Settings) -> Settings:
     """Return `base` updated with `over`. Nested mappings are merged key by key.
 
     A plain value in `over` replaces a mapping in `base`, and a mapping replaces a plain value. A
-    null in `over` replaces any value. A field whose setting is null later gets its default.
+    null in `over` replaces any value. `load_config` treats null as if the key were not given.
     """
     result = dict(base)
     for path, given in over.items():

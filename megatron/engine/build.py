@@ -115,7 +115,7 @@ def attention_of(
 
 
 def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:
-    """Return lines for the log that say which backend the layers have, and why.
+    """Return lines for the log that say which backend the layers have, and why it was chosen.
 
     Args:
         attends: the attention backend of each layer.

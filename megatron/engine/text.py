@@ -42,7 +42,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Text:
-    """The text that a config names, opened.
+    """The opened text of a job.
 
     Attributes:
         shards: all documents of the three splits; the evaluation by length reads them.

@@ -1,7 +1,7 @@
 """Read the keys that must be read together, because GPT-NeoX has several ways to write one setting.
 
 For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` adds
-values of fields, notes and problems to the `Translation` called `out`. Its argument `others` holds
+values of fields, notes and problems to the `Translation` called `out`. The argument `others` holds
 the settings of the known keys that do not set a field by themselves.
 """
 
@@ -211,7 +211,7 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 def read_vocabulary(out: Translation) -> None:
     """Change `make_vocab_size_divisible_by` so that `model_parallel_size` divides it.
 
-    The new value is the least common multiple of both. If it differs from the old value, add a
+    The new value is the least common multiple of the two. If it differs from the old value, add a
     note. The new value becomes part of the resolved configuration. A run that is resumed in another
     parallel layout therefore has the same vocabulary size.
     """
@@ -261,7 +261,10 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`, the name that DAPE's code gives to `kerple_log`."""
+    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code.
+
+    DAPE trains separate parameters in each layer. By default, this project shares them.
+    """
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
         out.notes.append(

@@ -20,7 +20,7 @@ def log_published_losses(
     log: RunLog,
     step: int,
 ) -> None:
-    """Log the model's loss and perplexity on GPT-NeoX's batches of the splits `valid` and `test`.
+    """Log the loss and perplexity on the `valid` and `test` batches that GPT-NeoX would evaluate.
 
     Every rank must call this function.
 

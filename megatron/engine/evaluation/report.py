@@ -1,6 +1,6 @@
 """Write the results of an evaluation: a table by length, `extrapolation.csv`, and two plots.
 
-For a length with n sequences of mean losses l_i (nats per target token):
+For n sequences of one length, where sequence i has the mean loss l_i (nats per target token):
 
     loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
     bits_per_byte = loss / ln 2 * (target tokens / UTF-8 bytes of these tokens)

@@ -188,7 +188,7 @@ class RunLog:
 
 
 def _location(run: Any) -> str:
-    """Return a line that shows where to find the wandb run. (wandb's own output is off.)"""
+    """Return a line that tells the user where to find the wandb run."""
     if run.disabled:
         return "wandb: disabled, nothing is recorded"
     if run.offline:
