@@ -77,7 +77,7 @@ def step(x):
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return (begin, end): knees begin ... end - 1 lie between the smallest and the largest u."""
+    """Return (begin, end): knees begin ... end - 1 lie between a tile's smallest and largest u."""
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
     at = tl.load(knees + k, mask=k < K, other=float("inf"))
@@ -112,7 +112,10 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add ds to `sums` [R] and ds u to `slopes` [R], at the line on which each u lies."""
+    """Add each ds to `sums` [R] and each ds u to `slopes` [R], at the index of the line of this u.
+
+    u and ds are tiles: the layer's inputs and the gradients of the logits.
+    """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]

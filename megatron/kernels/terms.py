@@ -42,9 +42,9 @@ LEAST = tl.constexpr(-1e30)
 def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
     """Return (first, begin, lead) for a tile of M rows.
 
-    `first` [M] holds the number of the first key that each row sees. (Rows past the last query get
-    the last query's number.) No row sees the key tiles before key `begin`. Key tiles from
-    `lead` to `past` need no mask. Tiles from `past` on need one, because they have future keys.
+    `first` [M] holds the first key that each row sees. (Rows past the last query get the first key
+    of the last query.) No row sees the key tiles before key `begin`. Key tiles from `lead` to
+    `past` need no mask. Tiles from `past` on need one, because they have future keys.
     """
     last = tl.minimum(m0 + M, queries) - 1
     first = tl.load(first_ptr + tl.minimum(m0 + tl.arange(0, M), last))

@@ -49,12 +49,12 @@ def names() -> tuple[str, ...]:
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
     """Build the embedding called `name` with these `options`.
 
-    A `name` such as `rotary + kerple_log` builds a combination. Its `options` are dictionaries, one
-    for each term that has options, under the term's name. `numerics` prescribes where the embedding
-    rounds numbers.
+    A `name` such as `rotary + kerple_log` builds a combination. Then `options` holds a dictionary
+    for each term that has options, such as `rotary={"factor": 2.0}`. `numerics` prescribes where
+    the embedding rounds numbers.
 
     Raises:
-        PositionalError: The terms of a combination exclude each other.
+        PositionalError: Terms of a combination have the same kind. Only `distance` may repeat.
         PositionalError: No file of this package has the name `name`. The error message suggests
             the nearest name.
         PositionalError: The file does not define exactly one embedding.

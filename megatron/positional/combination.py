@@ -24,7 +24,7 @@ class Combination(PositionalEmbedding):
         terms: The embeddings. Only the kind `distance` may occur more than once.
 
     Raises:
-        PositionalError: Two terms are equal, or two terms exclude each other.
+        PositionalError: A term occurs twice, or two terms have the same kind, such as `rotary`.
     """
 
     def __init__(self, terms: Sequence[PositionalEmbedding]):
@@ -153,8 +153,8 @@ class PerLayer(PositionalEmbedding):
     columns, unless `own_theta` is set.
 
     Args:
-        layers: The embedding of each layer. Two layers share an embedding if their
-            entries are the same object.
+        layers: The embedding of each layer. Two layers share an embedding if their entries are the
+            same object.
         own_theta: Whether each layer has its own columns of theta.
 
     Raises:
