@@ -113,7 +113,7 @@ def variants(sample: bool) -> Iterator[Variant]:
 
 @lru_cache
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
-    """Return the distance kernel, its device functions, and the names of the other terms' tensors.
+    """Return the distance kernel, its device functions, and the tensor names of the other terms.
 
     Args:
         name: A distance kernel, alone or with other terms: `kerple_log + forget_gate`.

@@ -17,7 +17,7 @@ class Samples(Protocol):
         name: The name of the split ("train", ...), for error messages.
         num_samples: The number of samples for which the order was built. The data set may be
             longer.
-        seq_length: The number of inputs in a sample, which has `seq_length` + 1 tokens.
+        seq_length: The number of inputs in a sample. A sample has `seq_length` + 1 tokens.
         published_length: The length that GPT-NeoX's data set has with the same settings.
         where: The paths of the token shards, for error messages.
     """

@@ -18,11 +18,10 @@ _CHECK_ROWS = 1 << 20  # the number of documents whose pointers are checked at a
 class ShardReader:
     """One token shard, mapped into memory. It implements `Shards`.
 
-    The class corresponds to Megatron's `MMapIndexedDataset`.
+    The class corresponds to Megatron's `MMapIndexedDataset`. `Shards` explains most attributes.
 
     Attributes:
-        doc_idx: The array `doc_idx` of the .idx file (see `format.py`). The other attributes are
-            those of `Shards`.
+        doc_idx: The array `doc_idx` of the .idx file (see `format.py`).
 
     Raises:
         ShardError: a file is missing, incomplete or damaged, or the .bin and .idx file do not

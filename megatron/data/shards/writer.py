@@ -23,7 +23,7 @@ class ShardWriter:
     The writer appends tokens to PREFIX.bin.part and document sizes to PREFIX.idx.part, so its
     memory does not grow with the number of documents. `finalize` completes both files and renames
     first the .bin and then the .idx, so an .idx never exists without its complete .bin. Only one
-    process at a time may write a PREFIX.
+    process at a time may write the same PREFIX.
 
     The writer is a context manager. It calls `finalize` at the end of the `with` block. If the
     block raises an error, the writer instead removes the .part files unless `keep_parts` is True.

@@ -143,7 +143,7 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A function that encodes texts with a fast library and checks some with the slow reference.
+    """A callable that encodes texts with a fast library and checks some against a slow library.
 
     Raises:
         TokenizerError: the two libraries give different ids for a text that was checked.
