@@ -22,7 +22,7 @@ from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.errors import BadLossError, DivergedError
-from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths, scale_distances
+from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
 from megatron.engine.evaluation.held_out import held_out_loss, log_final_losses
 from megatron.engine.evaluation.losses import loss_function
 from megatron.engine.evaluation.published_losses import log_published_losses
@@ -39,6 +39,7 @@ from megatron.engine.training.pipeline import build_local_shard, count_parameter
 from megatron.engine.training.settings import loop_settings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.files import write_text
+from megatron.model.embedding import scale_distances
 from megatron.model.norm import apex_norm
 from megatron.parallel.groups import Groups
 

@@ -241,3 +241,11 @@ class EmbeddingLayer(nn.Module):
         if self.fixed_theta is None:
             return theta_HN
         return torch.cat((theta_HN, self.fixed_theta(wide)), dim=1)[:, self._order]
+
+
+def scale_distances(model: nn.Module, scale: float) -> None:
+    """Multiply the query-key distances in every layer of `model` by `scale`, from now on."""
+    for module in model.modules() if scale != 1.0 else ():
+        pos = getattr(module, "pos", None)
+        if isinstance(pos, PositionalEmbedding) and pos.has_distances:
+            vars(module)["pos"] = pos.scaled(scale)

@@ -19,7 +19,7 @@ from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
 from megatron.engine.shape import DTYPES, identity_of
 from megatron.model import GPT
-from megatron.model.embedding import SHARED_THETA, THETA
+from megatron.model.embedding import SHARED_THETA, THETA, scale_distances
 from megatron.parallel.groups import Groups
 from megatron.positional import within_bounds
 
@@ -35,6 +35,8 @@ def load_model(
     """Build the config's model for inference, with the newest weights of the run folder `load`.
 
     Every rank of the tensor-parallel group must call this function and gets its shard.
+
+    Distances are scaled by `eval_distance_scale`.
 
     Returns:
         The model in the config's precision on this rank's device, its checkpoint, and lines to
@@ -54,6 +56,7 @@ def load_model(
     model = GPT(plan)
     run = RunDescription(model=identity_of(config, model.shape, tokenizer))
     notes = load_weights(model, saved, run, groups)
+    scale_distances(model, config.evaluation.eval_distance_scale)
     dtype = DTYPES[config.training.precision]
     return model.to(device=groups.device, dtype=dtype).eval(), saved, notes
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from megatron.config import Config
 from megatron.data.errors import DataError
@@ -154,19 +153,10 @@ def evaluate_checkpoint(
         model, saved, notes = load_model(config, load, tokenizer, groups)
         text = open_text(config, tokenizer)
         say("\n".join([f"evaluating {saved.path}", *notes]))
-        scale_distances(model, config.evaluation.eval_distance_scale)
         parts = [theta.detach().float().cpu() for theta in model.theta_parts]
         theta_HN = trained_theta(model.pos, parts) if parts else None
         measured = MeasuredModel(model, model.pos, tokenizer, theta_HN)
         return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
-
-
-def scale_distances(model: nn.Module, scale: float) -> None:
-    """Multiply the query-key distances in every layer of `model` by `scale`, from now on."""
-    for module in model.modules() if scale != 1.0 else ():
-        pos = getattr(module, "pos", None)
-        if isinstance(pos, PositionalEmbedding) and pos.has_distances:
-            vars(module)["pos"] = pos.scaled(scale)
 
 
 def evaluate_lengths(

@@ -78,6 +78,19 @@ def test_greedy_text_to_sixteen_times_the_training_length(run, call, monkeypatch
     assert ids.shape[1] == 16 * TRAINED and torch.equal(best[length - 1 : -1], ids[0, length:])
 
 
+def test_distances_are_scaled_as_in_an_evaluation(run):
+    """At distances times 1e9 the bias hides all tokens but the last, which both texts share."""
+    texts = torch.tensor([list(b"some text"), list(b"no hint t")])
+    apart = {}
+    for scale in (1.0, 1e9):
+        config = load_config([run / "config.yml"], [f"eval_distance_scale={scale}"])
+        model, *_ = load_model(config, run, BYTES, build_groups(torch.device("cpu")))
+        with torch.no_grad():
+            one, other = model(texts)[:, -1]
+        apart[scale] = (one - other).abs().max()
+    assert apart[1e9] < 1e-5 < 1e-3 < apart[1.0]
+
+
 def test_a_batch_of_unequal_prompts_gives_the_texts_of_each_alone(run, call, tmp_path):
     prompts = ["a", "import os\r", "x = 'é🙂'  ", "class A:" * 5]
     path = tmp_path / "prompts.txt"
