@@ -1,7 +1,7 @@
 """Find NVIDIA's apex, an optional library of fused kernels that is built from source.
 
-docs/gpu.md says how to build it. Whether it is used is always decided at the start of a job, and
-the job's log says so.
+docs/gpu.md says how to build apex. Each job decides at its start whether to use apex, and logs the
+decision.
 """
 
 from __future__ import annotations

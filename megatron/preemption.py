@@ -234,7 +234,7 @@ def _outlive_launcher() -> None:
     """Let this process continue to its last safe point, even if a signal has ended its launcher.
 
     Do nothing if the job has several ranks and its launcher holds the job's key-value store. The
-    ranks cannot agree on a safe point without the store.
+    store then ends with the launcher, and the ranks cannot agree on a safe point without it.
     """
     from megatron import launch
     from megatron.engine.job.store import launcher_has_store

@@ -1,6 +1,6 @@
-"""Read config values that may differ from layer to layer, written as in `attention_config`.
+"""Read config values that may differ from layer to layer.
 
-This is GPT-NeoX's syntax. A value is a list of groups [values, repeats]:
+The syntax is that of GPT-NeoX's `attention_config`. A value is a list of groups [values, repeats]:
 
 [[[rotary], 3], [[none], 1]]     three layers `rotary`, then one layer `none`
 [[[rotary, none], 6]]            `rotary` and `none` in turn, six times

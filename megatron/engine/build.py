@@ -144,7 +144,7 @@ def plan_of(
     """Collect what `GPT` needs to build the config's model, or this rank's shard of it.
 
     Args:
-        vocab_size: the number of entries of the tokenizer, before padding.
+        vocab_size: the size of the tokenizer's vocabulary, before padding.
         device_type: "cuda" or "cpu", where the model will run; it decides the attention backend.
         eod: the id of the tokenizer's end-of-document token; `reset_attention_mask` needs it.
         training: whether the model will be trained, which needs dropout and a backward pass.

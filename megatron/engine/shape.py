@@ -41,7 +41,7 @@ def numerics_of(config: Config) -> Numerics:
 
 
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
-    """Return the shape of the config's model for a tokenizer of `vocab_size` entries."""
+    """Return the shape of the config's model for a tokenizer with `vocab_size` tokens."""
     m = config.model
     assert m.max_position_embeddings is not None  # derived when the config is loaded
     eps = {

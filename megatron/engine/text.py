@@ -104,7 +104,9 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
 
 
 def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
-    """Check for end-of-document tokens if `reset_attention_mask` or `eod_mask_loss` is set.
+    """If the config needs end-of-document tokens, check that the shards contain them.
+
+    `reset_attention_mask` and `eod_mask_loss` need them.
 
     Raises:
         DataError: the shards were made without end-of-document tokens.

@@ -1,4 +1,4 @@
-"""Define the config section of the model: the function that it computes, and its size."""
+"""Define the config section of the model: sizes, activation, positional embedding and so on."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _read_stage3(checkpoint: Path, rank: int) -> Weights:
     """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter.
 
     The converter reads all files of a folder, so it gets a folder of links to the files of one
-    rank. The converter's console output is discarded, because errors are raised as exceptions.
+    rank. The converter's console output is discarded. The converter raises exceptions for errors.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

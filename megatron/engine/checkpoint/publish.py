@@ -73,7 +73,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 
     - `.replaced-NAME`, if there is no folder `NAME`. It is renamed to `NAME` again.
     - The temporary file for `latest`, if the checkpoint that it names is complete. It is renamed to
-      `latest`, which was the only missing action of the save.
+      `latest`, and the save is then complete.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)

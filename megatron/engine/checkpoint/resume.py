@@ -115,7 +115,8 @@ def restore(
         work: a writable folder, in which a checkpoint of another layout is converted.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the layouts cannot be converted.
+        CheckpointError: a file is missing or damaged, or the checkpoint cannot be converted to the
+            layout of this run.
     """
     written, layout = saved.record.layout, run.layout
     resharded = layout["model_parallel_size"] > 1 and saved.record.cuts != run.cuts

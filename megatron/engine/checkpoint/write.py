@@ -55,8 +55,8 @@ def write_state(
 ) -> None:
     """Write the state of all ranks into the unfinished folder of the new checkpoint `saved`.
 
-    Every rank must call this function, and `complete` afterwards. The files are written by
-    `engine.checkpoint_engine`.
+    Every rank must call this function, and `complete` afterwards. DeepSpeed writes the
+    files through `engine.checkpoint_engine`, which the caller may replace.
 
     Raises:
         CheckpointError: the files cannot be written. Earlier checkpoints are unchanged.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from megatron.data.tokenizers.base import Tokenizer
 
 WINDOW = 8
-"""The number of tokens that are decoded together. One character has at most 4 bytes or tokens."""
+"""The number of tokens that are decoded together. One character takes at most 4 tokens (bytes)."""
 UNFINISHED = "\ufffd"
 """What tokenizers return for the bytes of an unfinished (or invalid) character."""
 

@@ -33,7 +33,7 @@ from megatron.engine.errors import CheckpointError
 HEARTBEAT = 5.0
 """The seconds between two heartbeats. At a heartbeat, the holder touches its lease's file."""
 LIFETIME = 60.0
-"""After this many seconds without a heartbeat, a holder counts as dead if it cannot be checked."""
+"""A holder whose process cannot be checked is dead after this many seconds without a heartbeat."""
 PROC = Path("/proc")
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 """Environment variables in which schedulers name the job."""
