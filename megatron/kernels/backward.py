@@ -1,6 +1,6 @@
 """Compute the backward pass of fused causal attention in two Triton kernels, without atomics.
 
-    p_ij  = 2^(c y_ij - lse_i)              c = scale log2 e
+    p_ij  = 2^(c y_ij - lse_i)              recomputed, with c = scale log2 e
     ds_ij = p_ij (do_i . v_j - delta_i)     delta_i = do_i . o_i
     dq_i  = scale sum_j ds_ij w_ij k_j      dk_j = scale sum_i ds_ij w_ij q_i
     dv_j  = sum_i p_ij do_i                 dtheta_k = sum_ij ds_ij dx_ij/dtheta_k, x = scale y
@@ -13,10 +13,11 @@ registers and writes its sums for theta to one row of the tensor `sums`. `launch
 in fixed order. `query_pass` also computes delta.
 
 In 16 bits, o is rounded, and the error of do_i . o_i would be most of the error of dtheta. The true
-delta_i is sum_j p_ij do_i . v_j. It exceeds do_i . o_i by excess_i = sum_j ds_ij, which is known
-only after the loop over j. Therefore the loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij,
-where t_ij = dx_ij/dtheta_k. After the loop, `query_pass` subtracts excess_i times the second sum
-from the first sum. It stores do_i . o_i + excess_i as delta_i for the other Triton kernels.
+delta_i is sum_j p_ij do_i . v_j. If ds_ij is computed with do_i . o_i instead, sum_j ds_ij is not 0
+but excess_i, the true delta_i minus do_i . o_i. excess_i is known only after the loop over j.
+Therefore the loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij = dx_ij/dtheta_k.
+After the loop, `query_pass` subtracts excess_i times the second sum from the first sum. It stores
+do_i . o_i + excess_i as delta_i for the other Triton kernels.
 
 `key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
 share these keys.
