@@ -118,7 +118,7 @@ def results_of(name: str, run: Run) -> Iterator[Result]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yield (name, function that runs the case) for each case below the folders DIR."""
+    """Yield (name, function that runs the case) for each case in or below the given folders."""
     for root in args.folders:
         for top, folders, files in os.walk(root.resolve()):
             folders.sort()

@@ -144,8 +144,9 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
     """Return hidden states of all positions, as input of a layer that is sharded by outputs.
 
-    Under sequence parallelism, `x_BTD` holds only this rank's positions, and those of all ranks are
-    gathered. Otherwise `x_BTD` is returned as it is. The backward pass sums the ranks' gradients.
+    Under sequence parallelism, `x_BTD` holds only this rank's positions, and the positions of all
+    ranks are gathered. Otherwise `x_BTD` is returned as it is. The backward pass sums the ranks'
+    gradients.
     """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 

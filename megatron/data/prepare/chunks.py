@@ -118,7 +118,7 @@ class Chunk:
 
     Attributes:
         where: The path of the input, or of the archive member.
-        first: The number of the first line in `lines`.
+        first: The line number that the first of `lines` has in the input.
         lines: Complete lines, one JSON record each.
         texts: A pair (place, content) for each document. Error messages name the place.
         fault: The reason why the input could not be read further, or None.

@@ -53,9 +53,10 @@ class Encoded:
     """The tokens of a chunk.
 
     Attributes:
-        source, number, position: The attributes of the `Chunk` with these names.
-        sizes: For each key, the number of tokens in each document, int32 [documents].
-        tokens: For each key, the tokens of all documents, [sum of `sizes`].
+        source, number, position: Copied from the `Chunk`.
+        sizes: For each of `EncodeOptions.keys`, the number of tokens in each document, int32
+            [documents].
+        tokens: For each of these keys, the tokens of all documents, [sum of `sizes`].
         counts: Maps each name in `COUNTS` to a number for this chunk, such as "documents" to the
             number of documents.
         faults: A text for each faulty record, with the record's place and the reason.

@@ -178,7 +178,7 @@ class ShardWriter:
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Complete PREFIX.idx.part: append `pointers` and `doc_idx`, then write the header.
+        """Append the arrays `pointers` and `doc_idx` to PREFIX.idx.part, then write its header.
 
         The memory use does not grow with the number of documents.
         """
