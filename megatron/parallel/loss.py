@@ -149,5 +149,5 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity if the loss is above 709.78, where float64 overflows."""
+    """Return exp(loss), or infinity if the loss is above 709.78, where exp overflows float64."""
     return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)

@@ -23,7 +23,7 @@ class Result:
         faults: Descriptions of other failures. A single fault fails the case.
         unchecked: What could not be checked, and why. An unchecked part does not fail the case.
         refusal: Why the attention backend does not support this case, or None. A case with a
-            refusal counts neither as passed nor, unless it also has faults, as failed.
+            refusal counts as neither passed nor failed, unless it also has faults.
     """
 
     name: str

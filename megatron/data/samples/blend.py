@@ -83,8 +83,8 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     """Return, for each sample, the corpus (0, 1, ...) from which it is taken.
 
     Each choice depends on all earlier choices, through the count of each corpus (how often it was
-    chosen). A loop over single samples would be slow. Instead, the samples are cut into segments,
-    and all segments are computed in parallel:
+    chosen). A plain loop over the samples would be slow. Instead, the samples are cut into
+    segments, and all segments are computed in parallel:
 
     1. Guess the counts 256 samples before the start of each segment. Choose corpora for these 256
        samples. This corrects most wrong guesses, because the corpus that lags most behind its

@@ -90,7 +90,7 @@ def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]
         partitions: The return value of `manifest.partition_of` for each shard.
 
     Raises:
-        ShardError: a partition is missing or out of order, or the partitions were cut from
+        ShardError: a partition is missing or out of order, or the partitions were made from
             different inputs.
     """
     known = [each for each in partitions if each]

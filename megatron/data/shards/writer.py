@@ -87,7 +87,7 @@ class ShardWriter:
                 self.abort()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether the .part files of an earlier writer contain at least these documents.
+        """Return whether the .part files of an earlier writer hold at least `documents` documents.
 
         Call `rewind` with the same arguments only if the result is True.
 

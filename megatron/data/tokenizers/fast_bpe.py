@@ -88,7 +88,7 @@ def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]
             called only if that object is needed.
 
     Returns:
-        The function, or None if `backend` is "tokenizers". The caller then uses that library.
+        The function. If `backend` is "tokenizers", None: the caller then uses `reference`.
     """
     if backend == "tokenizers":
         return None
