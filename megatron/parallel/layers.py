@@ -120,7 +120,8 @@ class HiddenDropout(nn.Dropout):
     """Dropout of hidden states.
 
     Without sequence parallelism, the ranks of `tp` hold the same hidden states and draw the same
-    mask. Under sequence parallelism, they hold different positions, and each draws its own mask.
+    mask. Under sequence parallelism, these ranks hold different positions, and each rank draws its
+    own mask.
     """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):

@@ -19,7 +19,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 class SequenceSplit:
     """The split of a sequence over the context group and then the tensor-parallel group.
 
-    All slices have the same length. They are in rank order.
+    All slices have the same length, and rank r of a group holds slice r.
     """
 
     tp: TensorGroup = ALONE

@@ -42,8 +42,8 @@ class TrainLoader:
     Raises:
         ValueError: from the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
             together.
-        DataExhausted: from `next`, if too few samples are left. (StopIteration would end a loop
-            without an error.)
+        DataExhausted: from `next`, if too few samples are left. (StopIteration is not raised,
+            because it would end a `for` loop silently.)
         ShardError: from `next`, if a token is not smaller than `vocab_size`.
     """
 
