@@ -99,9 +99,9 @@ def number(kind, low, high=float("inf")):
 
 
 def layout():
-    """Return config overrides with which all processes of the job share one model.
+    """Return config overrides that set the degree of tensor parallelism to the number of processes.
 
-    The degree of tensor parallelism becomes the number of processes.
+    All processes of the job then share one model.
     """
     return (
         f"model_parallel_size={launch.world_size()}",

@@ -250,7 +250,7 @@ def _ranks() -> int:
 def _nothing(_number: int, _frame: Any) -> None:
     """Handle a signal by doing nothing, because a thread reads it from a pipe.
 
-    Python writes a signal to the pipe (`signal.set_wakeup_fd`) only if it has a Python handler.
+    Python writes a signal to the pipe (`signal.set_wakeup_fd`) only if the signal has a handler.
     """
 
 

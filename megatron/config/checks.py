@@ -52,7 +52,8 @@ def _derive_batch(values: Values) -> Iterator[Found]:
     """Complete the batch sizes, so that train = micro x accumulation x data-parallel size.
 
     The train or the micro size must be given. If the given values do not determine the number of
-    accumulation steps, it becomes 1. If the given values contradict the equation, yield a problem.
+    accumulation steps, this number becomes 1. If the given values contradict the
+    equation, yield a problem.
     """
     total, micro, steps = _BATCH
     if not all(name in values for name in _BATCH):

@@ -197,7 +197,7 @@ def _problem_of(error: Exception, builder: _Builder) -> Problem:
 
 
 def _unfit(text: str) -> str | None:
-    """Return the reason why a configuration must not contain `text`, or None if it may.
+    """Return the reason why a configuration must not contain `text`, or None without one.
 
     For example, `text` must not contain a password, because runs write their configuration to disk.
     """

@@ -5,8 +5,8 @@ A pickle file can name any Python function and have it called when the file is l
 This module adds only the functions and classes that checkpoints need:
 
 - those of numpy, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
-- while DeepSpeed reads, the classes of DeepSpeed that its `*_optim_states.pt` files contain. These
-  classes hold plain values, and loading them runs no method.
+- while DeepSpeed reads a checkpoint, those of DeepSpeed in its `*_optim_states.pt` files. They are
+  classes that hold plain values, and loading them runs no method.
 
 DeepSpeed itself calls `torch.load(weights_only=False)`. Every call of DeepSpeed that reads a
 checkpoint is therefore made inside the block of `only_safe_loads`.

@@ -82,8 +82,8 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
     """Handle every key that can be read by itself, and return the other known keys.
 
     The value of a key that sets a field is written into `out.given`. A refused or unknown key adds
-    a problem to `out`, and a key without effect adds a note. The returned keys must be read
-    together with other keys, which the functions in `spellings.py` do.
+    a problem to `out`, and a key without effect adds a note. The functions in
+    `spellings.py` read the returned keys, because these must be read together.
     """
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}

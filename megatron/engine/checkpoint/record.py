@@ -103,7 +103,7 @@ class RunDescription:
     """The description of a run that its checkpoints record, as JSON values.
 
     Attributes:
-        model: the result of `build.identity_of`, which is equal for models that can share weights.
+        model: the result of `shape.identity_of`, which is equal for models that can share weights.
         data: the values that determine the order of the samples.
         layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: maps each parameter's name to its unsharded shape.

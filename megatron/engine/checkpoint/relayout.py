@@ -136,7 +136,7 @@ def convert(
 
 
 def _run_converter(source: Path, target: Path, workers: int) -> None:
-    """Call DeepSpeed's converter and discard its console output. Its exceptions are not caught."""
+    """Call DeepSpeed's converter and discard its console output, but not its exceptions."""
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),

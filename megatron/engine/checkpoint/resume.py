@@ -8,7 +8,7 @@
 | any checkpoint, with `finetune: true` | step 0 and its weights |
 | any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
 
-`load` names a run folder, whose file `latest` names the checkpoint, or one checkpoint in it.
+`load` names one checkpoint, or a run folder. The run folder's file `latest` names its checkpoint.
 
 With `finetune: true`, if the folder `save` holds a checkpoint, the job resumes from it instead.
 """

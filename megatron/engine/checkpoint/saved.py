@@ -50,7 +50,7 @@ ADVICE = {
         "start a new run from its weights"
     ),
 }
-"""Maps a field of `RunDescription` to advice for the case that run and checkpoint differ in it."""
+"""Maps a field of `RunDescription` to advice for a run that differs from its checkpoint there."""
 _ADDED: dict[str, Any] = {field.name: field.default for field in fields(BlockShape)}
 _ADDED |= {"theta_per_layer": False, "rope_scaling": {}}
 """The values of entries that checkpoints of earlier versions lack, because they had no others. An

@@ -245,7 +245,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return a dict from `_key(storage)` to storage, for the storages of all tensors in `files`."""
+    """Return the storages of all tensors in `files`, each once, by `_key(storage)`."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

@@ -38,7 +38,7 @@ CSV_FILE, PLOT_FILE, KERNELS_FILE = "extrapolation.csv", "extrapolation.png", "k
 
 @dataclass(frozen=True)
 class LengthResult:
-    """The result for one sequence length, which is a row of `extrapolation.csv`.
+    """The result for one sequence length: a row of `extrapolation.csv`.
 
     The fields, in this order, are the columns of the file.
     """

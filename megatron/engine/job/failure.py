@@ -47,7 +47,7 @@ POLL_INTERVAL = 1.0
 OPEN_TIMEOUT = 1800.0
 """The time limit for rank 0 to open the store, in seconds."""
 STORE_TIMEOUT = 60.0
-"""If the store refuses connections for this many seconds, its process counts as killed."""
+"""A store that refuses connections for this many seconds counts as killed."""
 SILENCE = 300.0
 """The default number of seconds without a sign of life after which a rank counts as lost."""
 REPORT_TIMEOUT = 15.0
@@ -287,6 +287,6 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """Print `failure` if its rank runs on another machine. Only local rank 0 prints it."""
+    """Print `failure`, once per machine (by local rank 0), except on the machine of its rank."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

@@ -65,7 +65,7 @@ class Talk(threading.Thread):
             self.refused = isinstance(error, ConnectionRefusedError)
 
     def _turn(self, store: Store) -> float:
-        """Write this rank's heartbeat. If it is time, read the heartbeats of all ranks.
+        """Write this rank's heartbeat. In some turns, also read the heartbeats of all ranks.
 
         Return the number of seconds to wait before the next turn.
         """

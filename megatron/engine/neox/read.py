@@ -43,7 +43,7 @@ class Published:
             configuration, so they are only checked and exported again, never trained.
         shards: maps "pipeline position.GPT-NeoX's name" to the original tensor-parallel shards of
             that tensor. A tensor has an entry only if splitting its merged value would not give
-            the same shards: replicas that differ slightly, and summed biases that are not equal.
+            the same shards, for example because replicated shards differ slightly.
         schedule: the recorded learning-rate schedule; None if missing.
         args: the recorded configuration values that are integers or strings.
         problems: one line for each file or tensor that is missing, unknown or inconsistent. The

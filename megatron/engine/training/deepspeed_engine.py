@@ -124,7 +124,8 @@ def engine_config(
     Args:
         micro_batch: the number of sequences in a micro-batch.
         accumulation: the number of micro-batches per step.
-        world_size: the number of replicas of the model that read different sequences or tokens.
+        world_size: the number of replicas of the model. Each replica reads other sequences or, with
+            context parallelism, other tokens of the same sequences.
         precision: "fp32", "bf16" or "fp16".
         zero_options: other entries of DeepSpeed's section `zero_optimization`.
         fp16_options: other entries of DeepSpeed's section `fp16`.

@@ -241,7 +241,7 @@ class TrainingLoop:
         """Return the mean loss of the good steps since the last log line, over all ranks.
 
         Raises:
-            BadLossError: the loss is not finite, and the precision is not fp16.
+            BadLossError: the loss is not finite. Under fp16, DeepSpeed skips such steps instead.
         """
         steps, mean = self._meter.steps, self._meter.mean()
         if steps and not math.isfinite(mean) and not self.settings.skips_overflow:

@@ -1,8 +1,8 @@
 """Train hidden matrices with torch's Muon, and all other parameters with AdamW, in one optimizer.
 
-As Muon's authors say (kellerjordan.github.io/posts/muon): embeddings, the output layer, norms and
-biases belong to AdamW. The update of a matrix is scaled to the size of AdamW's (arXiv 2502.16982,
-`match_rms_adamw`), so both parts share one learning rate and one weight decay.
+As Muon's author recommends (kellerjordan.github.io/posts/muon), AdamW trains the embeddings, the
+output layer, norms and biases. The update of a matrix is scaled to the size of AdamW's (arXiv
+2502.16982, `match_rms_adamw`), so both parts share one learning rate and one weight decay.
 
 Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
 But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may

@@ -57,7 +57,8 @@ def parameter_groups(
     If theta (the positional embedding's learned parameters) has another learning rate than the
     rest, theta is a third group. All pipeline stages must have the same number of groups, and ZeRO
     accepts no empty group. On a stage without theta, the third group therefore holds another
-    parameter, with the usual learning rate. For Muon, the blocks' matrices are the last group.
+    parameter, with the usual learning rate. For Muon, the matrices of the transformer
+    blocks are the last group.
 
     Args:
         decay_theta: whether theta has weight decay.
