@@ -149,7 +149,7 @@ def plan_of(
         eod: the id of the tokenizer's end-of-document token; `reset_attention_mask` needs it.
         training: whether the model will be trained, which needs dropout and a backward pass.
         tp: the tensor-parallel group; with several ranks, only this rank's shard is built.
-        cp: the context-parallel group, whose ranks share each sequence.
+        cp: the context-parallel group; each of its ranks holds a part of each sequence.
 
     Raises:
         AttentionError: the attention backend does not support this model on this device.

@@ -32,8 +32,9 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 def numerics_of(config: Config) -> Numerics:
     """Return the rules by which the config's model rounds numbers.
 
-    By default the model computes at least in fp32. If the config sets `published_numerics`, the
-    model rounds numbers where the released KERPLE code rounds them.
+    By default, norms and positional embeddings convert 16-bit numbers to fp32 before they compute.
+    If the config sets `published_numerics`, the model rounds numbers where the released KERPLE
+    code rounds them.
     """
     if not config.model.published_numerics:
         return WIDE

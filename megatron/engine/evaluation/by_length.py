@@ -68,7 +68,7 @@ class Measurement:
             sequences, length + 1]. The last token of each sequence is a target, but no input.
         token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: the approximate number of tokens in a forward pass.
-        groups: the job's process groups; the data-parallel ranks share the sequences.
+        groups: the job's process groups; each data-parallel rank reads a part of the sequences.
         uncounted_after: the id of a token; targets that follow it are not scored. None scores all.
     """
 

@@ -1,6 +1,6 @@
-"""Join the launcher's job, or start a job of one process without importing DeepSpeed.
+"""Join torchrun's job, or start a job of one process.
 
-Importing DeepSpeed takes seconds.
+DeepSpeed, whose import takes seconds, is imported only to join torchrun's job.
 """
 
 from __future__ import annotations

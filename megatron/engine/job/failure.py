@@ -9,7 +9,7 @@ process's launcher was killed.
 
     key    value
     end    the first failure, {rank, host, text, code}
-    main   the failure of rank 0
+    main   the failure of rank 0, to compare with the errors of other ranks
 
 If all ranks fail with the same error, only rank 0 prints the error. A rank that only lost the
 connection to another rank prints nothing, because the other rank reports the cause.
@@ -287,6 +287,9 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """Print `failure`, once per machine (by local rank 0), except on the machine of its rank."""
+    """Print `failure` if this process is local rank 0, and not on the failed rank's machine.
+
+    Each machine then shows the error once. On its own machine, the failed rank prints it.
+    """
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

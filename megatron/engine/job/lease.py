@@ -124,7 +124,8 @@ def _take(folder: Path) -> tuple[Path, str]:
 def _create(path: Path, text: str) -> None:
     """Create the lease file `path` with the content `text`.
 
-    If the disk is full, remove the empty file again, because later jobs would wait for its holder.
+    If the disk is full, remove the file, which is still empty. Otherwise later jobs would take the
+    file for the lease of a running process, and would wait.
 
     Raises:
         FileExistsError: another process has created the lease.

@@ -39,8 +39,8 @@ class LossGuard:
 
     Args:
         on_bad_loss: `stop`, `skip` or `roll_back`; only `skip` makes this class skip updates.
-        threshold: a step is bad if its loss is more than this many nats above the average loss.
-            None sets no limit.
+        threshold: a step is bad if its loss is more than this many nats above the average of the
+            good steps before it. None sets no limit.
         average: the average loss that the checkpoint of a resumed run records. None starts a new
             average with the next step.
     """
@@ -67,7 +67,7 @@ class LossGuard:
 
         Args:
             loss: the loss of the last micro-batch.
-            mean: this rank's mean loss of the step.
+            mean: this rank's mean loss over all micro-batches of the step.
         """
         self._mean = self._over_ranks(mean)
         return loss * math.nan if self._problem(self._mean) else loss

@@ -51,8 +51,8 @@ class RunLog:
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
             from `metrics.jsonl`. With None, rows are only added, because another job may be writing
             the file.
-        validates_again: whether the run validates after `last_step` again. If so, the row of the
-            earlier validation is dropped.
+        validates_again: whether the run will compute the validation loss of step `last_step`. If
+            so, an earlier row with this loss is dropped.
         confirm: a function to call before each line of metrics is written. It raises an exception
             if another job has taken `run_dir` over.
 
@@ -131,8 +131,8 @@ class RunLog:
         """Remove the rows of steps after `step`, because the run continues from `step`.
 
         Args:
-            validates_again: whether the run validates after `step` again. If so, the row of the
-                earlier validation is removed, too.
+            validates_again: whether the run will compute the validation loss of `step`. If so, an
+                earlier row with this loss is removed, too.
         """
         if self._path is not None:
             again = step if validates_again else None

@@ -148,8 +148,8 @@ class TrainingLoop:
         Args:
             batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
             first_step: the number of steps that were taken before.
-            validate: a function that takes the step and returns the validation loss, or None if
-                there is none. It is called every `eval_interval` steps. It may raise `Leave`.
+            validate: a function from step to validation loss (None if there is none), called every
+                `eval_interval` steps. If it raises `preemption.Leave`, the loop ends.
             save: a function of (step, the loop's state) that writes a checkpoint with both. It is
                 called every `save_interval` steps, after `extra_save_iters`, and at the end.
             check: a function to call before each step. An error that it raises ends the run.
@@ -241,7 +241,8 @@ class TrainingLoop:
         """Return the mean loss of the good steps since the last log line, over all ranks.
 
         Raises:
-            BadLossError: the loss is not finite. Under fp16, DeepSpeed skips such steps instead.
+            BadLossError: the loss is not finite. Under fp16 there is no error, because DeepSpeed
+                skips steps that are not finite.
         """
         steps, mean = self._meter.steps, self._meter.mean()
         if steps and not math.isfinite(mean) and not self.settings.skips_overflow:

@@ -1,8 +1,9 @@
 """Train hidden matrices with torch's Muon, and all other parameters with AdamW, in one optimizer.
 
 As Muon's author recommends (kellerjordan.github.io/posts/muon), AdamW trains the embeddings, the
-output layer, norms and biases. The update of a matrix is scaled to the size of AdamW's (arXiv
-2502.16982, `match_rms_adamw`), so both parts share one learning rate and one weight decay.
+output layer, norms and biases. The update of a matrix is scaled to the size of an AdamW update
+(arXiv 2502.16982, `match_rms_adamw`), so Muon and AdamW use the same learning rate and weight
+decay.
 
 Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
 But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may
@@ -26,7 +27,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         groups: the result of `parameter_groups`.
-        lr: the learning rate of both parts.
+        lr: the learning rate of Muon and of AdamW.
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.

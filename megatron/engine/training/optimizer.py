@@ -139,7 +139,7 @@ HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "lr_multiplier")
 
 @contextmanager
 def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
-    """Restore this run's hyperparameters (such as Adam's betas) and learning rate after the block.
+    """Restore this run's hyperparameters (such as betas) and learning rate after the `with` block.
 
     The caller loads a checkpoint inside the block. DeepSpeed then overwrites the hyperparameters
     in the optimizer with those of the run that saved the checkpoint. Under ZeRO it also overwrites

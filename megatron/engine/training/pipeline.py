@@ -103,10 +103,10 @@ class Pipeline(PipelineModule):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The distance kernel's trained parameters, or an empty tuple on a stage without them.
+        """The positional embedding's learned parameters; an empty tuple on a stage without them.
 
-        The first tensor is `theta`, with values per head. The second holds the parameters that all
-        heads share [1, parameters], if there are any.
+        The first tensor is `theta` [this rank's heads, parameters per head]. If all heads share
+        some parameters, a second tensor [1, shared parameters] holds them.
         """
         named = dict(self.named_parameters())
         return tuple(named[name] for name in (THETA, SHARED_THETA) if name in named)

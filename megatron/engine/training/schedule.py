@@ -18,7 +18,7 @@ With `wsd` (warm-up, stable, decay; arXiv 2404.06395), the learning rate is star
 
     wsd                   min_lr + (start - min_lr) c(r) with r = 1 - (E - step) / (R E)
 
-wsd_decay_style (with Megatron-LM's names) selects c(r). Cosine is the form of GPT-NeoX's PR 1375:
+wsd_decay_style (with Megatron-LM's names) selects c(r). `cosine` is as in GPT-NeoX's PR 1375:
 
     cosine                (cos(pi r) + 1) / 2
     linear                1 - r
@@ -52,7 +52,8 @@ class Schedule:
 
     Attributes:
         start_lr: the learning rate at the end of the warm-up.
-        end_iter: the step E at which the decay would end without warm-up.
+        end_iter: the number E of steps, `lr_decay_iters`. The decay of `wsd` ends at step E, the
+            other decays end at step E - W.
         warmup_iter: the number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
         decay_style: one of `STYLES`.
         min_lr: the least learning rate after the warm-up.

@@ -1,7 +1,7 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
 Theta contains the learned parameters of the positional embedding, [heads, parameters per head].
-Columns that all heads share are stored once, in a second parameter [1, columns] of the model.
+Parameters that all heads share are stored once, in a second tensor [1, shared parameters].
 Theta's master is the fp32 copy that the optimizer updates. After each optimizer step, the master
 and the model's copy of theta are clamped to the bounds. Each ZeRO stage stores the master in a
 different place, so this module treats each stage separately.
@@ -39,7 +39,8 @@ class TrainedTheta:
 
     Theta has the shape [heads, parameters per head]. Under ZeRO every method is a collective, so
     all ranks of the pipeline stage must call it. A rank has no theta if the embedding has no
-    learned parameters or if another pipeline stage holds them. There, the methods do nothing.
+    learned parameters or if another pipeline stage holds them. On such a
+    rank, the methods do nothing.
 
     Args:
         engine: the engine that trains theta.
