@@ -102,8 +102,8 @@ class Call:
     def lost(self, dtype: torch.dtype) -> Tensor | None:
         """Return c_j - c_i [B, H, T, S], by which the decay c lowers query i's logit of key j.
 
-        c may be a large sum. Therefore the difference is computed before rounding to `dtype`. The
-        result is None if there is no decay.
+        c is a running sum over positions, which may be large. Therefore the difference is computed
+        before rounding to `dtype`. The result is None if there is no decay.
         """
         if self.decay_BHS is None:
             return None

@@ -2,11 +2,12 @@
 
 Every backend computes, for query position i = query_offset + row and key position j <= i,
 
-    out_i = sum_j softmax_j(t_h(i) scale (q_i . k_j) w_h(i - j) + b_h(i - j) + c_i - c_j) v_j
+    out_i = sum_j softmax_j(t_h(i) scale (q_i . k_j) w_h(i - j) + b_h(i - j, i) + c_i - c_j) v_j
 
-w and b are the factor and the bias of the distance kernel, which depend only on the query-key
-distance. t is the temperature, c the decay. Documents and a window limit the keys that a query
-sees. A sink adds a null key to the softmax. Each of these terms may be absent.
+w and b are the factor and the bias of the distance kernel, which depend on the query-key distance.
+(Some biases also depend on the query's position i in its document.) t is the temperature, c the
+decay. Documents and a window limit the keys that a query sees. A sink adds a null key to the
+softmax. Each of these terms may be absent.
 
 If a backend does not serve a request (a combination of embedding, dtype, device, training and
 dropout), an error names the backends that do. No backend silently falls back to another one.
@@ -83,8 +84,8 @@ class AttentionFn:
             k_BKSE, v_BKSE: The keys and values [batch, key heads, keys, head size]. The number of
                 key heads must divide the number of heads.
             pos: The positional embedding.
-            theta_HN: The parameters of the positional embedding for these heads. They are needed
-                only if `pos` has any.
+            theta_HN: The parameters of the positional embedding, one row for each head of q. Needed
+                only if `pos` has parameters.
             scale: The factor of the query-key products, usually 1/sqrt(head size).
             dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
                 the default generator of q's device.
@@ -116,7 +117,7 @@ class AttentionFn:
         """Check a call, unless it has the same layout as the previous call.
 
         The layout consists of all shapes, dtypes, devices and numeric arguments. Within a training
-        step, the calls of all layers have the same layout.
+        step, the calls of all layers have the same layout, so only the first call is checked.
         """
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)

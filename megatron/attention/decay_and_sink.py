@@ -3,16 +3,20 @@
     S_ij <- S_ij - (c_j - c_m)            P = softmax(S) (1 - p)       p_i = sigmoid(z_i - lse_i(S))
     dc_j = -(sum of dS over column j)     dz_i = -p_i rowsum(P dP)_i   ds_h = sum of dz over head h
 
+As in `blocked`, dS, dP, dc, dz and ds are gradients of the loss. lse is the logsumexp over keys.
+
 c is the decay, m is the middle row of a tile and s_h is the sink of a head. All rows i of the tile
 use c_m instead of c_i. This adds the constant c_m - c_i to the logits of row i, which does not
 change the softmax over keys. With a sink, the softmax has one more key, the null key, with the
-logit z_i = s_h - (c_i - c_m) and the weight p_i. Its gradient dz_i is also subtracted from dc_i.
-Without a sink, p_i is 0.
+logit z_i = s_h - (c_i - c_m) and the weight p_i. The gradient dz_i of z_i is also subtracted from
+dc_i. Without a sink, p_i is 0.
 
-The decay may be a sum over a long sequence. Therefore c_j - c_m is computed in fp64 and then
-rounded to the compute precision. The constant c_m - c_i costs digits if it is large, that is, if a
-forget gate forgets within a few positions. fp32 outputs are off by 7e-6 if c changes by 1 from each
-position to the next, and by 4e-5 if c changes by 5. (Outputs of `eager` are off by less than 1e-6.)
+c is a running sum over positions (see `forget_gate`). It is large in a long sequence, so c_j - c_m
+is computed in fp64 and then rounded to the compute precision. The constant c_m - c_i is large if c
+changes much from each position to the next, that is, if a forget gate forgets within a few
+positions. Adding a large constant to the logits increases their rounding errors. fp32 outputs are
+off by 7e-6 if c changes by 1 from each position to the next, and by 4e-5 if c changes by 5.
+(Outputs of `eager` are off by less than 1e-6.)
 
 Legend: see `blocked`.
 """
@@ -38,11 +42,11 @@ class Decay:
         self.grad_NS = torch.zeros_like(self.c_NS)
 
     def of_keys(self, tile: QueryTile) -> Tensor:
-        """Return the decay of the tile's keys minus that of its middle row, [m, 1, keys]."""
+        """Return c_j - c_m for the tile's keys j and middle row m, [sequences * heads, 1, keys]."""
         return self._relative(tile, tile.seen)[:, None]
 
     def of_rows(self, tile: QueryTile) -> Tensor:
-        """Return the decay of the tile's rows minus that of its middle row, [m, rows]."""
+        """Return c_i - c_m for the tile's rows i and middle row m, [sequences * heads, rows]."""
         keys = self.c_NS.shape[1]
         return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
 

@@ -79,13 +79,13 @@ def score_mod_of(
     length: int,
     positions_BT: Tensor | None = None,
 ) -> ScoreMod | None:
-    """Return FlexAttention's score_mod for an embedding, or None without a distance kernel.
+    """Return FlexAttention's score_mod for an embedding, or None if it has no distance kernel.
 
     The score_mod evaluates the embedding's formula. If the formula has no symbolic expression, the
     score_mod looks up the values of the formula in tables.
 
     Args:
-        positions_BT: The position of each query in its document, which only some biases need.
+        positions_BT: The position of each query in its document. Only some biases need it.
     """
     if not pos.has("distance") or theta_HN is None:
         return None
@@ -145,7 +145,7 @@ def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> Score
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """Return the embedding's formula as symbolic expressions, or None if that is impossible."""
+    """Return the embedding's formula as symbolic expressions, or None if it has none."""
     try:
         return read(pos)
     except Unreadable:

@@ -7,15 +7,17 @@ device functions (`trace`, `megatron.kernels.codegen`). If the formula has no ex
 are tabulated over distances once per call. Autograd then propagates the gradient of the table
 through the formula to theta (`megatron.kernels.tabulated`).
 
-With documents or a window, tiles of keys that no query sees are skipped. A decay may be a large
-sum, so differences of the decay are computed before rounding to fp32 (`megatron.kernels.terms`).
+With documents or a window, tiles of keys that no query sees are skipped. A decay is a
+running sum over positions and may be large, so differences of the decay are computed before
+rounding to fp32 (`megatron.kernels.terms`).
 
 In addition to the results, memory is needed for two numbers per query and head. Each Triton program
 also needs one number for each column of theta. If the formula is tabulated, memory is also needed
 for the table.
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta, W
-numbers per head that describe the distance kernel: either the N columns of theta or table entries.
+numbers per head that describe the distance kernel. These are either table entries or the N columns
+of theta, followed by the lines of a layer of hidden units if there is one (`hidden_layer.pieces`).
 
 Caution: fp64 is refused. In Triton's interpreter bf16 is also refused, because the interpreter
 computes bf16 wrongly. A head size that is not a power of two costs as much as the next power of
@@ -138,9 +140,10 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
     """Return the table of a distance kernel over the distances d = 0 ... length - 1.
 
     The table has one row for each head. A row holds b(d) / scale for all d if there is a bias b,
-    followed by w(d) for all d if there is a factor w. Where b(d) = -inf, that is, where a key is
-    never attended to, the table holds the finite number `LOWEST`. Otherwise the softmax would be
-    NaN in a tile with only such distances.
+    followed by w(d) for all d if there is a factor w. b is divided by `scale` because the kernels
+    multiply the sum of query-key product and bias by `scale`. Where b(d) = -inf, that is, where a
+    key is never attended to, the table holds the finite number `LOWEST`. Otherwise the softmax
+    would be NaN in a tile with only such distances.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)

@@ -4,9 +4,9 @@
     kerple::blocked_backward  kerple::fused_backward
 
 A compiled graph contains these operations as they are. torch knows the shapes of their results and
-their gradients, and does not trace into them. They have no hidden state: random numbers depend on
-the argument `seed` alone. Eager calls bypass these operations, which would add some 20 microseconds
-to each call.
+their gradients, and does not trace into them. The operations have no hidden state: random numbers
+depend on the argument `seed` alone. Eager calls bypass these operations, which would add some 20
+microseconds to each call.
 
 The argument `code` of `kerple::fused` names the Triton device functions of an embedding, which
 `register` has stored. `code` contains a hash of their source, so it means the same in every

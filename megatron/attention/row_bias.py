@@ -20,7 +20,8 @@ class RowBias:
 
     Args:
         theta_HN: The parameters of the distance kernel.
-        positions_BT: The position of each row in its document, [B or 1, T].
+        positions_BT: The position of each query in its document, [B or 1, T]. The queries are in
+            reversed order.
         keys: The number S of keys.
     """
 

@@ -95,7 +95,8 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
     In fp64, the formula's values and gradients of theta (the kernel's parameters) must equal those
-    of the embedding. In fp32, the formula's rounding errors must not be much larger.
+    of the embedding. In fp32, the errors of the formula's values may be at most 8 times those of
+    the embedding's values, plus 1e-5 max(1, |value|).
 
     Raises:
         Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.

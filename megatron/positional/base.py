@@ -73,7 +73,7 @@ def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:
 
 
 def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Tensor:
-    """Return theta with each column clamped to its bounds in theta's dtype."""
+    """Return theta, in its dtype, with each column clamped to the column's bounds."""
     pairs = zip(theta_HN.unbind(1), parameters, strict=True)
     return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 
@@ -103,7 +103,7 @@ class PositionalEmbedding:
 
     kind: ClassVar[Kind] = "none"
     learnable: bool = False
-    """Whether training changes theta (kind `distance`) or the position table (kind `input`)."""
+    """Whether training changes theta or, for the kind `input`, the position table."""
     parameters: tuple[ThetaParameter, ...] = ()
     numerics: Numerics = WIDE
     distance_scale: float = 1.0
@@ -129,7 +129,7 @@ class PositionalEmbedding:
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
-        """Return the embedding of layer `index` of the model, and its columns of theta."""
+        """Return the embedding of the model's layer `index` and the slice of its theta columns."""
         return self, slice(None)
 
     def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
@@ -161,7 +161,7 @@ class PositionalEmbedding:
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the initial parameters theta [num_heads, columns] of all heads, in fp32.
 
-        Under tensor parallelism the caller slices the rows.
+        Under tensor parallelism the caller keeps only the rows of its own heads.
         """
         columns = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
         theta_HN = torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
@@ -216,7 +216,8 @@ class PositionalEmbedding:
         """Return the decay c [batch, heads, positions] in fp64, for the kind `gate`.
 
         Args:
-            gate_BHT: What the layer computes for each position and head from its hidden state.
+            gate_BHT: One number per position and head. The layer computes these numbers from the
+                hidden states of the positions.
 
         Raises:
             NotImplementedError: The embedding has another kind.

@@ -24,7 +24,7 @@ class Combination(PositionalEmbedding):
         terms: The embeddings. Only the kind `distance` may occur more than once.
 
     Raises:
-        PositionalError: A term occurs twice, or two terms have the same kind, such as `rotary`.
+        PositionalError: An embedding occurs twice, or two have the same kind (not `distance`).
     """
 
     def __init__(self, terms: Sequence[PositionalEmbedding]):

@@ -1,12 +1,12 @@
-"""Define FIRE, a bias that a small network computes from the distance and the position.
+"""Define FIRE, a bias that a small network computes from the distance and the query's position.
 
 Li et al. 2023 (arXiv 2310.04418). For a query at position i, and a key at distance d,
 
     b_h(d, i) = sum_k v_hk relu(w_k u + b_k)      u = log(1 + c d) / log(1 + c max(L, i))
 
-All heads share w, b, c and L. Each head has its own v. The second layer has no constant term,
-because the softmax is invariant to one. (With a sink, the sink's logit does the work of a
-constant.)
+All heads share the parameters w_k, b_k, c and L. Each head h has its own v_hk. The output layer v
+has no constant term, because a constant added to all logits does not change the softmax. (With a
+sink a constant would matter, but the sink's learned logit has the same effect.)
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron.positional.hidden_layer import hidden_layer
 
 
 class Fire(PositionalEmbedding):
-    """FIRE bias with the paper's initial values: c = 0.1, L = `length`, w, b, v as in `nn.Linear`.
+    """FIRE bias with the paper's initial values: c = 0.1, L = `length`, others as in `nn.Linear`.
 
     As in the paper, the learned parameter is `L_factor` = L / `length` instead of L itself.
 
     Args:
         length: The initial L. For queries at positions up to L, the bias depends on the distance
             alone.
-        width: The number of hidden units k.
+        width: The number of hidden units.
     """
 
     kind = "distance"

@@ -1,8 +1,8 @@
-"""Define the forget gate, which lets a head forget keys by the content of the tokens after them.
+"""Define the forget gate, which lets a head forget a key, depending on the tokens after it.
 
 Lin et al. 2025 (arXiv 2503.02130, Forgetting Transformer). Each layer computes a gate f in (0, 1)
-per token and head from its hidden state, f = sigmoid(w . x + b). The sum of log f over the tokens
-after key j, up to query i, is added to the logit of i and j:
+per token and head, f = sigmoid(w . x + b). x is the token's hidden state, and w and b are trained.
+The sum of log f over the tokens after key j, up to query i, is added to the logit of i and j:
 
     log f_{j+1} + ... + log f_i = c_i - c_j        c_i = log f_1 + ... + log f_i
 """
@@ -17,7 +17,10 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class ForgetGate(PositionalEmbedding):
-    """Forget gate. Each layer of the model has its own w and b. There are no parameters theta."""
+    """Forget gate sigmoid(w . x + b) of a token's hidden state x. There are no parameters theta.
+
+    Each layer of the model has its own w and b, which belong to the layer, not to this class.
+    """
 
     kind = "gate"
 
@@ -28,7 +31,7 @@ class ForgetGate(PositionalEmbedding):
         differences c_i - c_j, which would lose digits in fp32.
 
         Args:
-            gate_BHT: The projections w . x + b of all positions, in any floating dtype.
+            gate_BHT: The gates before the sigmoid, w . x + b, in any floating dtype.
         """
         wide = torch.promote_types(gate_BHT.dtype, torch.float32)
         return F.logsigmoid(gate_BHT.to(wide)).double().cumsum(-1)

@@ -1,4 +1,4 @@
-"""Define a layer of hidden units with one input, sum_k v_k relu(w_k u + b_k), as a torch operation.
+"""Define a layer of hidden units with input u, sum_k v_k relu(w_k u + b_k), as a torch operation.
 
 The sum is a piecewise linear function of u, with knees at u = -b_k / w_k. Between two neighbouring
 knees it is a line, slope * u + offset. So its value at one u takes one search among the knees and
@@ -22,8 +22,9 @@ def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Te
 
     Returns:
         (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]): line m goes from knee m - 1 to knee
-        m. Knees are constants for autograd. The gradient through slopes and offsets is complete,
-        because neighbouring lines meet at the knee between them.
+        m. Line 0 starts at -infinity, and line K ends at infinity. Knees are constants for
+        autograd. The gradient through slopes and offsets is complete, because neighbouring lines
+        meet at the knee between them.
     """
     with torch.no_grad():
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)

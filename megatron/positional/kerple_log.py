@@ -2,7 +2,7 @@
 
 Chi, Fan, Ramadge, Rudnicky, NeurIPS 2022 (arXiv 2205.09921). The function p log(1 + a d) is
 conditionally negative definite, so the bias b is conditionally positive definite (CPD). Adding a
-constant would make b positive definite, and the softmax is invariant to such a constant.
+large constant would make b positive definite, and the softmax is invariant to such a constant.
 """
 
 from __future__ import annotations

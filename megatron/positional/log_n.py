@@ -1,8 +1,8 @@
 """Define the log-n temperature, t_h(i) = s_h log(i + 1) with a learned factor s_h per head.
 
 Nakanishi 2025 (arXiv 2501.19399, scalable softmax). A query at position i sees i + 1 keys. The
-temperature multiplies the logits, so that the softmax does not become flatter as the number of keys
-grows. Under `reset_position_ids`, i is the position within the document.
+temperature multiplies the scaled query-key products, so that the softmax does not become flatter as
+the number of keys grows. Under `reset_position_ids`, i is the position within the document.
 """
 
 from __future__ import annotations
