@@ -28,13 +28,14 @@ READ_BYTES = 1 << 24
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """Return `record` as JSON text, with a CRC-32 of the record itself added."""
+    """Return `record` as JSON text, with an added entry `checksum`, the CRC-32 of the others."""
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 
 
 def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
-    """Return a dict from each file's name in `folder` to [bytes, CRC-32].
+    """Return a dict from each file's name in `folder` to [size in bytes, CRC-32].
 
+    The file `kerple.json` itself is left out.
     Every rank must call this function.
     """
     listed = [path.name for path in folder.iterdir() if path.name != RECORD]

@@ -49,8 +49,8 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     Args:
         source: the published checkpoint's folder, `global_stepN`.
         target: the run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
-        summed_biases: whether the model was trained with `gpt_j_residual`. The value matters only
-            for a model with several tensor-parallel ranks.
+        summed_biases: whether the model was trained with `gpt_j_residual`. If so, the biases of a
+            row-parallel layer differ between the tensor-parallel ranks, and the import adds them.
 
     Raises:
         CheckpointError: `target` already has a checkpoint of this step, or `source` is not
@@ -88,8 +88,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         The new folder, `target/global_stepN`.
 
     Raises:
-        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or the
-            released KERPLE code does not support the model.
+        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or
+            neither the released KERPLE code nor gpt-neox since 2024 supports the model.
     """
     saved = newest(source)
     if saved is None:
@@ -215,7 +215,7 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether a block needs gpt-neox since 2024, because the published code lacks it."""
+    """Return whether a block has options that only gpt-neox since 2024 has, not the KERPLE code."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)
@@ -223,7 +223,7 @@ def _needs_head(block: BlockShape, activation: str) -> bool:
 
 
 def _not_in_head(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
-    """Return why gpt-neox since 2024 cannot run a model, e.g. "has no pos_emb fire", or None."""
+    """Return what keeps gpt-neox since 2024 from running a model; None if nothing does."""
     if pos.name not in ("learned", "rotary", "sinusoidal", "rpe", "alibi", "none"):
         return f"has no pos_emb {pos.name}"
     if block.qk_norm and block.norm == "layernorm":

@@ -32,11 +32,10 @@ WORDS = "embedding.word_embeddings.weight"
 def load_model(
     config: Config, load: Path, tokenizer: Tokenizer, groups: Groups
 ) -> tuple[GPT, Saved, list[str]]:
-    """Build the config's model for inference, with the newest weights of the run folder `load`.
+    """Build the config's model for inference, with the newest checkpoint of the run folder `load`.
 
-    Every rank of the tensor-parallel group must call this function and gets its shard.
-
-    Distances are scaled by `eval_distance_scale`.
+    Every rank of the tensor-parallel group must call this function, and each gets its shard of
+    the model. The model multiplies all query-key distances by `eval_distance_scale`.
 
     Returns:
         The model in the config's precision on this rank's device, its checkpoint, and lines to
@@ -64,7 +63,7 @@ def load_model(
 def load_weights(
     model: Model, saved: Saved, run: RunDescription | None = None, groups: Groups | None = None
 ) -> list[str]:
-    """Copy the weights of `saved` into `model`, which must have the same parameters.
+    """Copy the weights of the checkpoint `saved` into `model`.
 
     If `model` is one rank's shard, only this rank's slices of the weights are copied. Call this
     function before an engine casts or shards the model, so that the optimizer's fp32 copies start
@@ -114,8 +113,8 @@ def _read(
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
     """Return (weights, buffers, GPT-NeoX's names of theta's columns, problems, notes) of `saved`.
 
-    `Published` describes these values. The names are empty unless the checkpoint was written by
-    GPT-NeoX or imported from it.
+    `Published` describes these values. The tuple of names is empty unless the checkpoint was
+    written by GPT-NeoX or imported from it.
     """
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
@@ -133,10 +132,10 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return a list with one error line if the import of `saved` used another `gpt_j_residual`.
+    """Return a list with an error line if `saved` was imported with another `gpt_j_residual`.
 
-    Otherwise the list is empty. The value matters because an import with `gpt_j_residual` (parallel
-    attention and MLP) sums the tensor-parallel shards of some biases.
+    Otherwise the list is empty. The value matters because an import with
+    `gpt_j_residual` (parallel attention and MLP) sums the tensor-parallel shards of some biases.
     """
     if saved.kind is not Kind.IMPORTED:
         return []

@@ -1,8 +1,9 @@
 """Write checkpoint folders so that each one appears complete or not at all.
 
 A checkpoint is written into the folder `.unfinished-NAME`. The folder is flushed to disk and
-renamed to `NAME`. Only then is `NAME` written into the file `latest`. If a folder `NAME` already
-exists, it is first renamed to `.replaced-NAME`, and deleted at the end.
+renamed to `NAME`. Only then is `NAME` written into the file `latest`. If an older folder `NAME`
+exists, it is renamed to `.replaced-NAME` just before the new one takes its name, and deleted at the
+end.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
 def remove_unfinished(folder: Path) -> list[str]:
     """Delete what a killed run left in `folder`, and return the names of the deleted folders.
 
-    A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files of
-    `megatron.files`. Two things are kept:
+    A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files
+    (see `megatron.files.replacing`). Two things are kept:
 
     - `.replaced-NAME`, if there is no folder `NAME`. It is renamed to `NAME` again.
     - The temporary file for `latest`, if the checkpoint that it names is complete. It is renamed to

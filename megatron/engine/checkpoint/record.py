@@ -100,7 +100,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """The description of a run that its checkpoints record, as JSON values.
+    """The description of a run, as JSON values. Every checkpoint of the run records it.
 
     Attributes:
         model: the result of `shape.identity_of`, which is equal for models that can share weights.
@@ -108,7 +108,8 @@ class RunDescription:
         layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: maps each parameter's name to its unsharded shape.
         cuts: maps each sharded parameter's name to [dimension, blocks]. The parameter consists of
-            `blocks` tensors stacked along this dimension, and each is sharded (see `Sharding`).
+            `blocks` tensors stacked along this dimension (e.g. value and gate of a gated MLP), and
+            each of them is sharded along it (see `Sharding`).
         layers: the names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: the resolved configuration, as flat keys.
@@ -133,12 +134,12 @@ class Record(RunDescription):
     Fields that earlier versions or imports do not write have defaults.
 
     Attributes:
-        format: the `FORMAT` of the code that wrote the checkpoint.
+        format: the version of the format of `kerple.json`, an integer (`checksums.FORMAT`).
         version: the version of this project that wrote the checkpoint.
         progress: the counters of the run when the checkpoint was written.
-        imported: for a checkpoint that was imported from GPT-NeoX's format, the values from which
-            an export restores the original files (`Published.about`); otherwise None.
-        files: maps each file's name to [bytes, CRC-32].
+        imported: the values from which an export restores the original GPT-NeoX files
+            (`Published.about`); None unless the checkpoint was imported from GPT-NeoX's format.
+        files: maps each file's name to [size in bytes, CRC-32].
     """
 
     format: NonNegativeInt = FORMAT

@@ -2,13 +2,14 @@
 
 DeepSpeed's converter writes one folder for each parameter, with the unsharded fp32 weight and
 optimizer moments. Every rank of the new layout reads its slices from these folders. The converter
-must be given patterns that assign each parameter name to a way of sharding. If the converter does
-not support the change from the old to the new layout, the run is refused before any file is read.
+needs a list of the parameters for each way of sharding (see `conversion_info`). If the converter
+does not support the change from the old to the new layout, the run is refused before any file is
+converted.
 
 This module also works around three faults of DeepSpeed 0.19:
 
 - Converted ZeRO-3 files contain no shapes.
-- ZeRO-3 looks for the counters under another file name than ZeRO-1 and ZeRO-2 do.
+- ZeRO-3 looks for the run's counters under another file name than ZeRO-1 and ZeRO-2 do.
 - Loading a checkpoint overwrites the norm to which gradients are clipped.
 """
 
@@ -55,7 +56,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def conversion_info(run: RunDescription) -> dict[str, Any]:
     """Return the dictionary that tells DeepSpeed's converter how each parameter is sharded.
 
-    It maps each way of sharding to a list of patterns. Each pattern matches one parameter's name.
+    The dictionary maps each way of sharding, e.g. row-parallel, to a list of regular expressions.
+    Each of these matches the name of one parameter.
     """
     cuts, layers = run.cuts, run.layers or []
 
@@ -104,7 +106,7 @@ def convert(
 
     Args:
         scratch: the folder for the result; its previous content is removed.
-        cuts: the new sharding, as in `RunDescription`; None keeps the checkpoint's sharding.
+        cuts: the new sharding, as in `RunDescription.cuts`; None keeps the checkpoint's sharding.
         workers: the number of processes to use. With 1, no new process is started. A process that
             has threads must use 1, because such a process must not fork.
 
@@ -208,11 +210,12 @@ def restore(
 ) -> None:
     """Convert the checkpoint `saved` to this run's parallel layout, and load it into `engine`.
 
-    Every rank must call this function. Dropout then uses new random streams.
+    Every rank must call this function. Dropout then uses new random streams, because the stored
+    streams belong to the ranks of the old layout.
 
     Args:
         scratch: the folder in which the checkpoint is converted; it is removed afterwards.
-        cuts: the sharding of this run's parameters, as in `RunDescription`.
+        cuts: the sharding of this run's parameters, as in `RunDescription.cuts`.
         changed: a text for the log that lists the differences between the two layouts.
     """
     if groups.is_main:

@@ -85,8 +85,9 @@ class Start:
         groups: Groups,
         run: RunDescription,
     ) -> TrainingProgress:
-        """Load the state of the engine and of the learning-rate schedule; return `progress`.
+        """If `resumes`, load the full training state; otherwise only set the step.
 
+        The step is set in the engine and in the learning-rate schedule. The result is `progress`.
         Every rank must call this method.
         """
         step = self.progress.step
@@ -189,8 +190,8 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint in `folder` to start from (or None), and the damage found (or "").
 
-    Without damage, this is the checkpoint that the file `latest` names, or `folder` itself if it is
-    a checkpoint. Every rank must call this function.
+    Without damage, the result is the checkpoint that the file `latest` names, or `folder` itself if
+    `folder` is a checkpoint. Every rank must call this function.
 
     Args:
         allow_fallback: whether to skip damaged checkpoints. If the checkpoint named in `latest` is
@@ -198,8 +199,8 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
             the newest intact checkpoint in `folder` is taken.
 
     Raises:
-        CheckpointError: the checkpoint is damaged. The error message names the damaged file, the
-            damage, and the previous checkpoint.
+        CheckpointError: the checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
+            checkpoint. The error message names the damaged files.
     """
 
     def look() -> tuple[list[Saved], Saved | None, str]:

@@ -1,8 +1,8 @@
 """Find the checkpoints of a run folder (`newest`, `finished`), and read them (`Saved`).
 
     RUN/global_stepN/           one checkpoint
-        mp_rank_TT_*.pt, layer_*.pt, *_optim_states.pt    DeepSpeed's files
-        rng_rank_RRRRR.pt                                 random streams of dropout, one per rank
+        mp_rank_*.pt, layer_*.pt, *_optim_states.pt       DeepSpeed's files
+        rng_rank_*.pt                                     random streams of dropout, one per rank
         kerple.json                                       the `Record`
     RUN/latest                  name of the newest complete checkpoint
 
@@ -142,7 +142,7 @@ class Saved:
 
         Args:
             subjects: the fields of `RunDescription` to compare: "model", "data" or both.
-            free: the entries that may differ.
+            free: the names of entries of these fields that may differ, e.g. "rope_scaling".
 
         Raises:
             CheckpointError: an entry differs. The error message names every entry that differs.
@@ -194,9 +194,9 @@ def newest(folder: Path) -> Saved | None:
 def find_newest(folder: Path) -> tuple[Saved | None, str]:
     """Return the checkpoint that `folder/latest` names (or None), and a problem (or "").
 
-    The problem is a text for the user. There is one if `latest` is missing although `folder` has
-    checkpoints, if the checkpoint that `latest` names does not exist, or if `folder` is itself a
-    checkpoint.
+    The problem is a text for the user. It says that `latest` is missing although `folder` has
+    checkpoints, that the checkpoint named in `latest` does not exist, or that `folder` is itself a
+    checkpoint. If `folder` has no checkpoints, the result is (None, "").
     """
     latest = folder / "latest"
     if not latest.is_file():

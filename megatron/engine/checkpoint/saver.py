@@ -49,7 +49,7 @@ Files = list[tuple[Any, str]]
 
 
 class Saver:
-    """Saves the checkpoints of one run. Every rank must call each method in the same order.
+    """Saves the checkpoints of one run. All ranks must call the methods in the same order.
 
     Args:
         beside_training: whether a thread writes the files while training continues.
@@ -184,7 +184,7 @@ class Saver:
 
 
 class Collector(TorchCheckpointEngine):
-    """A checkpoint engine for DeepSpeed that lists (state, path) in `found` and writes no files."""
+    """A checkpoint engine for DeepSpeed that adds (state, path) to `found` and writes no file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,9 +215,9 @@ class Buffer:
     def stage(self, files: Files) -> Files:
         """Copy the state in `files` into the buffer, and return `files` with the copied state.
 
-        A storage that several tensors share is copied once, and the copies share it too, so
-        `torch.save` writes the same bytes. State that does not fit into the buffer is copied into
-        other memory.
+        If several tensors share a storage, it is copied once, and their copies share that copy.
+        `torch.save` then writes the same bytes as without the buffer. State that does not fit into
+        the buffer is copied into other memory.
         """
         copies, start = {}, 0
         for key, storage in _storages(files).items():
@@ -245,7 +245,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in `files`, each once, by `_key(storage)`."""
+    """Return a dict from `_key(storage)` to storage, for the storages of all tensors in `files`."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

@@ -39,7 +39,7 @@ class Destination:
     Attributes:
         folder: the run folder; a checkpoint becomes its subfolder `global_stepN`.
         run: the description of the run, which each checkpoint records.
-        keep_last: the number of newest checkpoints to keep; None keeps all.
+        keep_last: the number of newest checkpoints to keep; None or 0 keeps all.
         confirm: a function that raises an error if this job no longer holds the lease of `folder`
             (see `job/lease.py`).
     """

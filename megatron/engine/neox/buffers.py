@@ -1,6 +1,6 @@
-"""Compute the slopes and frequencies that published (GPT-NeoX) checkpoints store as buffers.
+"""Compute the buffers that published (GPT-NeoX) checkpoints store, e.g. ALiBi's slopes.
 
-These values follow from the configuration, so a model never loads them from a checkpoint. The
+Their values follow from the configuration, so a model never loads them from a checkpoint. The
 stored values are only compared with those that follow from the configuration.
 """
 

@@ -12,13 +12,13 @@ Positions 1 and L+2 only transpose activations. Linear weights are [out, in]. A 
 bias or factor that depends only on the query-key distance. A tensor's N tensor-parallel shards are
 merged by one of these rules:
 
-    rows        concatenated on dimension 0: vocabulary, heads, inner width
-    columns     concatenated on dimension 1: the input of a row-parallel layer
+    rows        concatenated on dimension 0: embedding, column-parallel layers, tensors by head
+    columns     concatenated on dimension 1: weights of row-parallel layers, T5's bias table
     halves      geglu's first layer: a shard is [value | gate], the whole is [values | gates]
     replicated  the same in every shard
     summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 
-Later versions of gpt-neox have other names and more tensors; `neox/shape.py` has the differences.
+Since 2024, gpt-neox has other names for some tensors, and more tensors (see `neox/shape.py`).
 
 Legend: L layers, N tensor-parallel ranks, H heads. (In `theta_HN`, N counts parameters per head.)
 """
@@ -102,7 +102,7 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
 def merge(shards: Sequence[Tensor], how: str) -> Tensor:
     """Merge the shards of all tensor-parallel ranks into one tensor by the rule `how`.
 
-    If the rule is "summed" and the shards' dtype cannot represent the sum, the result is fp64.
+    If the rule is "summed" and the shards' dtype cannot hold the exact sum, the result is fp64.
 
     Raises:
         ValueError: the shards' shapes do not fit, or shards that must be equal differ.
@@ -212,10 +212,11 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     Args:
         theta_HN: theta (the positional embedding's learned parameters) or its gradient, [heads,
             parameters per head].
-        names: the published names of theta's columns.
+        names: the published names of theta's columns, without "attention.rpe."; ("weight",) for
+            T5's bias table, which is one tensor.
 
     Returns:
-        A dict from the published name of each column to its tensor.
+        A dict from published name, with "attention.rpe.", to tensor.
     """
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}

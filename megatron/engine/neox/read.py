@@ -137,7 +137,7 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
 def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int | None) -> Shape:
     """Infer the model's `Shape` from the first rank's tensors.
 
-    The fields `theta`, `summed_biases` and `head` are left out.
+    The fields `theta`, `summed_biases` and `head` keep their defaults.
     """
 
     def matrices(*tensors: Any) -> bool:
@@ -165,10 +165,10 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return a dict from pipeline position to a list with one dict of tensors per rank.
+    """Return a dict from pipeline position to a list of dicts of tensors.
 
-    The ranks are the tensor-parallel ranks. A position with a missing file is left out. Each
-    missing or unknown file adds a line to `out.problems`.
+    The list has one dict for each tensor-parallel rank. A position with a missing file is
+    left out. Each missing or unknown file adds a line to `out.problems`.
     """
     shape = out.shape
     expected = {
@@ -247,7 +247,7 @@ def _check_width(out: Published) -> None:
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
-    """Add the distance kernel's tensors to `out`, as learned parameters or as ALiBi's fixed slopes.
+    """Add the distance kernel's tensors to `out`, as learned parameters or as fixed slopes.
 
     The tensors must be the same in all blocks. Otherwise a line is added to `out.problems` instead.
 

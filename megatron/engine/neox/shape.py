@@ -17,7 +17,7 @@ _SINCE_2024 = {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.
 
 @dataclass(frozen=True)
 class Shape:
-    """The properties of a model that determine in which published file each weight is stored.
+    """The properties of a model that determine how published (GPT-NeoX) files store each weight.
 
     Attributes:
         num_layers: the number L of transformer blocks.
@@ -30,9 +30,11 @@ class Shape:
         row_output: whether the output projection is row-parallel (`output_layer_parallelism: row`).
         head: whether the files are those of gpt-neox since 2024, which names the MLP's layers
             `linear1` and `linear2` and knows more options of a block than the published code.
-        group: the number of query heads that share a key head. With more than one, the rows of a
-            shard of `query_key_value` are all queries, then all keys, then all values.
-        head_size: the size of a head; 0 if neither `group` nor a norm of heads needs it.
+        group: the number of query heads that share a key head. If it is above 1, the rows of
+            a published shard of `query_key_value` are all queries, then all keys, then all
+            values.
+        head_size: the size of a head; 0 if unknown. It is needed only if `group` is above 1, or if
+            queries and keys have a norm for each head.
     """
 
     num_layers: int
@@ -56,7 +58,7 @@ class Shape:
         """Return a shard of the published tensor `name` with its rows in this project's order.
 
         Raises:
-            CheckpointError: the shard does not hold whole heads.
+            CheckpointError: the shard does not hold a whole number of heads.
         """
         if name.startswith(NORM) and shard.ndim > 1:
             if shard.shape[1] != self.head_size:
@@ -75,7 +77,7 @@ class Shape:
         This method is the inverse of `ours`.
 
         Raises:
-            CheckpointError: the shard does not hold whole heads.
+            CheckpointError: the shard does not hold a whole number of heads.
         """
         if name.startswith(NORM) and len(shard) > 1:
             return shard.unflatten(0, (-1, self.head_size))
@@ -96,7 +98,7 @@ class Shape:
         return rows // width
 
     def file_name(self, name: str) -> str:
-        """Return the name in the files of a tensor that the published KERPLE code calls `name`."""
+        """Convert a tensor's name in the published KERPLE code to its name in the model's files."""
         for old, new in _SINCE_2024.items():
             name = name.replace(old, new) if self.head else name
         return name
