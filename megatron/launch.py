@@ -216,7 +216,7 @@ def _parents(mark: str) -> list[Process]:
     Args:
         mark: the name of a variable that the launcher sets in the environment of each task. A
             shell between the launcher and a task has this variable, too. The launcher itself does
-            not have it.
+            not have it, so the launcher is the first parent without this variable.
     """
     import psutil
 

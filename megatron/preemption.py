@@ -197,12 +197,18 @@ def begin() -> None:
 
 
 def due() -> bool:
-    """Return whether all ranks end the job at this safe point. Every rank must call this."""
+    """Return whether all ranks end the job at this safe point. Every rank must call this.
+
+    Safe points are after an optimizer step and between two batches of an evaluation.
+    """
     return _current is not None and _current.due()
 
 
 def safe_point() -> None:
-    """Raise `Leave` if all ranks end the job at this safe point. Every rank must call this."""
+    """Raise `Leave` if all ranks end the job at this safe point. Every rank must call this.
+
+    Safe points are after an optimizer step and between two batches of an evaluation.
+    """
     if due():
         raise Leave
 

@@ -1,7 +1,7 @@
 """Compute derived fields of a config, and check the rules that relate several fields.
 
 The argument `values` of the functions maps field names to values. Fields with invalid values are
-missing from `values`, because these problems are already reported. Rules that need a missing field
+missing from `values`, because their problems are already reported. Rules that need a missing field
 are skipped.
 """
 
@@ -21,8 +21,8 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 def derive(values: Values, world_size: int) -> Iterator[Found]:
     """Fill in the derived fields of `values` in place, and yield each problem.
 
-    A problem is (field name, error text). For example, a train batch size may be impossible with
-    the number of processes.
+    A problem is (field name, error text). For example, the train batch size may not be a
+    multiple of the data-parallel size.
     """
     same = {
         "num_kv_heads": "num_attention_heads",

@@ -31,8 +31,7 @@ class Problem:
     """One problem of a configuration.
 
     Attributes:
-        mark: The file and line of the setting, or None if the problem is at no place in a file
-            (such as a missing key).
+        mark: The place of the setting, or None if the problem has no place (such as a missing key).
         key: The dotted key, such as `optimizer.params.lr`, or "" if the problem concerns no key.
         text: A message that says what is wrong and what to write instead.
     """

@@ -157,8 +157,8 @@ def one_of(
 
     Args:
         names: The accepted names.
-        aliases: Maps other accepted names to the name in `names` that replaces them.
-        refused: Maps names that are refused, although GPT-NeoX may accept them, to the reason.
+        aliases: Maps each alias, an accepted other name, to the name in `names` that replaces it.
+        refused: Maps each name of GPT-NeoX that is refused to the reason.
     """
     names, aliases, refused = tuple(names), aliases or {}, refused or {}
     known = {name.lower(): name for name in names} | {k.lower(): v for k, v in aliases.items()}

@@ -146,7 +146,7 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _text(detail: Any, value: Any) -> str:
-    """Return the message for the user. `detail` is pydantic's description of the error."""
+    """Return the error text for an invalid `value`, from pydantic's error `detail`."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"

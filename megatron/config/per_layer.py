@@ -17,12 +17,13 @@ ALL = "all"
 
 
 def per_layer(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that checks a value for all layers, or a list of groups of layers.
+    """Return a function that checks a config value: one value for all layers, or a list of groups.
 
     A list looks like `[[[rotary], 3], [[none], 1]]`: three layers `rotary`, then one layer `none`.
 
     Args:
-        check: A function that returns a single checked value, or raises ValueError.
+        check: A function that checks the value of one layer. It returns the checked value, or
+            raises ValueError.
     """
 
     def checked(value: Any) -> Any:
@@ -102,5 +103,5 @@ def same_layers(one: Any, other: Any, num_layers: int) -> bool:
 
 
 def _times(values: tuple[Any, ...], repeats: Any, num_layers: int) -> int:
-    """Return how often the values of a group are repeated. `all` fills `num_layers` layers."""
+    """Return how often a group's values are repeated. For `all`, they fill `num_layers` layers."""
     return num_layers // len(values) if repeats == ALL else repeats

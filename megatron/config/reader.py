@@ -95,8 +95,8 @@ class _Builder:
     """Converts one YAML document into `settings`, and collects `problems` such as duplicate keys.
 
     Args:
-        name: The file or override that problems name.
-        lines: Whether problems also name the line. It is false for an override.
+        name: The path of the file, or the text of the override. Problems are reported under it.
+        lines: Whether problems are also reported with their line. It is false for an override.
     """
 
     def __init__(self, name: str, *, lines: bool) -> None:
@@ -197,7 +197,7 @@ def _problem_of(error: Exception, builder: _Builder) -> Problem:
 
 
 def _unfit(text: str) -> str | None:
-    """Return the reason why a configuration must not contain `text`, or None without one.
+    """Return the reason why a configuration must not contain `text`, or None if it may.
 
     For example, `text` must not contain a password, because runs write their configuration to disk.
     """

@@ -28,7 +28,8 @@ class Config(BaseModel):
     Attributes:
         notes: Remarks for the user, for example about keys that have no effect.
         sources: The paths of the config files.
-        origins: Maps the name of each field that the user set to its file and line, or override.
+        origins: Maps the name of each field that the user set to the place where it is set: a file
+            and line, or an override.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -20,11 +20,13 @@ MOST_SAMPLES = 10**11
 def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
     """Return the inner width of the MLP, computed as in gpt-neox.
 
-    The inner width is `intermediate_size`, or a third of it if the activation has a gate (such as
-    `swiglu`).
+    It is `intermediate_size`, or a third of it if the activation has a gate (such as `swiglu`),
+    rounded up to a multiple of `multiple`.
 
     Args:
-        multiple: The width is rounded up so that this number divides it (key `mlp_multiple_of`).
+        activation: The name of the activation.
+        intermediate_size: The value of the config key `intermediate_size`.
+        multiple: The value of the config key `mlp_multiple_of`.
     """
     width = intermediate_size
     if activation in GATED:

@@ -161,7 +161,7 @@ def _exact(result: Result, what: str, ours: np.ndarray, published: np.ndarray) -
 
 
 def _differing(ours: bytes, published: bytes) -> int:
-    """Return the number of bytes that differ, including all extra bytes of the longer text."""
+    """Return the number of bytes that differ, including all extra bytes of the longer argument."""
     size = min(len(ours), len(published))
     a, b = np.frombuffer(ours, np.uint8, size), np.frombuffer(published, np.uint8, size)
     return int(np.count_nonzero(a != b)) + abs(len(ours) - len(published))
@@ -172,7 +172,7 @@ def _hash(samples: np.ndarray) -> str:
 
 
 def _shards(folder: Path) -> ShardReader:
-    """Open the shards in `folder`, or those in its parent folder if `folder` has none."""
+    """Open the first shard in `folder`, or in its parent folder if `folder` has none."""
     for place in (folder, folder.parent):
         for index in sorted(place.glob("*.idx")):
             return ShardReader(index.with_suffix(""))

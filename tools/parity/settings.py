@@ -3,8 +3,8 @@
 The case contains the names of published YAML files, but not the files. `--configs DIR` names the
 folder that contains the files. This folder is `kerple_configs` in a checkout of the published code,
 after a script of the published code has generated the files of the experiments. Without the files,
-the configuration is assembled from the derived settings that are also config keys, except those
-that follow from other settings (such as `train_batch_size`).
+the configuration is assembled from the values of the derived settings. A setting is left out if it
+is not a config key, or if it can be computed from other settings (such as `train_batch_size`).
 
 The check fails if a key is unknown, or if this project derives another value for a setting.
 """
@@ -79,8 +79,8 @@ def check_rates(path: Path, name: str) -> Iterator[Result]:
 def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Result]:
     """Compare derived settings with derived_args.json, and yield one result for each entry.
 
-    An entry holds the settings that the published code derives from some config files for some
-    number of processes.
+    An entry holds the settings that the published code derived from one list of config files, for
+    one number of processes.
 
     Args:
         path: The path of derived_args.json.

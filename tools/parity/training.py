@@ -11,8 +11,8 @@ another optimizer wrapper. Our values therefore agree with this curve only withi
 
 The bias of the keys in `query_key_value` has no gradient in most models, because the softmax
 cancels it. Only rotary or multiplicative embeddings give that bias a gradient. In the other models,
-Adam turns the rounding errors of the gradient into steps. The tolerance of that bias is therefore
-wider (`KEY_BIAS`).
+the computed gradient consists of rounding errors. Adam divides a gradient by its magnitude, so it
+still takes full steps. The tolerance of that bias is therefore wider (`KEY_BIAS`).
 """
 
 from __future__ import annotations
@@ -197,7 +197,10 @@ class TrainingCase:
         self.seen.setdefault(key, []).append(value)
 
     def _note_kernel(self, kind: str, theta_HN: torch.Tensor | None) -> None:
-        """Record theta in `seen`, as the tensors that the published code stores, named `kind`/NAME.
+        """Record the values of theta (the learned positional parameters) in `seen`.
+
+        Theta is converted to the tensors that the published code stores. The quantity in `seen` is
+        named `kind`/NAME, where NAME is the published name of the tensor.
 
         If theta is None, record the fixed slopes of the embedding `kerple_power_original`, because
         published files store these slopes as parameters. For any other embedding without theta,

@@ -184,7 +184,7 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
 
 
 def _is_sane(value: Any) -> bool:
-    """Return whether the value is a number below 1e18, so that arithmetic with it cannot fail.
+    """Return whether the value is a number within ±1e18, so that arithmetic with it cannot fail.
 
     Other values are reported when the fields are validated.
     """
@@ -211,9 +211,10 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 def read_vocabulary(out: Translation) -> None:
     """Change `make_vocab_size_divisible_by` so that `model_parallel_size` divides it.
 
-    The new value is the least common multiple of the two. If it differs from the old value, add a
-    note. The new value becomes part of the resolved configuration. A run that is resumed in another
-    parallel layout therefore has the same vocabulary size.
+    The vocabulary size is padded to a multiple of this key's value. The new value is the least
+    common multiple of the old value and `model_parallel_size`. If it differs from the old value,
+    add a note: the user should keep the new value when the run is resumed in another parallel
+    layout, because the vocabulary size must stay the same.
     """
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
@@ -263,7 +264,8 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 def note_dape(out: Translation) -> None:
     """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code.
 
-    DAPE trains separate parameters in each layer. By default, this project shares them.
+    The note warns that DAPE trains separate parameters in each layer, whereas here all layers share
+    the parameters by default.
     """
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
