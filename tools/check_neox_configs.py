@@ -8,8 +8,8 @@ may be loaded together with a model file: `llama/train_config.yml` if the model 
 optimizer, and `local_setup.yml` if it has no key in common with the model file. The files in
 `kerple_configs` get `pos_emb: kerple_log`, because KERPLE's scripts add such a key. The number of
 processes is the product of a file's parallel sizes. A fine-tuning file may be refused because the
-`save` in `local_setup.yml` equals the `load` in the fine-tuning file. If this is the only error, the file is loaded again
-with the `save` that the error message proposes.
+`save` in `local_setup.yml` equals the `load` in the fine-tuning file. If this is the only error,
+the file is loaded again with the `save` that the error message proposes.
 """
 
 from __future__ import annotations
