@@ -16,7 +16,7 @@ LONGEST = 5.0
 def end_now(code: int) -> NoReturn:
     """Call the functions in `GIVE_BACK`, then end this process with exit code `code`.
 
-    The functions release what other processes wait for, such as this job's lock on a run folder. After
+    The functions release what other processes wait for, such as the lease of a run folder. After
     `LONGEST` seconds the process ends even if a function has not returned.
     """
 

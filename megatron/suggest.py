@@ -18,6 +18,6 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the text `did you mean NAME? ` with a space at its end, or "" if no name is similar."""
+    """Return the text `did you mean NAME? ` (with the space), or "" if no known name is similar."""
     near = nearest(word, known, cutoff=cutoff)
     return f"did you mean {near}? " if near else ""

@@ -270,9 +270,8 @@ def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tenso
 def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
     """Convert theta, or a tensor of the same shape, to the tensors that the published code stores.
 
-    Theta stands for the learned parameters of the positional embedding. The published code stores
-    T5's table as one tensor, and each column of KERPLE's theta as a tensor of its own. The returned
-    tensors contain all heads. Their names begin with `2.`, the position of the first block.
+    The published code stores T5's table as one tensor, and each column of KERPLE's theta as a
+    tensor of its own. The returned tensors contain all heads, under names such as `2.bias_a`.
 
     Args:
         model: The model that has this theta.

@@ -211,10 +211,9 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 def read_vocabulary(out: Translation) -> None:
     """Change `make_vocab_size_divisible_by` so that `model_parallel_size` divides it.
 
-    The vocabulary size is padded to a multiple of this key's value. The new value is the least
-    common multiple of the old value and `model_parallel_size`. If it differs from the old value,
-    add a note: the user should keep the new value when the run is resumed in another parallel
-    layout, because the vocabulary size must stay the same.
+    The new value is the least common multiple of the two. If it differs from the old value, add a
+    note. The user should keep the new value in another parallel layout, so that the padded
+    vocabulary size stays the same.
     """
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
