@@ -6,7 +6,7 @@
     db(d) = sum of dS over all pairs at distance d     dw(d) = sum of dS X over the same pairs
 
 Here dX, dV and so on are the gradients of the loss with respect to X, V and so on. b and w are the
-bias and the factor of a distance kernel, which depend only on the query-key distance d.
+bias and the factor of a distance kernel, which depend on the query-key distance d.
 `decay_and_sink` has the formulas of the decay and the sink.
 
 This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,

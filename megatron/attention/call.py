@@ -60,9 +60,9 @@ class Call:
         return self.starts_BS is not None or self.window is not None
 
     def first_keys(self) -> Tensor | None:
-        """Return the number of the first key that each query sees, int64 [B or 1, T].
+        """Return the index of the first key that each query sees, int64 [B or 1, T].
 
-        Return None without documents and a window. The numbers never decrease along the sequence.
+        Return None without documents and a window. The indices never decrease along the sequence.
         """
         if not self.masked:
             return None

@@ -3,7 +3,7 @@
     s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j, i) + c_i - c_j, -inf where i does not see j
     out = dropout(softmax(s)) v
 
-w and b are the factor and the bias of the distance kernel, which depend only on the query-key
+w and b are the factor and the bias of the distance kernel, which depend on the query-key
 distance. (Some biases also depend on the query's position i in its document.) c is the decay. Query
 i sees the keys first_i <= j <= i. (first_i is 0 without documents and a window.) With a sink, the
 softmax has one more key, the null key, whose logit is the sink and whose value is 0. Scores, w and

@@ -1,6 +1,6 @@
 """Read a distance kernel's torch formula as a symbolic expression.
 
-A distance kernel is a bias or a factor that depends only on the query-key distance. `read` runs the
+A distance kernel is a bias or a factor that depends on the query-key distance. `read` runs the
 embedding's methods `bias_at` and `weight` on a few numbers under torch's tracer, and translates the
 recorded operations to sympy. The result has one symbol for the distance and one for each column of
 theta. From this expression `megatron.kernels.codegen` generates Triton device functions with their

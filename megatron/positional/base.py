@@ -3,7 +3,7 @@
 An embedding is one class in one file. Its kind says what it does:
 
 - `distance` changes the attention scores by a distance kernel. A distance kernel is a bias b
-  (`bias`), a factor w (`weight`), or both. b and w depend only on the query-key distance and the
+  (`bias`), a factor w (`weight`), or both. b and w depend on the query-key distance and the
   parameters theta. (If `reads_position` is true, b also depends on the query's position);
 - `temperature` multiplies the attention scores by a factor t that depends only on the query's
   position;
