@@ -3,8 +3,8 @@
 A value is either the same on every rank of the group (S) or different on each rank (D). The
 backward pass f* of each collective is the adjoint of its forward pass f: <f(x), y> = <x, f*(y)>.
 Inner products of D values are summed over the ranks. Inner products of S values are not. In the
-table, `from` and `to` are the kinds of the input x and of the output, and dy is the gradient of the
-output.
+table, `from` and `to` are the kinds (S or D) of the input x and of the output, dy is the gradient
+of the output, and size is the number of ranks.
 
     name            from  to   forward                            backward
     copy            S     D    x                                  sum over ranks
@@ -14,13 +14,14 @@ output.
     all_gather      D     D    concatenate along a dimension      reduce_scatter
     reduce_scatter  D     D    sum over ranks, this rank's slice  all_gather
     all_to_all      D     D    split one dimension, join another  all_to_all, dimensions exchanged
-    share           S     D    x / size                           dy (the same on all ranks)
+    share           S     D    x / size                           dy
 
 In a group of one rank, each collective returns its input. `copy` precedes a column-parallel layer,
 and `reduce` follows a row-parallel layer (Megatron-LM's f and g). Under sequence parallelism,
 `all_gather` replaces `copy`, and `reduce_scatter` replaces `reduce`. `share` is for a bias that
 every rank adds to its partial result. The sum over the ranks then contains the bias once, and every
-rank gets the full gradient of the bias.
+rank gets the full gradient of the bias. The backward pass of `share` requires that dy is the same
+on all ranks. This holds if `reduce` or `reduce_scatter` follows.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ sum along `dim`."""
 share_of = _collective(_divide, _same)
 """Takes (x, group). Returns `x` divided by the number of ranks.
 
-All ranks must hold the same `x`. The sum of the results over all ranks is then `x`."""
+All ranks must hold the same `x`, so that the sum of the results over all ranks is `x`. All ranks
+must also get the same gradient of the result."""
 _all_to_all = _collective(_exchange, _exchange_back)
 
 

@@ -77,8 +77,8 @@ class Groups:
         pipe: The group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
         job: The group of all ranks of the job. None stands for torch's default group. A background
-            thread needs a second group of all ranks, because its collectives would mix with those
-            of training.
+            thread needs a second group of all ranks. In the default group, its collectives would
+            mix with those of training.
     """
 
     rank: int
@@ -207,7 +207,7 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
 
 
 def build_groups(device: torch.device) -> Groups:
-    """Return the groups of the running job, in which all ranks are data-parallel.
+    """Return the groups of the running job, with all ranks in one data-parallel group.
 
     If torch.distributed is not initialised, the process counts as a job of one rank.
     """

@@ -3,9 +3,9 @@
     loss[b, t] = lse[b, t] - logits[b, t, targets[b, t]] + z_loss lse[b, t]^2
     lse[b, t]  = logsumexp_v(logits[b, t, v])
 
-The last term, which training may add (Chowdhery et al. 2022, arXiv 2204.02311), keeps the softmax's
-denominator close to 1. The logits of a sequence are computed piece by piece, and again in the
-backward pass, so that the logits of a large batch never exist all at once.
+The last term keeps the softmax's denominator close to 1 (Chowdhery et al. 2022, arXiv 2204.02311).
+It is absent if its factor z_loss is 0. The logits of a sequence are computed piece by piece, and
+again in the backward pass, so that the logits of a large batch never exist all at once.
 
 Legend: B batch, T positions, V padded vocabulary, W this rank's slice of the vocabulary (V / size),
 R ranks that split a sequence.
@@ -58,7 +58,7 @@ def losses_in_pieces(
         vocab_size: The padded vocabulary size V.
         ranks: The number of ranks that split each sequence. If it is above 1, `x_BTD` is this
             rank's slice of the sequences.
-        z_loss: The factor of the term lse^2.
+        z_loss: The factor of the loss term logsumexp(logits)^2.
     """
 
     def losses(x_BPD: torch.Tensor, targets_BRP: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,8 @@ def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor
 class _ShardedCrossEntropy(torch.autograd.Function):
     """Cross-entropy over logits that are sharded by vocabulary.
 
-    The gradient d loss / d logit_v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the target.
+    The gradient d loss / d logit_v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the target,
+    where lse is the logsumexp of the logits and z_loss is the factor of the loss term lse^2.
     Each rank computes the gradient of its own slice of the vocabulary.
     """
 

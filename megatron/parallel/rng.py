@@ -3,9 +3,10 @@
 Initial values come from a generator that depends only on the seed and the parameter's name, so they
 do not depend on the parallel layout. Dropout masks come from torch's global generators. The state
 of these generators is saved in the checkpoint for each rank. Tensor-parallel ranks hold the same
-hidden states, so their global generators must stay in the same state. Random numbers that should
-differ between these ranks come from a separate stream of each rank (`rank_dropout`). An example is
-the dropout of attention heads, because each rank has different heads.
+hidden states and must draw the same dropout masks for them, so their global generators must stay in
+the same state. Random numbers that should differ between these ranks come from a separate stream of
+each rank (`rank_dropout`). An example is the dropout of attention heads, because each rank has
+different heads.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ class SequenceSplit:
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return this rank's context slice of `padded(tokens_BT)`, the token embedding's input."""
+        """Return this rank's context slice of `padded(tokens_BT)`.
+
+        The result is the input of the token embedding.
+        """
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:

@@ -96,7 +96,7 @@ def local_slice(param: Tensor, full: Tensor) -> Tensor:
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
     """Return the full tensor, joined from the slices `shard` of all ranks of `tp`.
 
-    The slices must be sharded in the same way as `param`. An example is the gradient of `param`.
+    `shard` may be any tensor that is sharded in the same way as `param`, such as its gradient.
     """
     sharding = sharding_of(param)
     return shard if sharding is None or tp.size == 1 else sharding.join(tp.gather(shard))

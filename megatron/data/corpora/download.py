@@ -219,7 +219,7 @@ def _size(path: Path) -> int:
 
 
 def _length(answer: HTTPResponse) -> int | None:
-    """Return the answer's `Content-Length` in bytes, or None if the answer has no such header.
+    """Return the `Content-Length` of an HTTP answer in bytes, or None if it has no such header.
 
     Raises:
         _WrongFile: the `Content-Length` is not a number.

@@ -15,8 +15,8 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run `command` and return the exit code of the process.
 
     Returns:
-        The return value of `command`; or 1 after a DataError or OSError, which is printed without a
-        traceback; or 130 after Ctrl-C, SIGTERM or SIGUSR1.
+        The return value of `command`; or 1 after a DataError or OSError (its message is printed
+        without a traceback); or 130 after Ctrl-C, SIGTERM or SIGUSR1.
     """
     for number in {*SIGNALS} - {signal.SIGINT}:  # which a shell's background jobs ignore
         signal.signal(number, signal.default_int_handler)

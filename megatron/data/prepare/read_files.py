@@ -61,7 +61,7 @@ class _TarFile(tarfile.TarFile):
 
 
 class _TarEntry(tarfile.TarInfo):
-    """A tar header. Reading the archive's end mark instead sets `_TarFile.ended` to True."""
+    """A tar header. If the end mark is read in its place, `_TarFile.ended` is set to True."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:

@@ -69,7 +69,7 @@ def write_shards(
     """Encode the text of `sources` and write one shard for each of `options.encode.keys`.
 
     Args:
-        sources: The inputs, in the order of their documents.
+        sources: The inputs, in the order in which their documents are written.
         prefixes: For each key, the path of its shard without suffix.
         tokenizer: The tokenizer that encodes the text.
         options: The options of the run.
@@ -251,7 +251,10 @@ class _Run:
         return manifests
 
     def _report_no_documents(self, faults: int) -> None:
-        """Raise CorpusError, or only print a warning if the run has several partitions."""
+        """Raise CorpusError, or only print a warning if the run has several partitions.
+
+        One of several partitions may be empty while the others have documents.
+        """
         causes = {
             "faulty records skipped": faults,
             "without text": self.counts["empty_documents"],

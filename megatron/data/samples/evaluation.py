@@ -53,10 +53,10 @@ def eval_span(
 ) -> int:
     """Return a number of targets that sequences of any length in `lengths` cover exactly.
 
-    This is the largest common multiple of `lengths` that exceeds neither `max_tokens` nor the
-    number of targets in the documents. If every common multiple is too large, return the largest
-    multiple of the longest length that is not too large (it may be 0). Sequences of shorter lengths
-    may then leave out some of the last targets.
+    The result exceeds neither `max_tokens` nor the number of targets in the documents. It is the
+    largest common multiple of `lengths` within these two limits. If every common multiple is too
+    large, it is the largest multiple of max(lengths) within the limits, which may be 0. Sequences
+    of shorter lengths may then leave out some of the last targets.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

@@ -14,7 +14,8 @@ last token is also the first token of the next piece. A second shuffle gives the
 
 `sample_idx` is int64 if int32 is too small, and `shuffle_idx` is int64 if uint32 is too small. One
 `numpy.random.RandomState(seed)` shuffles first doc_idx and then shuffle_idx. The first entry of
-`sample_idx` is always (0, 0). No other entry refers to a document without tokens.
+`sample_idx` is always (0, 0), even if the first document has no tokens. No other entry refers to a
+document without tokens.
 
 The arrays equal those of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers.cpp`) bit for bit.
 No compiled helper is needed.
@@ -128,7 +129,7 @@ def cut_samples(
     `doc_idx` is the number of documents that end at or before t. Documents are handled in chunks,
     so the extra memory is constant. If a chunk has few cuts, each cut is found by binary search. If
     a chunk has many cuts, the documents that end between neighbouring cuts are counted
-    (`bincount`), and the counts are summed.
+    (`bincount`), and the running sums of the counts give the places.
 
     Args:
         sizes: The number of tokens in each document of the shards.
@@ -136,8 +137,8 @@ def cut_samples(
         total_tokens: The number of tokens in the concatenated documents.
 
     Returns:
-        `sample_idx` [S + 1, 2]: for each cut, the place in `doc_idx` and the offset in that
-        document.
+        `sample_idx` [number of cuts, 2]: for each cut, the place in `doc_idx` and the offset in
+        that document. The start of the first sample counts as a cut.
     """
     built = (total_tokens - 1) // seq_length
     cuts_S2 = np.empty((built + 1, 2), dtype=sample_idx_dtype(built, len(doc_idx)))

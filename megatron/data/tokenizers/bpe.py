@@ -91,10 +91,11 @@ class GPT2BPETokenizer(HFTokenizer):
             change the fingerprint.
 
             - "tokenizers" is the reference and encodes with any vocabulary.
-            - "tiktoken" is several times as fast. It works only with GPT-2's own merges.
-            - "gigatoken" is still faster, also works only with GPT-2's own merges, and must be
-              installed separately. Each run compares part of its output with the reference and
-              stops at a difference (see `fast_bpe.py`).
+            - "tiktoken" is several times as fast as the reference. It works only with GPT-2's own
+              merges.
+            - "gigatoken" is faster than tiktoken. It also works only with GPT-2's own merges, and
+              must be installed separately. Each run compares part of its output with the
+              reference and stops at a difference (see `fast_bpe.py`).
             - "auto" chooses tiktoken for GPT-2's merges if tiktoken is installed, and otherwise
               tokenizers.
 

@@ -88,7 +88,8 @@ def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]
             called only if that object is needed.
 
     Returns:
-        The function. If `backend` is "tokenizers", None: the caller then uses `reference`.
+        The function, or None if `backend` is "tokenizers". In that case, the caller encodes with
+        the object that `reference` returns.
     """
     if backend == "tokenizers":
         return None
@@ -143,10 +144,10 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A callable that encodes texts with a fast library and checks some against a slow library.
+    """A callable that encodes texts with a fast library and some of them also with a slow library.
 
     Raises:
-        TokenizerError: the two libraries give different ids for a text that was checked.
+        TokenizerError: the two libraries give different ids for a text that both encode.
     """
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
