@@ -157,7 +157,10 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
 
 
 def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> None:
-    """Add the shape and the sharded dimension of each tensor to the converted files."""
+    """Give each converted tensor its unsharded shape, and record its sharded dimension.
+
+    If the converted files of the parameters lack the optimizer's step (ZeRO-3), write it as well.
+    """
     step = None
     for name, shape in record.shapes.items():
         dim, blocks = cuts.get(name, (0, 1))

@@ -78,7 +78,8 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
     Raises:
         CheckpointError: the block has raised an OSError or a RuntimeError (torch's file writer
             raises these).
-        FailedElsewhereError: the block failed because another rank has removed the files.
+        FailedElsewhereError: another rank failed before and removed the files, so this rank cannot
+            write either.
     """
     try:
         yield
@@ -118,7 +119,11 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the folder of `saved` if a run with another id than `lineage` wrote it."""
+    """Rename the folder of `saved` if another run wrote it, so that it is not replaced.
+
+    Args:
+        lineage: the id of this run, as in `RunDescription`.
+    """
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
         saved.path.rename(aside)

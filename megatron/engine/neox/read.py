@@ -62,7 +62,7 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """Return the values that an import records so that an export can restore the files."""
+        """Return the values that an import records so that an export can restore these files."""
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
