@@ -60,9 +60,10 @@ def weights(
 ):  # fmt: skip
     """Return the results of `f_evaluate` and the softmax weights p of a tile.
 
-    The first result of `f_evaluate` is y, the logit divided by scale. For p, `decay` is subtracted
-    from y unless it is None. With MASKED, p is 0 for future keys (i < j) and where the mask `limit`
-    is false (None means no such mask). `at` holds each row's position in its document, or is None.
+    The first result of `f_evaluate` is y, the logit divided by scale. p is computed from y minus
+    `decay`, or from y if `decay` is None. With MASKED, p is 0 for future keys (i < j) and where the
+    mask `limit` is false (None means no such mask). `at` holds each row's position in its document,
+    or is None.
     """
     if MASKED:
         d = tl.maximum(i - j, 0).to(tl.float32)
@@ -125,8 +126,9 @@ def query_pass(
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
     Theta is the distance kernel's parameters. Each program writes its part of theta's gradient to a
-    row of `sums` [programs, THETA], where THETA is the number of columns that need a gradient.
-    With LEARNS (theta's gradient, a sink or a decay), delta is corrected for the rounding of `out`.
+    row of `sums` [programs, THETA]. THETA is the number of columns of theta that need a gradient.
+    LEARNS is true if theta needs a gradient or there is a sink or a decay. delta is then corrected
+    for the rounding of `out`.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

@@ -1,10 +1,10 @@
 """Generate Triton device functions, with derivatives, from the expression of a distance kernel.
 
-A distance kernel is a factor w or a bias b that depends only on the query-key distance d. The logit
-of a query q and a key k is x = scale s w(d) + b(d) with s = q . k. The function `evaluate` returns
+A distance kernel is a factor w or a bias b that depends on the query-key distance d. The logit of a
+query q and a key k is x = scale s w(d) + b(d) with s = q . k. The function `evaluate` returns
 y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each theta_k. The term is
-dx/dtheta_k without its constant factors, which depend on neither s nor d. The Triton kernels sum
-the terms over scores, and `finish` multiplies the sums by the constant factors.
+dx/dtheta_k without the factors that depend on neither s nor d. The Triton kernels sum the terms
+over scores, and `finish` multiplies the sums by these factors.
 
 A bias may also depend on the query's position i in its document. `evaluate` gets i as the argument
 `row`. A bias may also contain one layer of hidden units (see `hidden`). The layer's parameters have
@@ -16,7 +16,8 @@ The generated code is fast for three reasons:
   ln 2 and log2 e become part of the constants that `prepare` computes.
 - `prepare` computes everything that depends on neither s nor d, once per Triton program.
 - d is the difference di - dj of a row vector and a column vector, so A + B d with constants A and
-  B costs one subtraction per score: (A + B di) - B dj. As di and dj are small, no digits are lost.
+  B costs one subtraction per score: (A + B di) - B dj. di and dj are counted from the tile's first
+  key. Therefore both are small where d is small, and no digits are lost.
 
 At d = 0, powers d^p and products d^p log d are computed as 0, as in torch's derivative of pow. The
 generated source texts are stored in `linecache`, where Triton and tracebacks find them.
@@ -53,7 +54,8 @@ class DeviceFunctions:
     Attributes:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
         evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms), for a tile.
-        zeros, add, finish: Create, update and sum up theta's gradients, one number per query row.
+        zeros, add, finish: Create, update and sum up the accumulators of theta's gradient, which
+            have one number per query row.
         num_theta: The number of columns of theta that have a term.
         weighted: Whether there is a factor w.
         tabulated: Whether "theta" is a table over distances (see `tabulated`).
@@ -97,7 +99,7 @@ def device_functions(
     """Generate the device functions for a bias (None means 0) and a factor (None means 1).
 
     Args:
-        position: The symbol of the row's position, if the bias may contain it.
+        position: The symbol of the query's position in its document, if the bias may contain it.
 
     Raises:
         NotExpressible: The bias or the factor cannot be expressed in the generated code.

@@ -3,8 +3,9 @@
     y_ij = s_ij w(d) + b(d, i) / scale     s_ij = q_i . k_j     d = query_offset + i - j >= 0
     out_i = sum_j p_ij v_j              p_ij = softmax_j(scale y_ij)
 
-w and b are the factor and the bias of the distance kernel, which depend only on the query-key
-distance d. `codegen` describes how w and b are computed at low cost per score.
+w and b are the factor and the bias of the distance kernel. They depend on the query-key distance d.
+Some biases also depend on the query's position i. `codegen` describes how w and b are computed at
+low cost per score.
 
 One program computes M query rows of one head, N keys at a time. It updates the running maximum and
 sum of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2205.14135) to base

@@ -34,7 +34,8 @@ class Layer:
     """A layer of hidden units in the bias of a distance kernel.
 
     Attributes:
-        first: The number of columns of theta. In a head's row, the knees follow these columns.
+        first: The index of the first knee in a head's row of numbers. As the row begins with all
+            columns of theta, this is also their number.
         columns: Three tuples of indices of columns of theta: those of w, of b and of v.
     """
 
@@ -56,9 +57,12 @@ class Layer:
         return 1 << self.width.bit_length()
 
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient [heads, width] of the rows that `launch` passes to the kernels.
+        """Return the gradient [heads, `width`] of the rows that `launch` passes to the kernels.
 
         It holds the sums of `hidden_pass` for slopes and offsets, and zeros for the other entries.
+
+        Args:
+            width: The length of a row (not the number of hidden units).
         """
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
         before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))

@@ -112,7 +112,8 @@ def constants(
 def absent(which: str, terms: Iterable[str]) -> set[str]:
     """Return the names of a Triton kernel's optional tensors that a call does not pass.
 
-    `terms` holds the names of those that the call passes. `terms.TENSORS` lists all names.
+    The argument `terms` holds the names of the optional tensors that the call passes. The list
+    `TENSORS` of the module `terms` holds the names of all optional tensors.
     """
     known = {name for name in TENSORS if f"{name}_ptr" in PASSES[which].arg_names}
     return known - set(terms)
@@ -197,8 +198,8 @@ def forward(
     """Return the attention output, and `lse` for the backward pass.
 
     The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
-    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` contains the
-    distance kernel's parameters or a table over distances.
+    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` has one row of
+    numbers per head: the distance kernel's parameters or a table over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
@@ -222,8 +223,9 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, `rows_HW`, the sink and the decay.
 
-    `rows_HW` contains the distance kernel's parameters or a table over distances. The gradients of
-    q, k and v have the inputs' dtype. That of `rows_HW` is fp32, or None if `need_rows` is false.
+    `rows_HW` has one row of numbers per head: the distance kernel's parameters or a table over
+    distances. The gradients of q, k and v have the inputs' dtype. The gradient of `rows_HW` is
+    fp32, or None if `need_rows` is false.
     """
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions
@@ -278,7 +280,7 @@ def hidden_gradient(
 
 
 def table_gradient(setting: Setting, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of the table over distances, [heads, W].
+    """Return the gradient of the table over distances, [heads, numbers per head].
 
     Args:
         tensors: The tensors that all Triton kernels of the backward pass share.

@@ -95,7 +95,7 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether `expr` has d in an exponent, and so may be too large or small for `rcp`."""
+    """Return whether `expr` has d in an exponent. If so, its reciprocal needs `rcp_any`."""
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 

@@ -104,9 +104,9 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 @triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
-    """Load the rows `row` of a tensor with E columns, and pad them to P columns with zeros.
+    """Load rows of a tensor with E columns, and pad them to P columns with zeros.
 
-    Rows where `inside` is false become zeros.
+    `row` holds the indices of the rows. Rows where `inside` is false become zeros.
     """
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column

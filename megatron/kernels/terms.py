@@ -3,14 +3,14 @@
     y_ij = s_ij w(d) + b(d, i) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
 
 First keys: documents and a window hide the keys before first_i from row i. first_i never falls from
-a row to the next. So a tile of rows sees one range of keys, and one range of rows sees a tile of
-keys. Tiles outside these ranges are skipped. Only tiles that contain the first key of one of their
-rows are masked.
+a row to the next. So the keys that a tile of rows sees are contiguous, and so are the rows that see
+a tile of keys. Tiles outside these ranges are skipped. Of the others, only tiles that contain the
+first key of one of their rows are masked for this reason.
 
-Decay: c_j is a sum over a long sequence. To keep the digits of differences, c / scale is given in
-two fp32 parts, `high` + `low`. c_r is the decay of row r, the first row of the block of `BLOCK`
-rows that contains row i. The softmax of row i is the same with c_r in place of c_i. lse is also
-computed with c_r.
+Decay: c_j is the sum of log forget gates up to position j, so it is large in a long sequence. To
+keep the digits of differences, c / scale is given in two fp32 parts, `high` + `low`. c_r is the
+decay of row r, the first row of the block of `BLOCK` rows that contains row i. The softmax of row i
+is the same with c_r in place of c_i. lse is also computed with c_r.
 
 Sink: a null key with a value of 0 takes part in the softmax. For row i, its y is sink / scale minus
 (c_i - c_r) / scale.
@@ -44,7 +44,7 @@ def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
 
     `first` [M] holds the first key that each row sees. (Rows past the last query get the first key
     of the last query.) No row sees the key tiles before key `begin`. Key tiles from `lead` to
-    `past` need no mask. Tiles from `past` on need one, because they have future keys.
+    the argument `past` need no mask. Tiles from `past` on need one, because they have future keys.
     """
     last = tl.minimum(m0 + M, queries) - 1
     first = tl.load(first_ptr + tl.minimum(m0 + tl.arange(0, M), last))
@@ -239,8 +239,8 @@ class Terms:
         """Return the gradients of the sink and of the decay.
 
         With the null key's softmax weight p and delta (see `backward`), the gradient ds of the null
-        key's logit is -p delta. The other ds of a row add up to p delta, which is also the gradient
-        of the decay at the row's own position.
+        key's logit is -p delta. The other ds of a row add up to p delta. This sum is also what the
+        row adds to the gradient of the decay at its own position.
 
         Args:
             ddecay_BHS: The gradient of the decay at the positions of keys. The gradient at the

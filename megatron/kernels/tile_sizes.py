@@ -177,7 +177,8 @@ def look_up(
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
-    If `TABLE` has no entry for this head size with `heavy` or `dropout`, use the entry without.
+    `TABLE` has separate entries for calls with `heavy` or `dropout`. If there is none for this head
+    size, use the entry for calls without both.
 
     Args:
         family: The GPU family, a key of `TABLE`.

@@ -180,7 +180,7 @@ class MLP(nn.Module):
 
 
 def _published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Compute x / 2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
+    """Compute 0.5 x (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 

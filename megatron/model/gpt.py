@@ -58,8 +58,8 @@ class GPT(nn.Module):
         """Return the logits [batch, positions, vocabulary], or the losses [batch, positions].
 
         If `targets_BT` is given, the result is the loss of each target, in nats. The loss includes
-        the plan's z-loss only if autograd is enabled, as in training. Every rank must pass the full
-        sequence and gets the result for the full sequence.
+        the z-loss (see `Plan`) only if autograd is enabled, as in training. Every rank must pass
+        the full sequence and gets the result for the full sequence.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
-        """Return one empty cache per layer, for prompts of `lengths_B` tokens."""
+        """Return one empty cache per layer, for texts whose prompts have `lengths_B` tokens."""
         padding_B = lengths_B.max() - lengths_B
         attentions = (cast(Block, layer).attention for layer in self.layers)
         return [LayerCache(padding_B, attention.window) for attention in attentions]

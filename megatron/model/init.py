@@ -60,9 +60,10 @@ def draw(
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
-    """Set the initial values of the parameters, which depend only on `seed` and the names.
+    """Set the initial values of the parameters.
 
-    The distance kernel's parameters are skipped, because the embedding layer initialises them.
+    The values depend only on `seed`, on the model's shape and on the names of the parameters. The
+    distance kernel's parameters are skipped, because the embedding layer initialises them.
     """
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]

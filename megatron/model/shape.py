@@ -20,8 +20,8 @@ class BlockShape:
     Attributes:
         norm: One of `layernorm`, `rmsnorm` and `scalenorm`.
         fused_norm: Whether layernorm and rmsnorm use apex's kernels if apex is installed.
-        activation: One of `gelu`, `relu`, `softsign`, `swish`, `mish`, or with a gate `geglu`,
-            `swiglu`, `reglu`, `glu` and `bilinear`.
+        activation: One of `gelu`, `relu`, `softsign`, `swish` and `mish`, or for a gated MLP one of
+            `geglu`, `swiglu`, `reglu`, `glu` and `bilinear`.
         inner_size: The inner width of the MLP. None means 4 * hidden_size, or int(8/3 *
             hidden_size) for `geglu`, as in KERPLE's published code.
         num_kv_heads: The number of key and value heads. None means one for each query head.

@@ -1,4 +1,4 @@
-"""Check the parity cases `data`: shards, sample orders, batches and tokens must be identical.
+"""Check the parity cases `data`: compare shards, sample orders, batches and tokens exactly.
 
 A `data` folder contains token shards and other outputs of the published code:
 
@@ -11,8 +11,8 @@ A `data` folder contains token shards and other outputs of the published code:
     tokenizer/             the files of GPT-2's tokenizer (optional)
 
 The tool can also be started with a folder samples_* or iterators. It then finds the shards in the
-parent folder. Without the folder `tokenizer` no text is tokenised. Only the number of documents and
-the range of the token ids are then checked, and the result lists what was not checked.
+parent folder. Without the folder `tokenizer`, no text is tokenised. Only the number of documents
+and the range of the token ids are then checked, and the result lists what was not checked.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ the case's config, takes the training steps, and clamps theta (the parameters of
 embeddings) to its bounds. The tokens are read from the case. As in the published code, weight decay
 also applies to theta.
 
-bf16 cases run with the setting `published_numerics`, so clamping changes only the model's bf16
-theta, not theta's fp32 master copy in the optimizer. The published bf16 curve was recorded with
-another optimizer wrapper. Our values therefore agree with this curve only within a wide tolerance.
+bf16 cases run with the setting `published_numerics`. Clamping then changes only the model's
+bf16 theta, as in the published code, and not theta's fp32 master copy in the optimizer. The
+published bf16 curve was recorded with another optimizer wrapper. Our values therefore agree with
+this curve only within a wide tolerance.
 
 The bias of the keys in `query_key_value` has no gradient in most models, because the softmax
 cancels it. Only rotary or multiplicative embeddings give that bias a gradient. In the other models,
@@ -202,6 +203,7 @@ class TrainingCase:
         Theta is converted to the tensors that the published code stores. The quantity in `seen` is
         named `kind`/NAME, where NAME is the published name of the tensor.
 
+        The published code stores theta as one or more tensors. NAME is the name of such a tensor.
         If theta is None, record the fixed slopes of the embedding `kerple_power_original`, because
         published files store these slopes as parameters. For any other embedding without theta,
         nothing is recorded.
