@@ -81,8 +81,8 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
     Returns:
         (first, whole, full, crossing, masked, rest). The tiles from row `whole` to row `full` need
-        no mask. `masked` is the number of tiles that need one. The first `crossing` of them start
-        at row `first`, and the others start at row `rest`.
+        no mask. `masked` is the number of tiles that need one. The first `crossing` of them follow
+        each other from row `first` on, and the others follow each other from row `rest` on.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M

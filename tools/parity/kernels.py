@@ -12,8 +12,8 @@ a name is `kerple_log/float32/L512`.
     sinusoidal/DTYPE/L<n>...      [n, dim]    the table of position vectors
     rotary/DTYPE/cos<n>, sin<n>   [n, dim]    cosines and sines, whose two halves are equal
 
-The errors of scores are relative to the greatest score of the head. The errors of tables are
-absolute.
+The errors of scores are relative to the greatest absolute score of the head. The errors of slopes
+are relative to each slope. All other errors are absolute.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class ModelCase:
             self.result.compare("kernel gradients", mine, theirs, tolerance, scale=scale)
 
     def _check_clamped(self, tolerance: float) -> None:
-        """Compare the clamped KERPLE parameters with those that the published code clamped."""
+        """Compare KERPLE's parameters after clamping with those of the published code."""
         full = positional_tensors(self.model, self.model.theta)
         shards = self._first_shards(full)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
