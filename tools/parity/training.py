@@ -203,7 +203,6 @@ class TrainingCase:
         Theta is converted to the tensors that the published code stores. The quantity in `seen` is
         named `kind`/NAME, where NAME is the published name of the tensor.
 
-        The published code stores theta as one or more tensors. NAME is the name of such a tensor.
         If theta is None, record the fixed slopes of the embedding `kerple_power_original`, because
         published files store these slopes as parameters. For any other embedding without theta,
         nothing is recorded.
