@@ -125,9 +125,9 @@ def query_pass(
 ):  # fmt: skip
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
-    Each program writes its part of theta's gradient to a row of `sums` [programs, THETA]. THETA is
-    the number of columns of theta that need a gradient. LEARNS is true if theta needs a gradient or
-    there is a sink or a decay. delta is then corrected for the rounding of `out`.
+    Theta is the distance kernel's parameters. Each program writes its part to a row of `sums`
+    [programs, THETA], for the THETA columns of theta that need a gradient. delta is corrected for
+    the rounding of `out` if LEARNS: theta needs a gradient, or there is a sink or a decay.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
