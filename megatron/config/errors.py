@@ -33,7 +33,7 @@ class Problem:
     Attributes:
         mark: The place of the setting, or None if the problem has no place (such as a missing key).
         key: The dotted key, such as `optimizer.params.lr`, or "" if the problem concerns no key.
-        text: A message that says what is wrong and what to write instead.
+        text: The message. It names the mistake and the remedy.
     """
 
     mark: Mark | None

@@ -1,6 +1,6 @@
 """Define the base class of all positional embeddings.
 
-An embedding is one class in one file. Its kind says what it does:
+Each embedding is one class in a file of its own. It has one of these kinds:
 
 - `distance` changes the attention scores by a distance kernel. A distance kernel is a bias b
   (`bias`), a factor w (`weight`), or both. b and w depend on the query-key distance and the

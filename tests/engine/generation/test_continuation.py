@@ -15,7 +15,7 @@ TEXT = "naïve 🙂 ¿ qué ? 漢字 \ufffd end"
 
 
 def pieces(tokenizer, prompt, ids, stops=(), end="length"):
-    """Return what was emitted for each token and at the end, and the continuation."""
+    """Return the emitted texts (one per token, and one at the end) and the continuation."""
     emitted, found = [], []
     row = Continuation(tokenizer, prompt, stops, emitted.append)
     for token in ids:

@@ -1,4 +1,4 @@
-"""Test generate.py on a stored run: what is written where, batches, seeds, ranks, and mistakes."""
+"""Test generate.py on a stored run: its outputs, batches, seeds, ranks and error messages."""
 
 from __future__ import annotations
 
