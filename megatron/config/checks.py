@@ -127,6 +127,13 @@ def _heads(hidden: int, heads: int) -> Found | None:
         )
 
 
+@relation("published_numerics", "norm", "rmsnorm_fusion")
+def _published_norm(published: bool, norm: str, fused: bool) -> Found | None:
+    if published and norm == "rmsnorm" and fused:
+        text = "true with rmsnorm_fusion: the fused norm does not round as the published code"
+        return "published_numerics", f"{text}; write rmsnorm_fusion: false"
+
+
 @relation("min_lr", "lr")
 def _min_lr(low: float, lr: float) -> Found | None:
     if low > lr:

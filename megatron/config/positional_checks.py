@@ -53,6 +53,15 @@ def _scaling(scaling: Any, pos_emb: Any) -> Found | None:
     return None
 
 
+@relation("rope_scaling", "pos_emb_options")
+def _scaled_twice(scaling: Any, options: Any) -> Found | None:
+    given = options.get("rotary", options)
+    if scaling and "rope_type" in given:
+        text = "scales the angles of rotary, and so does pos_emb_options; leave one of them out"
+        return "rope_scaling", text
+    return None
+
+
 @relation("pos_emb", "hidden_size")
 def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
     if _uses(pos_emb, "sinusoidal") and hidden % 2:

@@ -22,6 +22,20 @@ YARN = "original_max_position_embeddings: 64, type: yarn, factor: 2"
         ("rope_scaling: {type: ntk, factor: 0.5}", "factor: expected a number of at least 1, got"),
         ("rope_scaling: {type: ntk, factor: 2}", "rotary, which is not in pos_emb; leave it out"),
         (
+            "pos_emb: rotary\nrope_scaling: {type: ntk, factor: 2}\n"
+            "pos_emb_options: {rope_type: yarn, factor: 3}",
+            "so does pos_emb_options; leave one of them out",
+        ),
+        (
+            "pos_emb: rotary + alibi\nrope_scaling: {type: ntk, factor: 2}\n"
+            "pos_emb_options: {rotary: {rope_type: linear, factor: 3}}",
+            "so does pos_emb_options; leave one of them out",
+        ),
+        (
+            "published_numerics: true\nnorm: rmsnorm\nrmsnorm_fusion: true",
+            "does not round as the published code; write rmsnorm_fusion: false",
+        ),
+        (
             "rope_scaling: {type: llama3, factor: 2, original_max_position_embeddings: 64, "
             "low_freq_factor: 4}",
             "low_freq_factor is not below high_freq_factor",
