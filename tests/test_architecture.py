@@ -47,7 +47,7 @@ SHELVES = {
         "build": 2,
         "job": 3, "training": 3, "neox": 3,
         "checkpoint": 4, "text": 4,
-        "evaluation": 5, "generation": 5,
+        "evaluation": 5, "generation": 5, "hub": 5,
         "run": 6,
     },
 }  # fmt: skip

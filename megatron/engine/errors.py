@@ -23,5 +23,9 @@ class BadLossError(DivergedError):
     """The loss, its gradient or a weight is not finite, or the loss has risen too much."""
 
 
+class HubError(Exception):
+    """A model cannot be exported to transformers, or imported from it."""
+
+
 class RunLogError(RuntimeError):
     """Weights & Biases could not be started."""

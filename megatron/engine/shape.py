@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.config import Config
+from megatron.config.per_layer import values_of
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.model import BlockShape, GPTShape
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
@@ -87,10 +88,13 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
     )
 
 
-def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> dict[str, Any]:
+def identity_of(
+    config: Config, model_shape: GPTShape, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Return the model's shape, positional embedding and tokenizer as JSON values.
 
-    Two models with equal values can load each other's weights.
+    Two models with equal values can load each other's weights. The result has no entry `tokenizer`
+    if the tokenizer is None, and no `max_positions` if the model has no trained position table.
     """
     shape = asdict(model_shape)
     block = shape.pop("block")
@@ -100,12 +104,15 @@ def identity_of(config: Config, model_shape: GPTShape, tokenizer: Tokenizer) -> 
     for name in ("attention_dropout", "hidden_dropout", "numerics"):
         del block[name]
     block["fused_norm"] &= block["norm"] == "rmsnorm"  # the fused layernorm has the same value
-    return {
+    terms = {term for name in values_of(config.model.pos_emb) for term in name.split(" + ")}
+    if "learned" not in terms:
+        del shape["max_positions"]  # the longest sequence, of which no weight depends
+    named = {"tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}"} if tokenizer else {}
+    return named | {
         "pos_emb": config.model.pos_emb,
         "pos_emb_options": dict(config.model.pos_emb_options),
         "theta_per_layer": config.model.theta_per_layer,
         "rope_scaling": dict(config.model.rope_scaling),
         **shape,
         **block,
-        "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}",
     }

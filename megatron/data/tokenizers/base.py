@@ -8,8 +8,9 @@
 | `HFTokenizer` | a tokenizer.json of the `tokenizers` library | that of `<|endoftext|>` |
 | `SPMTokenizer` | a .model of the optional `sentencepiece` library | that of `<|endoftext|>` |
 
-If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as ordinary text,
-as GPT-NeoX does, and `HFTokenizer` encodes them as its tokenizer.json prescribes.
+If a tokenizer.json has no `<|endoftext|>`, its eod is the `eos_token` of the tokenizer_config.json
+beside it. If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as
+ordinary text, as GPT-NeoX does, and `HFTokenizer` encodes them as its tokenizer.json prescribes.
 `CharLevelTokenizer` decodes to the text that was encoded. (The GPT-NeoX class of this name decodes
 every id below 32, even a line end, to a space.) Arrays of ids have the dtype that `best_dtype`
 returns.

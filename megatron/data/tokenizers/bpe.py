@@ -38,9 +38,15 @@ class HFTokenizer(Tokenizer):
             self.reference = tokenizers.Tokenizer.from_str(text)
             self.reference.no_truncation()  # some files would cut each document short, silently
             self.reference.no_padding()
-        self._set_sizes(self.reference.get_vocab(with_added_tokens=True), str(vocab_file))
+        vocabulary, end = self.reference.get_vocab(with_added_tokens=True), END_OF_DOCUMENT
+        if end not in vocabulary:
+            end = _eos_token(Path(vocab_file).with_name("tokenizer_config.json")) or end
+            self._canonical += f" {end}"
+        self._set_sizes(vocabulary, str(vocab_file), end)
 
-    def _set_sizes(self, vocabulary: dict[str, int], source: str) -> None:
+    def _set_sizes(
+        self, vocabulary: dict[str, int], source: str, end: str = END_OF_DOCUMENT
+    ) -> None:
         tokens: dict[int, str] = {}
         for token, i in vocabulary.items():
             if not 0 <= i < _MOST_IDS or i in tokens:
@@ -48,9 +54,12 @@ class HFTokenizer(Tokenizer):
                 raise TokenizerError(f"{source}: the id {i} of the token {token!r} is {why}")
             tokens[i] = token
         self.vocab_size = max(len(tokens), max(tokens, default=-1) + 1)
-        eod = vocabulary.get(END_OF_DOCUMENT)
+        eod = vocabulary.get(end)
         if eod is None:
-            raise TokenizerError(f"{source}: has no token {END_OF_DOCUMENT}, which ends a document")
+            raise TokenizerError(
+                f"{source}: has no token {end}, which ends a document (tokenizer.json may have "
+                "another, which `eos_token` of a tokenizer_config.json beside it names)"
+            )
         self.eod = eod
 
     def encode(self, text: str) -> np.ndarray:
@@ -81,6 +90,15 @@ class HFTokenizer(Tokenizer):
 
     def _content(self) -> bytes:
         return self._canonical.encode()
+
+
+def _eos_token(path: Path) -> str | None:
+    """Return the `eos_token` of a tokenizer_config.json; None if there is no such file or entry."""
+    if not path.is_file():
+        return None
+    with fault_in_file(f"{path}: is not a tokenizer_config.json"):
+        token = json.loads(path.read_bytes()).get("eos_token")
+        return token["content"] if isinstance(token, dict) else token
 
 
 class GPT2BPETokenizer(HFTokenizer):

@@ -84,7 +84,7 @@ def load_weights(
             that is missing, unknown or of another shape.
     """
     block = model.shape.block
-    if run is not None and saved.kind is Kind.OURS:
+    if run is not None and (saved.kind is Kind.OURS or saved.record.origin):
         saved.require_same(run, "model", free=("rope_scaling",))  # the weights fit any scaling
     weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
@@ -137,9 +137,9 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
     Otherwise the list is empty. The value matters because an import with
     `gpt_j_residual` (parallel attention and MLP) sums the tensor-parallel shards of some biases.
     """
-    if saved.kind is not Kind.IMPORTED:
+    if saved.kind is not Kind.IMPORTED or saved.record.imported is None:
         return []
-    shape = (saved.record.imported or {})["shape"]
+    shape = saved.record.imported["shape"]
     if shape["parts"] == 1 or shape["summed_biases"] == gpt_j_residual:
         return []
     return [

@@ -139,6 +139,8 @@ class Record(RunDescription):
         progress: the counters of the run when the checkpoint was written.
         imported: the values from which an export restores the original GPT-NeoX files
             (`Published.about`); None unless the checkpoint was imported from GPT-NeoX's format.
+        origin: the class of transformers from whose files the weights were imported; "" unless they
+            were. Such a checkpoint has no optimizer.
         files: maps each file's name to [size in bytes, CRC-32].
     """
 
@@ -147,6 +149,7 @@ class Record(RunDescription):
     progress: TrainingProgress
     layout: Layout  # pyright: ignore[reportGeneralTypeIssues]  required here
     imported: Imported | None = None
+    origin: str = ""
     files: dict[str, Pair] = field(default_factory=dict)
 
     @classmethod

@@ -38,7 +38,7 @@ class Kind(Enum):
     """The origin and layout of a checkpoint."""
 
     OURS = "written by this code"
-    IMPORTED = "a published checkpoint, imported into our layout"
+    IMPORTED = "weights of a published checkpoint or of transformers, in our layout"
     PUBLISHED = "in the published layout"
 
 
@@ -54,7 +54,7 @@ ADVICE = {
 _ADDED: dict[str, Any] = {field.name: field.default for field in fields(BlockShape)}
 _ADDED |= {"theta_per_layer": False, "rope_scaling": {}}
 """The values of entries that checkpoints of earlier versions lack, because they had no others. An
-entry without a value (`content`) is compared only if it exists."""
+entry without a value (`content`, and `tokenizer` of an import) is compared only if it exists."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Saved:
         """The origin and layout of the checkpoint."""
         if is_published(self.path):
             return Kind.PUBLISHED
-        return Kind.OURS if self.record.imported is None else Kind.IMPORTED
+        imported = self.record.imported is not None or self.record.origin
+        return Kind.IMPORTED if imported else Kind.OURS
 
     @cached_property
     def counters(self) -> tuple[int, dict[str, Any] | None]:
@@ -124,7 +125,7 @@ class Saved:
 
         The class `Published` describes both. Both are empty if the checkpoint was not imported.
         """
-        if self.kind is not Kind.IMPORTED:
+        if self.record.imported is None:
             return {}, {}
         state = safe_load(self.path / "mp_rank_00_model_states.pt")
         return state["neox_buffers"], state.get("neox_parts", {})
@@ -156,7 +157,7 @@ class Saved:
                 f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
                 for key, value in here.items()
                 if there.get(key) != value
-                and (key in there or key != "content")
+                and (key in there or key not in ("content", "tokenizer"))
                 and key not in free
             ]
             if differing:

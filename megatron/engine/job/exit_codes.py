@@ -16,6 +16,7 @@ from megatron.engine.errors import (
     CheckpointError,
     DivergedError,
     FailedElsewhereError,
+    HubError,
     RunLogError,
     StartError,
 )
@@ -29,6 +30,7 @@ USER_ERRORS = (
     ConfigError,
     DataError,
     DivergedError,
+    HubError,
     OSError,  # such as a full disk or a missing permission; the error message names the path
     PositionalError,
     RunLogError,

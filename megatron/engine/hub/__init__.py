@@ -1,0 +1,1 @@
+"""Exchange models with Hugging Face's `transformers`, an optional package."""

@@ -1,0 +1,168 @@
+"""Translate config.json of transformers' GPTNeoX, Llama and Mistral to our config keys, and back.
+
+A window counts the query itself there, and is the largest distance here: `sliding_window` W is
+`sliding_window_width` W - 1. transformers has no `ntk`, but the same frequencies with another base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.per_layer import layers_of, values_of
+from megatron.config.sizes import GATED
+from megatron.engine.errors import HubError
+from megatron.engine.hub.classes import LLAMA, MISTRAL, NEOX, TANH, HubClass, class_of
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a config.json of one of `CLASSES` to our config keys.
+
+    Raises:
+        HubError: An entry is missing, has a wrong type, or has no equivalent here.
+    """
+    kind = class_of(found)
+    given = {**kind.defaults, **found}
+    if given.get("quantization_config"):
+        raise HubError("quantization_config: quantised weights cannot be imported")
+    *_, heads = sizes = [_entry(given, name, int) for name in _SIZES]
+    if given.get("head_dim") not in (None, sizes[1] // max(1, heads)):
+        text = f"hidden_size / num_attention_heads = {sizes[1] / heads:g}"
+        raise HubError(f"head_dim is {given['head_dim']!r}; here it is always {text}")
+    act, gated = given["hidden_act"], kind is not NEOX
+    if act not in kind.activations:
+        known = ", ".join(kind.activations)
+        raise HubError(f"hidden_act is {act!r}; only {known} can be imported")
+    scaling, base, fraction = _rotary(given, kind)
+    keys = {
+        "num_layers": sizes[2],
+        "hidden_size": sizes[1],
+        "num_attention_heads": heads,
+        "seq_length": _entry(given, "max_position_embeddings", int),
+        "pos_emb": "rotary",
+        "rotary_pct": fraction,
+        "rotary_emb_base": base,
+        "rope_scaling": scaling,
+        "activation": kind.activations[act],
+        "intermediate_size": _entry(given, "intermediate_size", int) * (3 if gated else 1),
+        "use_bias_in_attn_linear": _entry(given, "attention_bias", bool),
+        "attention_dropout": given["attention_dropout"] or 0.0,
+        "no_weight_tying": not _entry(given, "tie_word_embeddings", bool),
+        "make_vocab_size_divisible_by": sizes[0],
+    }
+    if kind is NEOX:
+        keys |= {"norm": "layernorm", "layernorm_epsilon": given["layer_norm_eps"]}
+        keys |= {"gpt_j_residual": _entry(given, "use_parallel_residual", bool)}
+        return keys | {"hidden_dropout": given["hidden_dropout"], "bias_gelu_fusion": act in TANH}
+    keys |= {"norm": "rmsnorm", "rms_norm_epsilon": given["rms_norm_eps"], "rmsnorm_fusion": True}
+    keys |= {"num_kv_heads": given["num_key_value_heads"] or heads}
+    if kind is LLAMA:
+        return keys | {"use_bias_in_mlp": _entry(given, "mlp_bias", bool)}
+    keys |= {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    if given["sliding_window"] is not None:
+        keys["sliding_window_width"] = _entry(given, "sliding_window", int) - 1
+    return keys
+
+
+def _entry(given: Mapping[str, Any], name: str, kind: type) -> Any:
+    value: Any = given.get(name)
+    if type(value) is not kind or (kind is int and value < 1):
+        what = {int: "a whole number above 0", bool: "true or false"}[kind]
+        raise HubError(f"{name} is {value!r}, and must be {what}")
+    return value
+
+
+def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], Any, Any]:
+    """Return our `rope_scaling`, `rotary_emb_base` and `rotary_pct`."""
+    scaling = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
+        raise HubError("rope_parameters: only one mapping for all layers can be imported")
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    neox = kind is NEOX
+    base = given["rotary_emb_base"] if neox and "rotary_emb_base" in given else given["rope_theta"]
+    base = scaling.pop("rope_theta", base)
+    default = given.get("rotary_pct", 0.25) if neox else given.get("partial_rotary_factor", 1.0)
+    fraction = scaling.pop("partial_rotary_factor", default)
+    if not neox and fraction != 1.0:
+        text = f"partial_rotary_factor is {fraction!r}, but {kind.name} rotates whole heads"
+        raise HubError(text)
+    rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
+    scaling.pop("type", None)
+    if rope_type == "default":
+        return {}, base, fraction
+    if rope_type in ("yarn", "llama3"):
+        length = given.get("original_max_position_embeddings")
+        length = length or scaling.get("original_max_position_embeddings")
+        scaling["original_max_position_embeddings"] = length or given["max_position_embeddings"]
+    if rope_type == "yarn":
+        _yarn(scaling)
+    return {"rope_type": rope_type, **scaling}, base, fraction
+
+
+def _yarn(scaling: dict[str, Any]) -> None:
+    """Translate YaRN's entries that have no equivalent name, in place."""
+    if scaling.pop("truncate", True) is not True:
+        raise HubError("rope_parameters: truncate: false has no equivalent here")
+    ratio = [scaling.pop(name, 0) for name in ("mscale", "mscale_all_dim")]
+    factor: Any = scaling.get("factor")
+    if all(ratio) and "attention_factor" not in scaling:
+        if not all(isinstance(each, int | float) for each in (*ratio, factor)):
+            raise HubError("rope_parameters: mscale, mscale_all_dim and factor are numbers")
+        above, below = (0.1 * each * math.log(max(1, factor)) + 1.0 for each in ratio)
+        scaling["attention_factor"] = above / below
+
+
+def misfits(config: Config) -> list[str]:
+    """Return why none of `CLASSES` computes what the config's model computes; empty if one does."""
+    m, windows = config.model, _windows(config)
+    found = {
+        f"pos_emb: {m.pos_emb}": set(values_of(m.pos_emb)) != {"rotary"},
+        "pos_emb_options": m.pos_emb_options,
+        "eval_distance_scale": config.evaluation.eval_distance_scale != 1.0,
+        "reset_attention_mask": m.reset_attention_mask,
+        "published_numerics": m.published_numerics,
+        "use_qk_layernorm": m.use_qk_layernorm,
+        f"norm: {m.norm}": m.norm == "scalenorm",
+        "sliding_window_width of single layers": len(windows) > 1,
+    }
+    gated = m.activation in GATED
+    if m.norm == "layernorm":
+        found |= {
+            f"norm: layernorm with activation: {m.activation}": m.activation
+            not in NEOX.activations.values(),
+            "norm: layernorm with num_kv_heads": m.num_kv_heads != m.num_attention_heads,
+            "norm: layernorm with sliding_window_width": windows != {None},
+            "norm: layernorm with use_bias_in_mlp: false": not m.use_bias_in_mlp,
+        }
+    else:
+        biases = m.use_bias_in_attn_linear or m.use_bias_in_mlp
+        found |= {
+            "rmsnorm_fusion: false (epsilon outside of the root)": not m.rmsnorm_fusion,
+            f"norm: rmsnorm with activation: {m.activation}": not gated,
+            "norm: rmsnorm with gpt_j_residual": m.gpt_j_residual,
+            "norm: rmsnorm with rotary_pct": m.rotary_pct != 1.0,
+            "norm: rmsnorm with hidden_dropout": m.hidden_dropout,
+            "sliding_window_width with biases": windows != {None} and biases,
+        }
+    return [name for name, differs in found.items() if differs]
+
+
+def _windows(config: Config) -> set[int | None]:
+    return set(layers_of(config.model.sliding_window_width, config.model.num_layers))
+
+
+def hub_class(config: Config) -> HubClass:
+    """Return the class that computes what the config's model computes.
+
+    Raises:
+        HubError: There is no such class. The error names the keys that do not fit.
+    """
+    if reasons := misfits(config):
+        raise HubError(f"transformers has no class for {', '.join(reasons)}")
+    if config.model.norm == "layernorm":
+        return NEOX
+    return LLAMA if _windows(config) == {None} else MISTRAL

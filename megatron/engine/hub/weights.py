@@ -1,0 +1,104 @@
+"""Name our weights as transformers does, and convert them.
+
+One tensor here is one tensor there, or several whose rows alternate, so many rows of each for every
+key head. (Legend: K key heads, D hidden size.)
+
+    query_key_value    [K, (q ... q | k | v), D]    q_proj, k_proj, v_proj; GPTNeoX has ours
+    dense_h_to_4h      [1, (value | gate), D]       up_proj, gate_proj
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.sizes import GATED
+from megatron.engine.hub.classes import HubClass
+from megatron.model import GPTShape
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How transformers stores one of our tensors.
+
+    Our tensor has the rows [heads, (part 1 | part 2 | ...)]: each head's rows of all parts follow
+    each other. With one part, both tensors are the same.
+
+    Attributes:
+        names: The names of the parts.
+        heads: The number of key heads, or 1.
+        rows: The number of rows of each part per head.
+        columns: The sizes of the other dimensions.
+    """
+
+    names: tuple[str, ...]
+    heads: int
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and the shape of each part."""
+        for name, rows in zip(self.names, self.rows, strict=True):
+            yield name, (self.heads * rows, *self.columns)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Return our tensor."""
+        if len(parts) == 1:
+            return parts[0]
+        grouped = [part.unflatten(0, (self.heads, -1)) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of our tensor. This method is the inverse of `join`."""
+        grouped = tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1)
+        return [part.flatten(0, 1) for part in grouped]
+
+
+def layout_of(kind: HubClass, shape: GPTShape) -> dict[str, Parts]:
+    """Return a dict from the name of each of our weights to the way `kind` stores it."""
+    return {name: _parts(kind, shape, name, size) for name, size in _weights(shape)}
+
+
+def _weights(shape: GPTShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of each of our weights."""
+    block, hidden = shape.block, shape.block.hidden_size
+    key_heads, halves = block.num_heads // block.group, 2 if block.activation in GATED else 1
+    norm = {"scale": (hidden,)}
+    if block.norm == "layernorm":
+        norm = {"weight": (hidden,), "bias": (hidden,)}
+    fused = (block.group + 2) * key_heads * block.head_size
+    linear = {
+        "attention.query_key_value": (fused, hidden, block.attention_bias),
+        "attention.dense": (hidden, hidden, block.attention_bias),
+        "mlp.dense_h_to_4h": (halves * block.mlp_size, hidden, block.mlp_bias),
+        "mlp.dense_4h_to_h": (hidden, block.mlp_size, block.mlp_bias),
+    }
+    yield "embedding.word_embeddings.weight", (shape.vocab_size, hidden)
+    for layer in range(shape.num_layers):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield from ((f"layers.{layer}.{name}.{leaf}", size) for leaf, size in norm.items())
+        for name, (rows, columns, bias) in linear.items():
+            yield f"layers.{layer}.{name}.weight", (rows, columns)
+            if bias:
+                yield f"layers.{layer}.{name}.bias", (rows,)
+    yield from ((f"final_norm.{leaf}", size) for leaf, size in norm.items())
+    if not shape.tie_weights:
+        yield "output.weight", (shape.vocab_size, hidden)
+
+
+def _parts(kind: HubClass, shape: GPTShape, name: str, size: tuple[int, ...]) -> Parts:
+    module, _, leaf = name.rpartition(".")
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    prefix, module = (f"{kind.layers}{layer[1]}.", layer[2]) if layer else ("", module)
+    theirs = kind.modules.get(module, (module,))
+    names = tuple(f"{prefix}{each}.{'weight' if leaf == 'scale' else leaf}" for each in theirs)
+    heads, rows = 1, (size[0] // len(names),) * len(names)
+    if len(names) == 3:
+        block = shape.block
+        heads = block.num_heads // block.group
+        rows = (block.group * block.head_size, block.head_size, block.head_size)
+    return Parts(names, heads, rows, size[1:])

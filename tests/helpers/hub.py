@@ -1,0 +1,75 @@
+"""Make tiny models of transformers with random weights, and compute with them in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.overrides import TorchFunctionMode
+
+from megatron.config import load_config
+from megatron.engine.build import plan_of
+from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.saved import newest
+from megatron.model import GPT
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 44,
+    "max_position_embeddings": 64,
+}
+KINDS = {
+    "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+}
+
+
+class Wide(TorchFunctionMode):
+    """Compute in float64 what transformers' code computes in float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = {k: self._wide(v) for k, v in (kwargs or {}).items()}
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(self._wide, args), **kwargs)
+
+    @staticmethod
+    def _wide(value):
+        return torch.float64 if value is torch.float32 else value
+
+
+def hub_model(kind: str, **changes):
+    """Return a model of transformers with random weights, in eval mode and float32."""
+    config, model = KINDS[kind]
+    torch.manual_seed(3)
+    made = model(config(**(SIZES | changes))).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():  # biases start as 0, norms as 1
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def write_tokenizer(folder: Path, end: str = "<|endoftext|>") -> None:
+    """Write a tokenizer.json that encodes each byte as one token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({each: i for i, each in enumerate([*letters, end])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+
+
+def imported_model(run: Path, *overrides: str) -> GPT:
+    """Return the model of an imported run folder, in float64, loaded as our commands load it."""
+    config = load_config([run / "config.yml"], overrides)
+    rows = config.model.make_vocab_size_divisible_by
+    model = GPT(plan_of(config, rows, device_type="cpu", training=False)).double().eval()
+    saved = newest(run)
+    assert saved is not None
+    load_weights(model, saved)
+    return model

@@ -1,0 +1,37 @@
+"""Import a model of transformers (GPTNeoX, Llama, Mistral) into a new run folder.
+
+    python tools/import_hf.py DIR RUN
+
+DIR holds config.json and safetensors, as `save_pretrained` writes them, and tokenizer.json. RUN is
+a new or empty folder, which evaluate.py and generate.py take as `--load`, and train.py as `load`
+with `finetune: true`. The weights keep their values and dtypes.
+
+Only JSON and safetensors are read. Pickles (`pytorch_model.bin`) are refused, and code in DIR is
+never run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron import entry
+from megatron.engine.hub.importing import import_folder
+from megatron.engine.job.exit_codes import USER_ERRORS
+
+
+@entry.reports(*USER_ERRORS)
+def main() -> int:
+    """Import the model and return exit code 0, or print what prevents it and return 1."""
+    parser = entry.parser(__doc__)
+    parser.add_argument("source", type=Path, metavar="DIR")
+    parser.add_argument("target", type=Path, metavar="RUN")
+    args = parser.parse_args()
+    if not args.source.is_dir():
+        parser.error(f"{args.source}: no such folder; name one that transformers has written")
+    for line in import_folder(args.source, args.target):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    entry.run(main)
