@@ -81,6 +81,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "docs/cluster.md",
         "docs/data.md",
         "docs/evaluation.md",
+        "docs/experiments.md",
         "docs/generation.md",
         "docs/gpu.md",
         "docs/huggingface.md",

@@ -115,19 +115,25 @@ def run_script(script: Path, *args: object, cwd: Path, environ: dict[str, str]) 
     Returns:
         The exit code, and stdout and stderr together.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     with os.fdopen(os.memfd_create("output"), "r+", errors="replace") as output:
-        inherited = reduction.DupFd(output.fileno())
         argv = [str(script), *map(str, args)]
-        process = context.Process(target=_script, args=(argv, cwd, environ, inherited))
-        process.start()
+        process = start_script(argv, output.fileno(), cwd=cwd, environ=environ)
         process.join(240)
         process.kill()  # does nothing if it has ended
         output.seek(0)
         text = output.read()
     assert process.exitcode is not None, text
     return process.exitcode, text
+
+
+def start_script(argv: list[str], output: int, *, cwd: Path, environ: dict[str, str]) -> Any:
+    """Start `python argv...` as `run_script` does; it prints to the file descriptor `output`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    inherited = reduction.DupFd(output)
+    process = context.Process(target=_script, args=(argv, cwd, environ, inherited))
+    process.start()
+    return process
 
 
 def call(script: str, *args: object, code: int = 0) -> str:

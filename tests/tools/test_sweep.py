@@ -1,0 +1,208 @@
+"""Test tools/sweep.py and tools/table.py on a real grid: killed, resumed, reported."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from megatron.files import parse_json
+from tests.helpers.jobs import BASE, rows, write_shards
+from tests.helpers.launch import start_script
+from tests.helpers.paths import ROOT
+from tools import sweep, table
+from tools.experiments import runner
+
+
+class Forked:
+    """A cell's process without the seconds that its imports take, used like a Popen."""
+
+    def __init__(self, command, log, environ):
+        self.process = start_script(command[1:], log.fileno(), cwd=Path.cwd(), environ=environ)
+
+    returncode = property(lambda self: self.process.exitcode)
+
+    def poll(self):
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def kill(self):
+        self.process.kill()
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch):
+    monkeypatch.setattr(runner, "start", Forked)
+    before = {number: signal.getsignal(number) for number in runner.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def write_grid(folder: Path, prefix: str, **changes) -> Path:
+    base = folder / "base.yml"
+    base.write_text(yaml.safe_dump(BASE | {"data_path": prefix}))
+    content = {
+        "runs": str(folder / "runs"),
+        "configs": [str(base)],
+        "overrides": {
+            "pos_emb": "{embedding}", "train_iters": 30, "log_interval": 1, "eval_iters": 0,
+            "save_interval": 5, "eval_tokens": 64, "train_micro_batch_size_per_gpu": 4,
+        },
+        "axes": {"embedding": ["kerple_log", "rotary"]},
+        "seeds": [1, 2],
+        "lengths": [16, 32],
+        "compare": "kerple_log",
+        "endpoints": {
+            "P1": {
+                "claim": "below",
+                "of": {"embedding": "kerple_log", "length": 32},
+                "than": {"embedding": "rotary"},
+            }
+        },
+    }  # fmt: skip
+    path = folder / "grid.yml"
+    path.write_text(yaml.safe_dump(content | changes))
+    return path
+
+
+def index(folder: Path) -> dict[str, str]:
+    cells = pd.read_csv(folder / "runs" / "cells.csv")
+    return dict(zip(cells["cell"], cells["state"], strict=True))
+
+
+def interrupt_while_training(metrics: Path) -> threading.Thread:
+    """Send SIGTERM to this process when the run with this file has taken a few steps."""
+
+    def watch():
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_grid_is_killed_resumed_and_reported(tmp_path, capsys):
+    grid, runs = write_grid(tmp_path, write_shards(tmp_path)), tmp_path / "runs"
+    assert sweep.main([str(grid), "--list"]) == 0
+    assert "rotary-2" in capsys.readouterr().out and not runs.exists()
+    watch = interrupt_while_training(runs / "kerple_log-2" / "metrics.jsonl")
+    assert sweep.main([str(grid)]) == 130
+    watch.join()
+    out = capsys.readouterr().out
+    assert "kerple_log-1: finished" in out and "kerple_log-2: cut off" in out
+    assert set(index(tmp_path).values()) == {"finished", "cut off", "new"}
+    reached = max(rows(runs / "kerple_log-2"))
+    assert reached < 30
+
+    assert sweep.main([str(grid), "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 4 cells are done" in out and "kerple_log-1: starts" not in out
+    assert "kerple_log-2: resumes" in out and "3 of 3 cells ended" in out
+    assert set(index(tmp_path).values()) == {"finished"}
+    log = (runs / "kerple_log-2" / "log.txt").read_text()
+    assert f"step {reached}" in log and len(rows(runs / "kerple_log-2")) == 30
+    cells = pd.read_csv(runs / "cells.csv")
+    assert cells["seconds"].gt(0).all() and cells["text"].nunique() == cells["torch"].nunique() == 1
+
+    assert table.main([str(grid), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\| kerple_log \| 2 \| [\d,.]+ ± [\d.]+ \| [\d,.]+ ± [\d.]+ \|", out)
+    assert re.search(r"- P1: (holds|not shown|contradicted): perplexity of kerple_log", out)
+    html = (tmp_path / "out" / "report.html").read_text()
+    pictures = [base64.b64decode(each) for each in re.findall(r"base64,([^\"]+)", html)]
+    assert len(pictures) == 2 and all(each.startswith(b"\x89PNG") for each in pictures)
+    assert 'src="http' not in html and "kernels of kerple_log" in html
+    results = pd.read_csv(tmp_path / "out" / "results.csv")
+    assert len(results) == 4 * 2 * 3  # cells, lengths, metrics
+    changed(grid, runs, capsys)
+
+
+def changed(grid: Path, runs: Path, capsys) -> None:
+    """Change one key: finished runs are stale, and are named, kept or run again."""
+    old = grid.read_text()
+    grid.write_text(old.replace("train_iters: 30", "train_iters: 2"))
+    assert sweep.main([str(grid)]) == 1
+    out = capsys.readouterr().out
+    assert (
+        out.count("STALE: lr_decay_iters: 30 -> 2; train_iters: 30 -> 2") == 4
+        and "give --stale rerun" in out
+    )
+    assert sweep.main([str(grid), "--stale", "keep"]) == 0
+    assert table.main([str(grid), "--out", str(runs.parent / "out")]) == 0
+    assert "rotary-1: stale (lr_decay_iters: 30 -> 2" in capsys.readouterr().out
+    assert sweep.main([str(grid), "--only", "rotary-1", "--stale", "rerun"]) == 0
+    assert index(runs.parent)["rotary-1"] == "finished"
+    assert max(rows(runs / "rotary-1")) == 2 and max(rows(runs / "rotary-1.stale-1")) == 30
+    record = parse_json((runs / "kerple_log-1" / "cell.json").read_bytes())
+    for key, value in (("text", "another"), ("code", {"megatron": "another"})):
+        (runs / "kerple_log-1" / "cell.json").write_text(json.dumps(record | {key: value}))
+        grid.write_text(old)
+        capsys.readouterr()
+        assert sweep.main([str(grid), "--list", "--only", "kerple_log-1"]) == 0
+        assert "stale: " in capsys.readouterr().out
+
+
+def test_a_failed_cell_is_named_and_the_others_run(tmp_path, capsys):
+    prefix = write_shards(tmp_path)
+    too_long = {"eval_lengths": [100_000], "eval_tokens": 100_000}
+    values = {"lost": {"data_path": "nowhere"}, "there": {}, "short": too_long}
+    axes = {"text": {name: {"overrides": keys} for name, keys in values.items()}}
+    overrides = {"train_iters": 2, "train_micro_batch_size_per_gpu": 1, "eval_iters": 0}
+    changes = {"axes": axes, "seeds": [1], "overrides": overrides, "endpoints": {}, "compare": ""}
+    grid = write_grid(tmp_path, prefix, **changes)
+    assert sweep.main([str(grid)]) == 1
+    out = capsys.readouterr().out
+    assert "lost-1: FAILED: nowhere" in out and "there-1: finished" in out
+    assert "short-1: FAILED: exit code 1; the end of" in out and "evaluate shorter lengths" in out
+    assert "failed: lost-1, short-1" in out
+    assert index(tmp_path) == {"lost-1": "new", "there-1": "finished", "short-1": "failed"}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"axis": {}}, "grid.yml:5: axis: unknown key, did you mean axes?"),
+        ({"seeds": []}, "seeds: List should have at least 1 item"),
+        ({"configs": ["{corpus}.yml"]}, "configs: {corpus} is neither an axis nor under"),
+        ({"axes": {"a": ["x/y"]}}, "axes.a: 'x/y' names folders"),
+        ({"rows": "seed"}, "rows: seed is no axis; known: embedding"),
+        ({"compare": "alibi"}, "compare: alibi is no value of embedding"),
+        (
+            {"endpoints": {"P": {"claim": "below", "of": {"embedding": "alibi"}, "than": {}}}},
+            "endpoints.P: embedding: alibi is not in this grid; known: kerple_log, rotary",
+        ),
+        (
+            {"endpoints": {"P": {"claim": "below", "of": {"embedding": "rotary"}, "than": {}}}},
+            "endpoints.P: of: names no length; known: 16, 32",
+        ),
+        ({"overrides": {"num_layer": 3}}, "num_layer: unknown key"),
+    ],
+)
+def test_faults_of_a_grid_file(tmp_path, capsys, change, message):
+    grid = write_grid(tmp_path, "unread", **change)
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main([str(grid), "--list"])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_slurm_runs_the_cells_that_are_left(tmp_path, capsys):
+    grid = write_grid(tmp_path, "unread")
+    assert sweep.main([str(grid), "--slurm", "--jobs", "3", "--only", "rotary-*"]) == 0
+    command = capsys.readouterr().out
+    assert command.startswith("sbatch --array=2,3%3 --gpus-per-node=1 tools/slurm/sweep.sbatch ")
+    assert (ROOT / "tools" / "slurm" / "sweep.sbatch").exists()

@@ -1,0 +1,295 @@
+"""Read a grid file: YAML that describes many runs, and the claims that they shall test.
+
+    runs: runs/paper/table3-{model}            folder of the run folders
+    variables: {model: small}                  values of {model} and others; `--set model=xl`
+    configs: [configs/model/{model}.yml, configs/pos_emb/{embedding}.yml]
+    overrides: {eval_split: test}              keys that win over the files
+    axes: {embedding: [kerple_log, rotary]}    each combination of values, with each seed, is a cell
+    seeds: [1235, 1236]
+    lengths: [512, 1024]                       `eval_lengths` of each cell
+    endpoints: {P1: {claim: below, of: {embedding: kerple_log, length: 1024}, than: ...}}
+
+A value of an axis may be a mapping with `configs`, `overrides` and `seeds` of its own. `{NAME}`
+stands for a variable or for the cell's value of an axis. docs/experiments.md describes all keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.config import Config, ConfigError, Problem, load_config
+from megatron.config.errors import Mark
+from megatron.config.reader import Settings, read_file
+from megatron.suggest import nearest
+
+METRICS = {"perplexity": True, "loss": True, "bits_per_byte": True, "accuracy": False}
+"""Maps a column of a results file to whether lower is better. Such metrics are positive, and are
+compared as ratios. The others are compared as differences."""
+BEST = "best"
+_NAME = re.compile(r"[\w.+-]+")
+
+Fault = tuple[tuple[str | int, ...], str]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+
+class Value(_Strict):
+    """What one value of an axis adds to the base configuration, and its seeds if it has its own."""
+
+    configs: list[str] = []
+    overrides: dict[str, Any] = {}
+    seeds: list[int] = []
+
+
+class Endpoint(_Strict):
+    """A claim about one metric, to be tested over seeds.
+
+    Attributes:
+        of: the side that the claim is about: a value of each axis, and `length`.
+        than: the other side. It has the axes and the length of `of`, except where it names others.
+            `length: best` is the length at which its mean over seeds is best.
+        by: the margin in percent (of accuracy: in points). `statistics` defines the claims.
+    """
+
+    claim: Literal["below", "above", "within", "equal", "differs"]
+    of: dict[str, str]
+    than: dict[str, str]
+    by: float = Field(0.0, ge=0)
+    metric: str = "perplexity"
+    text: str = ""
+
+
+class Paper(_Strict):
+    """Where the paper's numbers are: a table of configs/paper/tables.json, and its corpus."""
+
+    table: str
+    corpus: str
+
+
+class Description(_Strict):
+    """The content of a grid file."""
+
+    runs: str
+    configs: list[str] = Field(min_length=1)
+    axes: dict[str, list[str] | dict[str, Value | None]] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1)
+    lengths: list[int] = Field(min_length=1)
+    variables: dict[str, str] = {}
+    overrides: dict[str, Any] = {}
+    processes: int = Field(1, ge=1)
+    rows: str = ""
+    compare: str = ""
+    alpha: float = Field(0.05, gt=0, lt=1)
+    endpoints: dict[str, Endpoint | list[Endpoint]] = {}
+    paper: Paper | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid: its configuration, and its run folder.
+
+    Attributes:
+        name: its values of the axes and its seed, e.g. `github-kerple_log-1235`.
+        axes: maps each axis to the cell's value.
+        processes: the number of processes that train it.
+    """
+
+    name: str
+    axes: dict[str, str]
+    seed: int
+    configs: tuple[str, ...]
+    overrides: tuple[str, ...]
+    folder: Path
+    processes: int
+
+    def config(self) -> Config:
+        """Return the resolved configuration.
+
+        Raises:
+            ConfigError: the configuration has problems.
+        """
+        return load_config(self.configs, self.overrides, world_size=self.processes)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid file, its variables, and its cells."""
+
+    path: Path
+    about: Description
+    variables: dict[str, str]
+    runs: Path
+    cells: tuple[Cell, ...]
+
+    @property
+    def rows(self) -> str:
+        """The axis whose values are the rows of the tables."""
+        return self.about.rows or list(self.about.axes)[-1]
+
+
+def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
+    """Read a grid file. The configurations of its cells are not loaded.
+
+    Args:
+        given: values that replace those of the file's `variables`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a grid.
+    """
+    settings, problems = read_file(path)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        about = Description.model_validate(_nested(settings))
+    except ValidationError as error:
+        found = [(each["loc"], _why(each)) for each in error.errors()]
+        raise _error(path, settings, found) from None
+    variables = about.variables | dict(given or {})
+    if faults := list(_faults(about, variables)):
+        raise _error(path, settings, faults)
+    runs = Path(filled(about.runs, variables))
+    return Grid(path, about, variables, runs, tuple(_cells(about, runs, variables)))
+
+
+def filled(text: str, names: Mapping[str, str]) -> str:
+    """Replace each `{NAME}` in `text` by its value in `names`."""
+    return re.sub(r"\{(\w+)\}", lambda found: names[found[1]], text)
+
+
+def values_of(about: Description, axis: str) -> dict[str, Value]:
+    """Return a dict from the names of an axis's values to what they add."""
+    given = about.axes[axis]
+    if isinstance(given, list):
+        return {name: Value() for name in given}
+    return {name: value or Value() for name, value in given.items()}
+
+
+def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
+    """Return both sides of an endpoint, each with every axis and `length`."""
+    return endpoint.of, endpoint.of | endpoint.than
+
+
+def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iterator[Cell]:
+    axes = {axis: values_of(about, axis) for axis in about.axes}
+    for names in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, names, strict=True))
+        values = [axes[axis][name] for axis, name in chosen.items()]
+        own = [value.seeds for value in values if value.seeds]
+        for seed in own[-1] if own else about.seeds:
+            name = "-".join([*names, str(seed)])
+            folder = runs / name
+            parts = [path for each in (about, *values) for path in each.configs]
+            keys: dict[str, Any] = {
+                "save": str(folder), "load": str(folder),
+                "seed": seed, "eval_lengths": about.lengths,
+            }  # fmt: skip
+            for each in (about, *values):
+                keys |= each.overrides
+            known = {**variables, **chosen}
+            yield Cell(
+                name,
+                chosen,
+                seed,
+                tuple(filled(part, known) for part in parts),
+                tuple(f"{key}={_yaml(value, known)}" for key, value in keys.items()),
+                folder,
+                about.processes,
+            )
+
+
+def _yaml(value: Any, names: Mapping[str, str]) -> str:
+    """Return a value as YAML in one line. Text with `{NAME}` becomes what stands there."""
+    if isinstance(value, str) and re.search(r"\{\w+\}", value):
+        return filled(value, names)
+    return json.dumps(value)
+
+
+def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:
+    """Yield (place, text) for each fault that the types of the keys do not show."""
+    for name in variables.keys() - about.variables.keys():
+        yield ("variables",), f"there is no {name}, which --set names; write its default here"
+    known = {*about.variables, *about.axes}
+    for axis in about.axes:
+        for name in values_of(about, axis):
+            if not _NAME.fullmatch(name):
+                text = f"{name!r} names folders; write letters, digits and . _ + -, with the value "
+                yield ("axes", axis), text + "itself in `overrides`"
+    parts = [value for axis in about.axes for value in values_of(about, axis).values()]
+    for each in (about, *parts):
+        texts = [*each.configs, *(v for v in each.overrides.values() if isinstance(v, str))]
+        texts += [about.runs, about.paper.corpus if about.paper else ""]
+        for name in set(re.findall(r"\{(\w+)\}", " ".join(texts))) - known:
+            yield ("configs",), f"{{{name}}} is neither an axis nor under `variables`"
+    for key, axis in (("rows", about.rows), ("compare", "")):
+        if axis and axis not in about.axes:
+            yield (key,), f"{axis} is no axis; known: {', '.join(about.axes)}"
+    rows = about.rows or list(about.axes)[-1]
+    if about.compare and rows in about.axes and about.compare not in values_of(about, rows):
+        yield ("compare",), f"{about.compare} is no value of {rows}"
+    for name, given in about.endpoints.items():
+        for part in given if isinstance(given, list) else [given]:
+            for text in _endpoint_faults(about, part):
+                yield ("endpoints", name), text
+
+
+def _endpoint_faults(about: Description, endpoint: Endpoint) -> Iterator[str]:
+    allowed = {axis: [*values_of(about, axis)] for axis in about.axes}
+    if endpoint.metric not in METRICS:
+        yield f"metric {endpoint.metric} is unknown; known: {', '.join(METRICS)}"
+    lengths = [*map(str, about.lengths)]
+    for side, length in zip(sides(endpoint), (lengths, [*lengths, BEST]), strict=True):
+        for key, known in (allowed | {"length": length}).items():
+            if key not in side and len(known) > 1:
+                yield f"of: names no {key}; known: {', '.join(known)}"
+            elif key in side and side[key] not in known:
+                yield f"{key}: {side[key]} is not in this grid; known: {', '.join(known)}"
+        if unknown := side.keys() - allowed.keys() - {"length"}:
+            yield f"{', '.join(unknown)}: no axis; known: {', '.join(allowed)}, length"
+
+
+def _why(error: Mapping[str, Any]) -> str:
+    """Return the text for one of pydantic's errors."""
+    if error["type"] != "extra_forbidden":
+        return error["msg"]
+    near = nearest(str(error["loc"][-1]), [*Description.model_fields, *Endpoint.model_fields])
+    return "unknown key" + (f", did you mean {near}?" if near else "")
+
+
+def _nested(settings: Settings) -> dict[str, Any]:
+    """Return settings as the nested mapping that the file contains."""
+    nested: dict[str, Any] = {}
+    for (*outer, last), given in settings.items():
+        inside = nested
+        for key in outer:
+            inside = inside.setdefault(key, {})
+        inside[last] = given.value
+    return nested
+
+
+def _error(path: Path, settings: Settings, faults: Sequence[Fault]) -> ConfigError:
+    """Return the error that reports each fault (place, text) with its line."""
+
+    def mark(place: Sequence[str]) -> Mark:
+        for size in range(len(place), 0, -1):
+            for keys, given in settings.items():
+                if keys[:size] == tuple(place[:size]):
+                    return given.mark
+        return Mark(str(path))
+
+    places = [([str(key) for key in place], text) for place, text in faults]
+    return ConfigError(
+        [
+            Problem(mark(place), ".".join(place), text)
+            for place, text in dict.fromkeys((tuple(place), text) for place, text in places)
+        ]
+    )

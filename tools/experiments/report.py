@@ -1,0 +1,226 @@
+"""Write the results of a grid as Markdown, LaTeX, CSV and one HTML file that contains its plots.
+
+matplotlib and jinja2 are imported inside functions, as elsewhere in this project.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.files import parse_json, write_bytes, write_text
+from tools.experiments.grid import Grid, filled
+from tools.experiments.results import Frame
+from tools.experiments.statistics import Verdict, significant
+
+PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
+_LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
+
+
+@dataclass
+class Section:
+    """The part of a report about one combination of the axes that are not rows.
+
+    Attributes:
+        table: a row for each value of the axis of rows, a column for each length, formatted.
+        pictures: maps a caption to a PNG file's content.
+    """
+
+    title: str
+    table: Frame
+    note: str
+    pictures: dict[str, bytes] = field(default_factory=dict)
+
+
+def sections(
+    results: Frame, rows: str, metric: str, grid: Grid | None, against_paper: bool
+) -> list[Section]:
+    """Return a section for each combination of the axes other than `rows`.
+
+    Args:
+        results: the table of `results.of_grid` or `results.of_folders`.
+        grid: the grid of the results; None for single run folders.
+        against_paper: whether the paper's numbers stand beside the cells.
+    """
+    chosen = results[(results["metric"] == metric)].astype({"value": float})
+    axes = [axis for axis in (grid.about.axes if grid else []) if axis != rows]
+    found = []
+    for names, part in chosen.groupby(axes) if axes else [((), chosen)]:
+        known = dict(zip(axes, map(str, names), strict=True))
+        paper = _paper_of(grid, known) if grid and against_paper else {}
+        compare = grid.about.compare if grid else ""
+        alpha = grid.about.alpha if grid else 0.0
+        marked = significant(part, rows, compare, metric, alpha) if compare else set()
+        note = f"{metric}, mean ± standard deviation over seeds"
+        if compare:
+            note += f"; † differs from {compare} (paired t test, Holm, {alpha:g})"
+        if paper:
+            note += "; in brackets: the paper's"
+        title = ", ".join(known.values()) or "all runs"
+        section = Section(title, _table(part, rows, marked, paper), note)
+        section.pictures[f"{metric} by length"] = _by_length(part, rows, metric)
+        for row, runs in part.groupby(rows):
+            kernels = sorted(Path(runs["folder"].iloc[0]).glob("kernels*.png"))
+            section.pictures |= {f"kernels of {row}, {p.stem}": p.read_bytes() for p in kernels}
+        found.append(section)
+    return found
+
+
+def write(
+    out: Path,
+    title: str,
+    found: Sequence[Section],
+    verdicts: Sequence[Verdict],
+    remarks: Sequence[str],
+    results: Frame,
+) -> list[Path]:
+    """Write `report.html`, `tables.md`, `tables.tex`, `results.csv`, `verdicts.csv` and plots."""
+    out.mkdir(parents=True, exist_ok=True)
+    judged = pd.DataFrame([_row(each) for each in verdicts])
+    markdown, latex = [f"# {title}"], []
+    for each in found:
+        markdown += [f"## {each.title}", _markdown(each.table), each.note + "."]
+        text = each.table.to_latex(index=False, escape=True, caption=f"{each.title}: {each.note}.")
+        for sign, command in _LATEX.items():
+            text = text.replace(sign, command)
+        latex.append(text)
+    if verdicts:
+        markdown += ["## Endpoints", _markdown(judged), *(f"- {verdict_line(v)}" for v in verdicts)]
+    if remarks:
+        markdown += ["## Remarks", *(f"- {remark}" for remark in remarks)]
+    files = {
+        "tables.md": "\n\n".join(markdown) + "\n",
+        "tables.tex": "\n".join(latex),
+        "results.csv": results.to_csv(index=False),
+        "report.html": _html(title, found, judged, verdicts, remarks),
+    }
+    if verdicts:
+        files["verdicts.csv"] = pd.DataFrame([asdict(each) for each in verdicts]).to_csv(
+            index=False
+        )
+    for name, text in files.items():
+        write_text(out / name, text)
+    for number, each in enumerate(found):
+        picture = next(iter(each.pictures.values()))
+        write_bytes(out / f"by_length{number or ''}.png", picture)
+    return [out / name for name in files]
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """Return a verdict as one line, e.g. `P1: holds: ...`."""
+    return (
+        f"{verdict.name}: {verdict.word}: {verdict.claim} ({verdict.change:+.2f}%, 95% interval "
+        f"{verdict.low:+.2f} to {verdict.high:+.2f}, {verdict.seeds} seeds, p {verdict.p:.2g}, "
+        f"after Holm {verdict.holm:.2g})"
+    )
+
+
+def _row(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "endpoint": verdict.name,
+        "claim": verdict.claim,
+        "seeds": verdict.seeds,
+        "change": f"{verdict.change:+.2f}% ({verdict.low:+.2f} to {verdict.high:+.2f})",
+        "p": f"{verdict.p:.2g}",
+        "p (Holm)": f"{verdict.holm:.2g}",
+        "verdict": verdict.word,
+    }
+
+
+def _paper_of(grid: Grid, known: dict[str, str]) -> dict[str, dict[str, list[float]]]:
+    """Return row -> length -> [mean, standard deviation] of the paper; {} for other corpora."""
+    if grid.about.paper is None:
+        return {}
+    tables = parse_json(PAPER.read_text(encoding="utf-8"))["tables"]
+    corpus = filled(grid.about.paper.corpus, {**grid.variables, **known})
+    return tables.get(filled(grid.about.paper.table, grid.variables), {}).get(corpus, {})
+
+
+def _table(
+    results: Frame,
+    rows: str,
+    marked: set[tuple[str, int]],
+    paper: dict[str, dict[str, list[float]]],
+) -> Frame:
+    lines = []
+    for row in dict.fromkeys(results[rows]):
+        part = results[results[rows] == row]
+        line = {rows: row, "seeds": str(part["seed"].nunique())}
+        for length, values in part.groupby("length")["value"]:
+            text = _number(values.mean())
+            text += f" ± {_number(values.std(), values.mean())}" if len(values) > 1 else ""
+            text += " †" if (row, length) in marked else ""
+            if theirs := paper.get(str(row), {}).get(str(length)):
+                text += f" ({theirs[0]:g} ± {theirs[1]:g})"
+            line[f"{length:,}"] = text
+        lines.append(line)
+    return pd.DataFrame(lines).fillna("")
+
+
+def _number(value: float, like: float | None = None) -> str:
+    """Format a number with four significant digits, or with the decimals that `like` would have."""
+    like = value if like is None else like
+    if not math.isfinite(like) or like == 0:
+        return f"{value:.4g}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(like))))}f}"
+
+
+def _markdown(table: Frame) -> str:
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _by_length(results: Frame, rows: str, metric: str) -> bytes:
+    """Draw the mean over seeds of each row by length, with a band of one standard deviation."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
+    axes = figure.add_subplot()
+    for row in dict.fromkeys(results[rows]):
+        values = results[results[rows] == row].groupby("length")["value"].agg(["mean", "std"])
+        mean, spread = values["mean"].to_numpy(), values["std"].fillna(0).to_numpy()
+        lengths = values.index.to_numpy()
+        axes.plot(lengths, mean, marker="o", markersize=3, label=str(row))
+        axes.fill_between(lengths, np.maximum(mean - spread, mean / 10), mean + spread, alpha=0.2)
+    lengths = sorted(results["length"].unique())
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    low, high = results["value"].min(), results["value"].max()
+    if low > 0 and high > 10 * low:
+        axes.set_yscale("log")
+    axes.set(xlabel="sequence length (tokens)", ylabel=metric)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _html(
+    title: str,
+    found: Sequence[Section],
+    judged: Frame,
+    verdicts: Sequence[Verdict],
+    remarks: Sequence[str],
+) -> str:
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        sections=found,
+        judged=judged,
+        lines=[verdict_line(each) for each in verdicts],
+        remarks=remarks,
+    )

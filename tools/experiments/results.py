@@ -1,0 +1,87 @@
+"""Read the results of finished runs into one table: a row for each run, length and metric.
+
+Every CSV file of a run folder counts that has a column `length`, with one row for each length, and
+columns named in `METRICS`. So `extrapolation.csv` counts, and files of other evaluations do too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from megatron.config.reader import read_file
+from tools.experiments.grid import METRICS, Grid
+from tools.experiments.state import Record, state_of
+
+Frame = Any
+"""A table or a column of pandas, whose types basedpyright cannot infer."""
+COLUMNS = ["cell", "seed", "folder", "length", "metric", "value"]
+
+
+def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
+    """Return the results of a grid's finished cells, and a remark on each other cell.
+
+    Stale runs count, with a remark. The table also has a column for each axis.
+
+    Raises:
+        ConfigError: a cell's configuration has problems.
+    """
+    parts, remarks, codes = [], [], {}
+    for cell in grid.cells:
+        state, why = state_of(cell)
+        record = Record.read(cell.folder)
+        if record is None or record.state != "finished":
+            remarks.append(f"{cell.name}: {state}, not counted")
+            continue
+        if state == "stale":
+            remarks.append(f"{cell.name}: stale ({why})")
+        codes.setdefault(tuple(sorted(record.code.items())), []).append(cell.name)
+        about = {"cell": cell.name, **cell.axes, "seed": cell.seed, "folder": str(cell.folder)}
+        parts.append(of_run(cell.folder).assign(**about))
+    if len(codes) > 1:
+        groups = "; ".join(
+            f"{dict(code)['megatron']}: {len(names)}" for code, names in codes.items()
+        )
+        remarks.append(f"the cells were run by {len(codes)} versions of the code ({groups} cells)")
+    empty = pd.DataFrame(columns=[*COLUMNS, *grid.about.axes])
+    return (pd.concat(parts, ignore_index=True) if parts else empty), remarks
+
+
+def of_folders(folders: Sequence[Path]) -> Frame:
+    """Return the results of run folders that belong to no grid, with the axis `embedding`.
+
+    The embedding is the folder's name if two folders have the same embedding and seed.
+
+    Raises:
+        OSError: a folder has no `config.yml`.
+    """
+    found = []
+    for folder in folders:
+        settings, problems = read_file(folder / "config.yml")
+        if problems:
+            raise OSError(str(problems[0]))
+        keys = {path[0]: given.value for path, given in settings.items()}
+        found.append((str(keys.get("pos_emb")), keys.get("seed", 0), folder))
+    names = [pair[:2] for pair in found]
+    parts = []
+    for embedding, seed, folder in found:
+        row = embedding if names.count((embedding, seed)) == 1 else folder.name
+        about = {"cell": folder.name, "embedding": row, "seed": seed, "folder": str(folder)}
+        parts.append(of_run(folder).assign(**about))
+    return pd.concat(parts, ignore_index=True)
+
+
+def of_run(folder: Path) -> Frame:
+    """Return the columns `length`, `metric` and `value` of one run folder."""
+    parts: list[Any] = []
+    for path in sorted(folder.glob("*.csv")):
+        table = pd.read_csv(path)
+        metrics = [name for name in METRICS if name in table]
+        if metrics and "length" in table and table["length"].is_unique:
+            parts.append(table.melt("length", metrics, "metric", "value"))
+    if not parts:
+        return pd.DataFrame(columns=["length", "metric", "value"])
+    return pd.concat(parts, ignore_index=True).drop_duplicates(["length", "metric"])

@@ -1,0 +1,168 @@
+"""Run the cells of a grid, several at a time, each in a process and with a log of its own.
+
+A signal to `tools/sweep.py` is passed on to the cells, which save a checkpoint and end. The next
+sweep resumes them. A cell that fails is reported with the end of its log, and the others go on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from megatron.config import ConfigError
+from megatron.data.errors import DataError
+from tools.experiments.grid import Cell
+from tools.experiments.state import ROOT, Record, is_complete, share_done
+
+LOG = "log.txt"
+_TAIL = 12  # lines of the log of a failed cell
+_REPORT_SECONDS = 60.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass
+class _Running:
+    cell: Cell
+    process: Any  # as subprocess.Popen
+    record: Record
+    device: str
+    begun: float
+    before: float  # the share of its steps that earlier processes took
+
+
+def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
+    """Start a cell's process, outside the group of processes to which Ctrl-C in a terminal goes."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environ,
+        start_new_session=True,
+    )
+
+
+def command_of(cell: Cell) -> list[str]:
+    """Return the command that trains and evaluates a cell."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.processes}"]
+    options = [text for override in cell.overrides for text in ("-o", override)]
+    launcher = ranks if cell.processes > 1 else []
+    return [sys.executable, *launcher, str(ROOT / "train.py"), *cell.configs, *options]
+
+
+class Runner:
+    """Runs cells, each on one of `devices`.
+
+    Args:
+        devices: a value of CUDA_VISIBLE_DEVICES for each cell that runs at the same time; "" leaves
+            the variable as it is.
+        say: prints a line.
+        changed: is called after a cell has started or ended.
+
+    Attributes:
+        failed: the cells that failed.
+        signals: the number of signals received. The first one ends the cells in good order, and the
+            second one kills them.
+    """
+
+    def __init__(
+        self, devices: Sequence[str], say: Callable[[str], None], changed: Callable[[], object]
+    ):
+        self._free, self._say, self._changed = deque(devices), say, changed
+        self._running: list[_Running] = []
+        self._wake = threading.Event()
+        self.failed: list[Cell] = []
+        self.signals = 0
+
+    def receive(self, *_: object) -> None:
+        """Handle a signal: let every cell save and end, or kill them at the second signal."""
+        self.signals += 1
+        for each in self._running:
+            if self.signals > 1:
+                each.process.kill()
+            else:
+                each.process.send_signal(signal.SIGTERM)
+        self._wake.set()
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run all cells, until they have ended or a signal arrives."""
+        waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
+        self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
+        while (waiting and not self.signals) or self._running:
+            while waiting and self._free and not self.signals:
+                self._start(waiting.popleft())
+            for each in [each for each in self._running if each.process.poll() is not None]:
+                self._end(each)
+                self._say(self._progress(begun, len(waiting)))
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                self._say(self._progress(begun, len(waiting)))
+            self._wake.wait(0.1)
+
+    def _start(self, cell: Cell) -> None:
+        try:
+            record = Record.of(cell)
+        except (ConfigError, DataError) as error:
+            self._work -= 1
+            self._fail(cell, str(error))
+            return
+        if earlier := Record.read(cell.folder):
+            record.seconds = earlier.seconds
+        record.write(cell.folder)
+        device, before = self._free.popleft(), share_done(cell)
+        environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+        with (cell.folder / LOG).open("ab") as log:
+            process = start(command_of(cell), log, environ)
+        self._work -= before
+        self._running.append(_Running(cell, process, record, device, time.monotonic(), before))
+        self._say(f"{cell.name}: {'resumes' if before else 'starts'}, log in {cell.folder / LOG}")
+        self._changed()
+
+    def _end(self, each: _Running) -> None:
+        cell, record = each.cell, each.record
+        self._running.remove(each)
+        self._free.append(each.device)
+        self._ended += 1 - each.before
+        record.seconds += time.monotonic() - each.begun
+        code = each.process.returncode
+        if code == 0 and is_complete(cell, cell.config()):
+            record.state = "finished"
+            self._say(f"{cell.name}: finished after {_clock(record.seconds)}")
+        elif code == 0 or self.signals:
+            record.state = "cut off"
+            self._say(f"{cell.name}: cut off; the next sweep resumes it")
+        else:
+            record.state = "failed"
+            lines = (cell.folder / LOG).read_text(errors="replace").splitlines()[-_TAIL:]
+            self._fail(
+                cell, f"exit code {code}; the end of {cell.folder / LOG}:\n  " + "\n  ".join(lines)
+            )
+        record.write(cell.folder)
+        self._changed()
+
+    def _fail(self, cell: Cell, why: str) -> None:
+        self.failed.append(cell)
+        self._say(f"{cell.name}: FAILED: {why}")
+
+    def _progress(self, begun: float, waiting: int) -> str:
+        """Return a line with the number of ended cells and the time left, by steps taken so far."""
+        done = self._ended + sum(share_done(each.cell) - each.before for each in self._running)
+        passed = time.monotonic() - begun
+        left = _clock(passed * (self._work - done) / done) if done > 0 else "unknown"
+        ended = self._total - waiting - len(self._running)
+        return (
+            f"{ended} of {self._total} cells ended, {len(self._running)} running, time left: {left}"
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

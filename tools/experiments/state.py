@@ -1,0 +1,179 @@
+"""Tell how far the cells of a grid are, from the file `cell.json` in each run folder.
+
+A cell is finished if its run reached its last step and measured all lengths, with the resolved
+configuration, the text and the code of today. A run that began with others is *stale*: it is
+neither continued nor counted, unless the user decides otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.files import parse_json, write_text
+from tools.experiments.grid import Cell
+
+ROOT = Path(__file__).parents[2]
+RECORD = "cell.json"
+RESULTS = "extrapolation.csv"
+INDEX = "cells.csv"
+_PLACES = ("save", "load", "wandb_group", "wandb_run_name", "wandb_host", "wandb_team")
+_UNKNOWN = "unknown"
+
+State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
+
+
+@dataclass
+class Record:
+    """The content of `cell.json`: what a cell's run was started with, and how it went.
+
+    Attributes:
+        config: the resolved configuration without the folders of the run.
+        text: the fingerprint of the tokens.
+        code: the fingerprint of the code, and the versions of the libraries that compute.
+        seconds: the wall time of all its processes so far.
+        state: the outcome of the last process.
+    """
+
+    cell: str
+    axes: dict[str, str]
+    seed: int
+    config: dict[str, Any]
+    text: str
+    code: dict[str, str]
+    host: str = field(default_factory=platform.node)
+    seconds: float = 0.0
+    state: State = "running"
+
+    @classmethod
+    def of(cls, cell: Cell) -> Record:
+        """Return the record of a run of `cell` that starts now.
+
+        Raises:
+            ConfigError: the cell's configuration has problems.
+            DataError: its text cannot be read.
+        """
+        config = cell.config()
+        return cls(cell.name, cell.axes, cell.seed, settings(config), text_of(config), code())
+
+    @classmethod
+    def read(cls, folder: Path) -> Record | None:
+        """Return the record in a run folder, or None if `tools/sweep.py` has not written one."""
+        path = folder / RECORD
+        return cls(**parse_json(path.read_bytes())) if path.exists() else None
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / RECORD, json.dumps(asdict(self), indent=1))
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return a resolved configuration, as it is read back from JSON, without its own folders."""
+    flat = json.loads(json.dumps(config.to_flat_dict()))
+    foreign = flat.get("load") if flat.get("load") != flat.get("save") else None
+    return {k: v for k, v in flat.items() if k not in _PLACES} | (
+        {"load": foreign} if foreign else {}
+    )
+
+
+@cache
+def code() -> dict[str, str]:
+    """Return a fingerprint of the code that trains, and the versions of its libraries."""
+    found = hashlib.sha256()
+    for path in sorted([*(ROOT / "megatron").rglob("*.py"), ROOT / "train.py"]):
+        found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    libraries = {name: version(name) for name in ("torch", "deepspeed", "numpy")}
+    return {"megatron": found.hexdigest()[:12], "python": platform.python_version(), **libraries}
+
+
+_texts: dict[str, str] = {}
+
+
+def text_of(config: Config) -> str:
+    """Return the fingerprint of the tokens that a configuration names.
+
+    Raises:
+        DataError: the tokens cannot be read.
+    """
+    key = repr(config.data)
+    if key not in _texts:
+        # This import takes seconds, and a new grid can be listed without it.
+        from megatron.engine.text import fingerprint, open_text, tokenizer_of
+
+        _texts[key] = fingerprint(open_text(config, tokenizer_of(config)).shards)
+    return _texts[key]
+
+
+def state_of(cell: Cell) -> tuple[State, str]:
+    """Return the state of a cell, and a reason if it is stale.
+
+    Raises:
+        ConfigError: the cell's configuration has problems.
+    """
+    record = Record.read(cell.folder)
+    if record is None:
+        if (cell.folder / "latest").exists():
+            return "stale", f"{cell.folder} holds a run that tools/sweep.py did not start"
+        return "new", ""
+    config = cell.config()
+    now: dict[str, Any] = {**settings(config), "code": code()}
+    then = {**record.config, "code": record.code}
+    changed = [
+        f"{key}: {then.get(key)} -> {now.get(key)}" for key in now if then.get(key) != now[key]
+    ]
+    changed += [f"{key}: {then[key]} -> not given" for key in then.keys() - now.keys()]
+    if not changed:
+        try:
+            text = text_of(config)
+        except DataError:
+            text = record.text  # results are still shown where the text is no longer there
+        changed = [] if text == record.text else ["the text has another fingerprint"]
+    return ("stale", "; ".join(changed)) if changed else (record.state, "")
+
+
+def is_complete(cell: Cell, config: Config) -> bool:
+    """Return whether the run of a cell took its last step and measured all lengths."""
+    latest, last = cell.folder / "latest", config.training.train_iters
+    step = latest.read_text().removeprefix("global_step").strip() if latest.exists() else "0"
+    return int(step) >= last and (cell.folder / RESULTS).exists()
+
+
+def share_done(cell: Cell) -> float:
+    """Return the share of its training steps that the run of a cell has taken."""
+    record, metrics = Record.read(cell.folder), cell.folder / "metrics.jsonl"
+    whole = metrics.read_text().rpartition("\n")[0] if record and metrics.exists() else ""
+    if record is None or not whole or not record.config["train_iters"]:
+        return 0.0
+    return min(1.0, json.loads(whole.splitlines()[-1])["step"] / record.config["train_iters"])
+
+
+def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
+    """Write `cells.csv`: one row for each cell, with its state, run folder, wall time and versions.
+
+    Raises:
+        ConfigError: a cell's configuration has problems.
+    """
+    rows = []
+    for cell in cells:
+        (state, why), record = state_of(cell), Record.read(cell.folder)
+        rows.append(
+            {"cell": cell.name, **cell.axes, "seed": cell.seed, "state": state, "why": why,
+             "folder": str(cell.folder), "seconds": round(record.seconds, 1) if record else None,
+             "host": record.host if record else None, "text": record.text if record else None,
+             **(record.code if record else {})}
+        )  # fmt: skip
+    table = pd.DataFrame(rows)
+    runs.mkdir(parents=True, exist_ok=True)
+    write_text(runs / INDEX, table.to_csv(index=False))
+    return table

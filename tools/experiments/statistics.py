@@ -1,0 +1,181 @@
+"""Test claims over seeds: paired t tests, Holm's correction, and TOST for equality.
+
+Side A and side B of a claim have one value for each seed, a_s and b_s. For metrics like perplexity
+the differences are d_s = ln a_s - ln b_s, and a margin of `by` percent is m = ln(1 + by / 100). For
+accuracy, d_s = a_s - b_s and m = by / 100. The claims about the expected difference D are:
+
+    below      D < -m        one-sided paired t test
+    above      D > m         one-sided paired t test
+    within     D < m         one-sided paired t test: A is worse than B by less than the margin
+    equal      -m < D < m    two one-sided tests (TOST); p is the larger of their p values
+    differs    D != 0        two-sided paired t test
+
+A claim of several parts holds only if all do, so its p value is the largest of its parts'. Holm's
+correction is over all claims of a grid. Seeds are the unit: sequences are not independent runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from tools.experiments.grid import BEST, METRICS, Endpoint, Grid, sides
+from tools.experiments.results import Frame
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runs say about one claim.
+
+    Attributes:
+        seeds: the number of seeds that both sides have.
+        change: the mean difference, in percent (of accuracy: in points).
+        low, high: the 95% interval of `change`.
+        p: the p value, and `holm` the same after Holm's correction.
+        word: `holds`, `not shown`, `contradicted` (the opposite is significant, uncorrected), or
+            `not tested`.
+    """
+
+    name: str
+    claim: str
+    seeds: int = 0
+    change: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
+    holm: float = math.nan
+    word: str = "not tested"
+
+
+def verdicts(grid: Grid, results: Frame) -> list[Verdict]:
+    """Return a verdict for each part of each endpoint of a grid, in the order of the file."""
+    parts = [
+        (name, part)
+        for name, given in grid.about.endpoints.items()
+        for part in (given if isinstance(given, list) else [given])
+    ]
+    found = [_tested(name, part, results) for name, part in parts]
+    largest = pd.DataFrame({"name": [v.name for v in found], "p": [v.p for v in found]})
+    p = largest.groupby("name")["p"].agg(lambda each: each.max(skipna=False)).dropna()
+    corrected = dict(zip(p.index, holm(p.to_list()), strict=True))
+    return [
+        _judged(verdict, part, corrected.get(name, math.nan), grid.about.alpha)
+        for verdict, (name, part) in zip(found, parts, strict=True)
+    ]
+
+
+def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> float:
+    """Return the p value of a claim about paired values.
+
+    Args:
+        a: the values of side A, [seeds]; their logarithms where ratios are compared.
+        b: those of side B, in the same order of seeds.
+        claim: one of the claims of the module's docstring.
+        margin: the margin m, not negative.
+    """
+    if claim == "equal":
+        upper = p_value(a, b, "within", margin)
+        return max(upper, p_value(b, a, "within", margin))
+    offset, alternative = {
+        "below": (-margin, "less"),
+        "above": (margin, "greater"),
+        "within": (margin, "less"),
+        "differs": (0.0, "two-sided"),
+    }[claim]
+    d = (a - b) - offset
+    if np.ptp(d) == 0:  # without any spread, t is not defined
+        holds = {"less": d[0] < 0, "greater": d[0] > 0, "two-sided": d[0] != 0}[alternative]
+        return 0.0 if holds else 1.0
+    result: Any = stats.ttest_1samp(d, 0.0, alternative=alternative)
+    return float(result.pvalue)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p values after Holm's step-down correction (Holm 1979), in the same order."""
+    order = np.argsort(values)
+    scaled = np.asarray(values)[order] * np.arange(len(values), 0, -1)
+    corrected = np.empty(len(values))
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(scaled)) if len(values) else []
+    return corrected.tolist()
+
+
+def significant(
+    results: Frame, rows: str, against: str, metric: str, alpha: float
+) -> set[tuple[str, int]]:
+    """Return the (row, length) that differ from the row `against`, by a two-sided paired t test.
+
+    Holm's correction is over all rows and lengths of `results`.
+    """
+    chosen = results[results["metric"] == metric]
+    lower = METRICS[metric]
+    tests = {}
+    for (row, length), part in chosen[chosen[rows] != against].groupby([rows, "length"]):
+        other = chosen[(chosen[rows] == against) & (chosen["length"] == length)]
+        a, b = _paired(_by_seed(part), _by_seed(other), logarithm=lower)
+        if len(a) > 1 and np.isfinite(a - b).all():
+            tests[row, length] = p_value(a, b, "differs")
+    return {key for key, p in zip(tests, holm(list(tests.values())), strict=True) if p < alpha}
+
+
+def _tested(name: str, endpoint: Endpoint, results: Frame) -> Verdict:
+    chosen = results[results["metric"] == endpoint.metric]
+    one, other = sides(endpoint)
+    lower, by = METRICS[endpoint.metric], endpoint.by / 100
+    verdict = Verdict(name, endpoint.text or _sentence(endpoint))
+    a, b = _paired(_side(chosen, one), _side(chosen, other), logarithm=lower)
+    if len(a) < 2 or not np.isfinite(a - b).all():
+        return replace(verdict, seeds=len(a))
+    p = p_value(a, b, endpoint.claim, math.log1p(by) if lower else by)
+    d = a - b
+    spread = stats.sem(d) * stats.t.ppf(0.975, len(d) - 1)
+    points = [float(d.mean() + sign * spread) for sign in (0, -1, 1)]
+    change, low, high = (100 * (math.expm1(x) if lower else x) for x in points)
+    return replace(verdict, seeds=len(a), change=change, low=low, high=high, p=p)
+
+
+def _side(results: Frame, names: Mapping[str, str]) -> Frame:
+    """Return the values of one side by seed."""
+    for key in names.keys() - {"length"}:
+        results = results[results[key] == names[key]]
+    length = names.get("length", "")
+    if length == BEST and len(results):
+        means = results.groupby("length")["value"].mean()
+        lower = METRICS[results["metric"].iloc[0]]
+        length = str(means.idxmin() if lower else means.idxmax())
+    return _by_seed(results[results["length"].astype(str) == length] if length else results)
+
+
+def _by_seed(results: Frame) -> Frame:
+    return results.set_index("seed")["value"].astype(float)
+
+
+def _paired(a: Frame, b: Frame, *, logarithm: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of both sides for the seeds that both have."""
+    both = pd.concat([a, b], axis=1, join="inner").sort_index().to_numpy()
+    values = np.log(both) if logarithm else both
+    return values[:, 0], values[:, 1]
+
+
+def _sentence(endpoint: Endpoint) -> str:
+    one, other = sides(endpoint)
+    names = [
+        " ".join(f"{k} {v}" if k == "length" else v for k, v in side.items())
+        for side in (one, other)
+    ]
+    margin = f" by {endpoint.by:g}%" if endpoint.by else ""
+    return f"{endpoint.metric} of {names[0]} {endpoint.claim} {names[1]}{margin}"
+
+
+def _judged(verdict: Verdict, endpoint: Endpoint, corrected: float, alpha: float) -> Verdict:
+    if math.isnan(corrected):
+        return verdict
+    word = "holds" if corrected < alpha else "not shown"
+    if verdict.p > 1 - alpha and endpoint.claim != "differs":
+        word = "contradicted"
+    return replace(verdict, holm=corrected, word=word)

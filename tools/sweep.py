@@ -1,0 +1,141 @@
+"""Run a grid of training runs, each with its final evaluation.
+
+    python tools/sweep.py configs/paper/table3.yml --list
+    python tools/sweep.py configs/paper/table3.yml --set model=xl --gpus 0,1,2,3
+    python tools/sweep.py GRID.yml --only 'github-*' --jobs 2
+
+Each cell of the grid has its own run folder, with its log in log.txt. The same command again skips
+finished cells and resumes the others. A cell whose configuration, text or code has changed since
+its run began is stale: it is named and left as it is, until `--stale` says what to do. The file
+cells.csv beside the run folders lists all cells. The exit code is 1 if a cell failed or is stale,
+and 130 after a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+from fnmatch import fnmatch
+from pathlib import Path
+
+from megatron import entry
+from megatron.config import ConfigError
+from tools.experiments.grid import Cell, Grid, read_grid
+from tools.experiments.runner import SIGNALS, Runner
+from tools.experiments.state import state_of, write_index
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = entry.parser(__doc__)
+    add = parser.add_argument
+    add("grid", type=Path, metavar="GRID.yml")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the grid")
+    add("--only", metavar="PATTERN", help="only cells with such a name, e.g. '*kerple*-1235'")
+    add("--cell", type=int, metavar="N", help="only the N-th cell, counted from 0")
+    add("--list", "--check", action="store_true", help="check and show all cells, run nothing")
+    add("--jobs", type=int, metavar="N", help="cells at a time [1, or one for each GPU]")
+    add("--gpus", metavar="0,1,...", help="the GPUs to use [all]; each cell gets its own")
+    stale = "stale runs: start over (the old folder is renamed), or count them as finished"
+    add("--stale", choices=("rerun", "keep"), help=stale)
+    slurm = "print the command that runs the unfinished cells as an array job"
+    add("--slurm", action="store_true", help=slurm)
+    args = parser.parse_args(argv)
+    if wrong := [text for text in args.set if "=" not in text]:
+        parser.error(f"--set {wrong[0]}: write NAME=VALUE")
+    if args.jobs is not None and args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the grid, and return the exit code (see the module docstring)."""
+    args = parse_arguments(argv)
+    try:
+        grid = read_grid(args.grid, dict(text.split("=", 1) for text in args.set))
+        cells = [
+            cell for number, cell in enumerate(grid.cells)
+            if args.cell in (None, number) and fnmatch(cell.name, args.only or "*")
+        ]  # fmt: skip
+        states = {cell.name: state_of(cell) for cell in cells}
+        for cell in cells if args.list else []:
+            cell.config()
+    except ConfigError as error:
+        entry.refuse(f"{args.grid}: {error}", 2)
+    if not cells:
+        entry.refuse(f"no cell matches; the first is named {grid.cells[0].name}", 2)
+    if args.list:
+        for cell in cells:
+            print(f"{cell.name:<48} {': '.join(filter(None, states[cell.name]))}")
+        print(f"{len(cells)} cells in {grid.runs}")
+        return 0
+    stale = [cell for cell in cells if states[cell.name][0] == "stale"]
+    left = [cell for cell in cells if states[cell.name][0] not in ("finished", "stale")]
+    for cell in stale:
+        print(f"{cell.name}: STALE: {states[cell.name][1]}")
+    if args.stale == "rerun" and not args.slurm:
+        for cell in stale:
+            print(f"{cell.name}: old run moved to {_move_away(cell.folder)}")
+        left = [cell for cell in cells if cell in left or cell in stale]
+    if args.slurm:
+        print(_array_job(args, grid, left))
+        return 0
+    print(f"{len(cells) - len(left)} of {len(cells)} cells are done or stale", flush=True)
+    return _run(args, grid, left, stale=bool(stale) and args.stale is None)
+
+
+def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool) -> int:
+    runner = Runner(
+        _devices(args, grid.about.processes),
+        lambda text: print(text, flush=True),
+        lambda: write_index(grid.cells, grid.runs),
+    )
+    for number in SIGNALS:
+        signal.signal(number, runner.receive)
+    runner.run(left)
+    index = write_index(grid.cells, grid.runs)
+    counts = index["state"].value_counts()
+    print(f"{grid.runs}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+    if runner.failed:
+        print("failed: " + ", ".join(cell.name for cell in runner.failed))
+    if stale:
+        print("stale cells are left as they are: give --stale rerun or --stale keep")
+    return entry.INTERRUPTED if runner.signals else int(bool(runner.failed) or stale)
+
+
+def _devices(args: argparse.Namespace, processes: int) -> list[str]:
+    """Return the CUDA_VISIBLE_DEVICES of each cell that may run at the same time."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = (args.gpus or visible).split(",") if args.gpus or visible else []
+    gpus = gpus or [str(number) for number in range(torch.cuda.device_count())]
+    if not gpus:
+        return [""] * (args.jobs or 1)
+    groups = [gpus[i : i + processes] for i in range(0, len(gpus), processes)]
+    whole = [",".join(group) for group in groups if len(group) == processes]
+    if not whole:
+        entry.refuse(f"a cell needs {processes} GPUs, and there are {len(gpus)}", 2)
+    return whole[: args.jobs]
+
+
+def _array_job(args: argparse.Namespace, grid: Grid, left: list[Cell]) -> str:
+    numbers = ",".join(str(grid.cells.index(cell)) for cell in left)
+    options = [text for each in args.set for text in ("--set", each)]
+    limit = f"%{args.jobs}" if args.jobs else ""
+    command = ["sbatch", f"--array={numbers}{limit}", f"--gpus-per-node={grid.about.processes}"]
+    command += ["tools/slurm/sweep.sbatch", str(args.grid), *options]
+    return shlex.join(command)
+
+
+def _move_away(folder: Path) -> Path:
+    """Rename a run folder to the first free name FOLDER.stale-N, and return that name."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.stale-{number}")).exists():
+        number += 1
+    return folder.rename(target)
+
+
+if __name__ == "__main__":
+    entry.run(main)

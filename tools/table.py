@@ -1,0 +1,64 @@
+"""Write the tables, tests and plots of a grid's runs, or of single run folders.
+
+    python tools/table.py configs/paper/table3.yml --against paper --out results/table3
+    python tools/table.py runs/a runs/b --out results/mine
+
+A grid file also gives its endpoints a verdict each, over the seeds. Cells that are not finished are
+named and left out. DIR then holds report.html (one file with the plots), tables.md, tables.tex,
+results.csv, verdicts.csv and the plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron import entry
+from megatron.config import ConfigError
+from tools.experiments import report, results
+from tools.experiments.grid import METRICS, read_grid
+from tools.experiments.statistics import verdicts
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = entry.parser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="GRID.yml|RUN", help="one grid file, or run folders")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the grid")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
+    add("--against", choices=("paper",), help="show the paper's numbers beside the cells")
+    add("--metric", choices=tuple(METRICS), default="perplexity", help="[%(default)s]")
+    args = parser.parse_args(argv)
+    if len(args.runs) > 1 and not all(path.is_dir() for path in args.runs):
+        parser.error("give one grid file, or only run folders")
+    if wrong := [text for text in args.set if "=" not in text]:
+        parser.error(f"--set {wrong[0]}: write NAME=VALUE")
+    return args
+
+
+@entry.reports()
+def main(argv: list[str] | None = None) -> int:
+    """Write the results, print the tables and verdicts, and return the exit code."""
+    args = parse_arguments(argv)
+    grid, judged, remarks, rows = None, [], [], "embedding"
+    if args.runs[0].is_dir():
+        found = results.of_folders(args.runs)
+    else:
+        try:
+            grid = read_grid(args.runs[0], dict(text.split("=", 1) for text in args.set))
+            found, remarks = results.of_grid(grid)
+        except ConfigError as error:
+            entry.refuse(str(error), 2)
+        rows, judged = grid.rows, verdicts(grid, found)
+    if args.metric not in set(found["metric"]):
+        entry.refuse(f"error: no finished run has measured {args.metric}; {'; '.join(remarks)}", 1)
+    parts = report.sections(found, rows, args.metric, grid, args.against == "paper")
+    title = args.runs[0].stem if grid else "Runs"
+    written = report.write(args.out, title, parts, judged, remarks, found)
+    print((args.out / "tables.md").read_text(), end="")
+    print(f"written: {', '.join(map(str, written))}")
+    return 0
+
+
+if __name__ == "__main__":
+    entry.run(main)
