@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from megatron import entry, launch
-from megatron.config.command_line import config_parser, load_or_exit
+from megatron.config.command_line import config_parser, load_or_exit, sharing_layout
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
     if not args.configs:
         args.configs, args.conf_dir = [args.load / "config.yml"], ""
     args.overrides.insert(0, "attention_backend=auto")  # the run may have used another device
-    config = load_or_exit(args, *layout())
+    config = load_or_exit(args, *sharing_layout(launch.world_size()))
     from megatron.engine.job.exit_codes import user_errors
 
     out = sys.stdout
@@ -96,24 +96,6 @@ def number(kind, low, high=float("inf")):
 
     read.__name__ = kind.__name__  # argparse names it in errors
     return read
-
-
-def layout():
-    """Return config overrides that set the degree of tensor parallelism to the number of processes.
-
-    All processes of the job then share one model.
-    """
-    return (
-        f"model_parallel_size={launch.world_size()}",
-        "pipe_parallel_size=1",
-        "context_parallel_size=1",
-        "sequence_parallel=false",
-        "train_batch_size=null",
-        "gradient_accumulation_steps=null",
-        "train_micro_batch_size_per_gpu=1",
-        "optimizer=null",  # Muon refuses tensor parallelism, but nothing is trained here
-        "optimizer={type: Adam, params: {lr: 1.0}}",
-    )
 
 
 def read_lines(name):

@@ -83,6 +83,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "docs/evaluation.md",
         "docs/experiments.md",
         "docs/generation.md",
+        "docs/huggingface.md",
         "docs/gpu.md",
         "docs/huggingface.md",
         "docs/layouts.md",

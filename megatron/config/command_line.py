@@ -78,3 +78,21 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
         return load_config(files, given, world_size=launch.world_size())
     except (ConfigError, launch.LaunchError) as error:
         entry.refuse(str(error), 2)
+
+
+def sharing_layout(processes: int | str) -> tuple[str, ...]:
+    """Return config overrides with which the job's processes share one model, without training it.
+
+    The degree of tensor parallelism becomes the number of processes.
+    """
+    return (
+        f"model_parallel_size={processes}",
+        "pipe_parallel_size=1",
+        "context_parallel_size=1",
+        "sequence_parallel=false",
+        "train_batch_size=null",
+        "gradient_accumulation_steps=null",
+        "train_micro_batch_size_per_gpu=1",
+        "optimizer=null",  # Muon refuses tensor parallelism, but nothing is trained here
+        "optimizer={type: Adam, params: {lr: 1.0}}",
+    )

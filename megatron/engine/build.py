@@ -40,7 +40,7 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
     m = config.model
     loaded = {
         name: load_positional(
-            name, numerics=numerics or numerics_of(config), **_positional_options(m, name)
+            name, numerics=numerics or numerics_of(config), **positional_options(m, name)
         )
         for name in values_of(m.pos_emb)
     }
@@ -50,7 +50,7 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
     return PerLayer(layers, own_theta=m.theta_per_layer)
 
 
-def _positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
+def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
     """Return what `pos_emb_options` gives for the embedding `name`, to pass to `load_positional`.
 
     Raises:

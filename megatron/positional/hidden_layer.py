@@ -78,8 +78,10 @@ class _HiddenLayer(torch.autograd.Function):
 
 
 # torch.library.custom_op would import torch's compiler at the first call, which takes seconds.
-_LIBRARY = torch.library.Library("kerple", "DEF")
-_LIBRARY.define("hidden_layer(Tensor u, Tensor w, Tensor b, Tensor v) -> Tensor")
-_LIBRARY.impl("hidden_layer", _evaluate, "CompositeExplicitAutograd")
-_LIBRARY.impl("hidden_layer", _HiddenLayer.apply, "Autograd")
-_LIBRARY.impl("hidden_layer", lambda u, *others: torch.empty_like(u), "Meta")
+# An exported model has a copy of this file, and one process may load several such models.
+if not hasattr(torch.ops.kerple, "hidden_layer"):
+    _LIBRARY = torch.library.Library("kerple", "DEF")
+    _LIBRARY.define("hidden_layer(Tensor u, Tensor w, Tensor b, Tensor v) -> Tensor")
+    _LIBRARY.impl("hidden_layer", _evaluate, "CompositeExplicitAutograd")
+    _LIBRARY.impl("hidden_layer", _HiddenLayer.apply, "Autograd")
+    _LIBRARY.impl("hidden_layer", lambda u, *others: torch.empty_like(u), "Meta")

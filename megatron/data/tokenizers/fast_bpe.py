@@ -102,7 +102,7 @@ def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]
 def _tiktoken(vocabulary: dict[str, int], reference: Encode) -> Encode:
     with needs_package("tiktoken", "tokenizer backend tiktoken:", TokenizerError):
         import tiktoken
-    byte_of = _byte_of_symbol()
+    byte_of = byte_of_symbol()
     to_latin_1 = str.maketrans({symbol: chr(byte) for symbol, byte in byte_of.items()})
     # No text is encoded to the end-of-document token, or to a token with characters that stand for
     # no byte, so `ranks` leaves these out. tiktoken gets end-of-document as a special token, since
@@ -179,7 +179,7 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
     return lambda texts: [np.array(one.ids) for one in reference().encode_batch_fast(texts)]
 
 
-def _byte_of_symbol() -> dict[str, int]:
+def byte_of_symbol() -> dict[str, int]:
     """Return a dict from character to byte, as GPT-2's vocabulary writes bytes as characters.
 
     A printable byte is written as the character whose code point equals the byte. The other bytes,

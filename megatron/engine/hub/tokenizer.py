@@ -1,0 +1,71 @@
+"""Write a tokenizer as the files from which `transformers.AutoTokenizer` loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer
+from megatron.data.tokenizers.bpe import HFTokenizer
+from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
+from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS, byte_of_symbol
+from megatron.engine.errors import HubError
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json, which give the same ids as `tokenizer`.
+
+    Batches are padded at the start, with the token that ends a document.
+
+    Raises:
+        HubError: The tokenizer is of a type that cannot be exported, or the written files give
+            other ids.
+    """
+    if isinstance(tokenizer, HFTokenizer):
+        backend = tokenizers.Tokenizer.from_str(tokenizer.reference.to_str())
+        end = END_OF_DOCUMENT
+        # If this token is not among the added ones, its characters in a text are ordinary text.
+        ordinary = tokenizer.eod not in backend.get_added_tokens_decoder()
+    elif isinstance(tokenizer, ByteLevelTokenizer):
+        backend, end = _of_bytes(tokenizer)
+        ordinary = True
+    else:
+        raise HubError(
+            f"tokenizer_type: {tokenizer.name} cannot be exported; ByteLevelTokenizer, "
+            "CharLevelTokenizer, GPT2BPETokenizer and HFTokenizer can"
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=end,
+        pad_token=end,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=ordinary,
+    ).save_pretrained(folder)
+    _check(tokenizer, folder)
+
+
+def _of_bytes(tokenizer: ByteLevelTokenizer) -> tuple[tokenizers.Tokenizer, str]:
+    """Return a tokenizer of single bytes, and its token that ends a document."""
+    ids = byte_of_symbol()
+    end = {byte: symbol for symbol, byte in ids.items()}.get(tokenizer.eod, END_OF_DOCUMENT)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=ids | {end: tokenizer.eod}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend, end
+
+
+def _check(tokenizer: Tokenizer, folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    for text in DIFFICULT_TEXTS:
+        if not np.array_equal(theirs(text)["input_ids"], tokenizer.encode(text)):
+            raise HubError(
+                f"the exported {tokenizer.name} gives other ids to {text[:60]!r}, so there is "
+                "no export"
+            )
+    if (theirs.eos_token_id, theirs.pad_token_id) != (tokenizer.eod, tokenizer.eod):
+        raise HubError(f"the exported {tokenizer.name} has another end-of-document token")

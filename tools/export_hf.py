@@ -1,0 +1,62 @@
+"""Export a run for Hugging Face's transformers.
+
+    python tools/export_hf.py RUN DIR [--dtype bfloat16]
+
+The newest checkpoint of the run folder RUN is written to the new folder DIR: config.json,
+model.safetensors, the tokenizer's files, and modeling_kerple.py, the model's code. In any
+environment with torch and transformers,
+
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+    AutoTokenizer.from_pretrained(DIR)
+
+load the model and its tokenizer. Before DIR appears, the tool loads the export in this way and
+compares its logits and token ids with this project's. See docs/huggingface.md.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron import entry
+from megatron.engine.job.exit_codes import USER_ERRORS
+from megatron.files import new_folder
+
+
+@entry.reports(*USER_ERRORS)
+def main() -> int:
+    """Export the run, and return exit code 0, or 1 if this is impossible."""
+    parser = entry.parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("target", type=Path, metavar="DIR", help="new folder")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    dtype_help = "of the written weights (default: the run's precision)"
+    parser.add_argument("--dtype", choices=dtypes, help=dtype_help)
+    config_help = "config files (default: config.yml of the run)"
+    parser.add_argument(
+        "--config", type=Path, nargs="+", default=[], metavar="FILE", help=config_help
+    )
+    override_help = "a config key, such as eval_distance_scale=0.5"
+    parser.add_argument("-o", action="append", default=[], metavar="K=V", help=override_help)
+    args = parser.parse_args()
+    if not args.run.is_dir():
+        parser.error(f"{args.run}: no such folder; name the `save` folder of a run")
+    if find_spec("transformers") is None:
+        entry.refuse("error: export_hf.py needs transformers: pip install -e '.[hub]'", 1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory() as modules:
+        os.environ["HF_MODULES_CACHE"] = modules  # transformers copies modeling_kerple.py there
+        from megatron.engine.hub.export import export
+        from megatron.engine.hub.run import load_run
+
+        with new_folder(args.target) as folder:
+            run = load_run(args.run, args.config, args.o, args.dtype)
+            lines = [*run.notes, *export(run, folder)]
+        print("\n".join([*lines, f"{run.checkpoint} -> {args.target}"]))
+    return 0
+
+
+if __name__ == "__main__":
+    entry.run(main)
