@@ -85,7 +85,6 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "docs/generation.md",
         "docs/huggingface.md",
         "docs/gpu.md",
-        "docs/huggingface.md",
         "docs/layouts.md",
         "docs/moving_from_kerple.md",
         "docs/results.md",
