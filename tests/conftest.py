@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_ERROR_REPORTING"] = "false"
+# Hundreds of processes import the project; without its bytecode each would compile all of it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import torch  # noqa: E402
 
@@ -29,6 +33,37 @@ if not torch.cuda.is_available():
 
 GPU_COMMAND = "python -m pytest -m gpu"
 GPU_TESTS = Path(__file__).parent / "gpu"
+SLOW_FILES = [
+    "test_launched_training",
+    "test_matrix",
+    "test_rehearsal",
+    "test_layouts",
+    "test_house",
+    "test_failure",
+    "test_kernels_against_float64",
+    "test_change_layout",
+    "test_documents",
+    "test_tensor_parallel",
+    "test_pipeline",
+    "test_fused_training",
+    "test_kernels_compile",
+    "test_sequence_cuts",
+    "test_theta_options",
+    "test_ptx",
+    "test_jobs",
+    "test_preemption",
+    "test_one_writer",
+    "test_launchers",
+    "test_check_parity",
+    "test_uneven_ranks",
+    "test_data_download",
+    "test_attention_benchmark",
+    "test_saver",
+    "test_install",
+    "test_theta_bounds",
+    "test_one_fails",
+]
+"""They run first, or at the end of a parallel run one process would work while the others wait."""
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -89,7 +124,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if inside or collection_path in GPU_TESTS.parents else True
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist keep our order; its own begins with the files that have the most tests."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -157,6 +157,12 @@ def test_the_type_checker_sees_a_wrong_type(repo_root, tmp_path):
     assert "reportAssignmentType" in report and "1 error," in report
 
 
+def test_the_files_that_run_first_exist(repo_root, request):
+    conftest = request.config.pluginmanager.get_plugin(str(repo_root / "tests" / "conftest.py"))
+    present = {path.stem for path in (repo_root / "tests").rglob("test_*.py")}
+    assert set(conftest.SLOW_FILES) <= present
+
+
 def test_gpu_tests_skip_without_cuda_and_say_what_runs_them(repo_root, tmp_path):
     text = "import pytest\n\n@pytest.mark.gpu\ndef test_it(): ...\n"
     (tmp_path / "test_one.py").write_text(text)

@@ -2,16 +2,14 @@
 
 torch refuses FlexAttention's backward pass on CPUs. These tests use two other parts of torch: a
 dense backward pass for any device, and the check with which the generator of GPU code begins (it
-decides which lookups may have a gradient).
+decides which lookups may have a gradient). Both are imported late, as they take seconds and each
+process of a parallel run reads this file.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
 from torch.nn.attention import flex_attention
 
 from megatron.attention import attend, flex
@@ -30,6 +28,10 @@ TERMS = {
 
 @pytest.mark.parametrize("name", TERMS)
 def test_gradients_of_the_compiled_function(name, monkeypatch):
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
+
     graphs = []
 
     def compiler(graph, inputs):

@@ -9,11 +9,10 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import wandb
-from wandb.proto.wandb_internal_pb2 import Record
 
 from megatron.engine.errors import RunLogError
 from megatron.engine.training.log import RunLog
@@ -147,13 +146,15 @@ def test_wrong_wandb_options_name_the_right_ones(tmp_path, options, words):
         RunLog(tmp_path, is_main=True, use_wandb=True, wandb_options=options)
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Any]:
     """Yield the records in wandb's file: a 7-byte header, then fragments as in LevelDB's logs.
 
     A fragment has a 7-byte header. Its type is 1 for a whole record, and 2, 3 or 4 for the first, a
     middle or the last part of a record. Blocks have 32 KiB. At the end of a block, fewer than 7
     bytes are padding.
     """
+    from wandb.proto.wandb_internal_pb2 import Record  # late: each process reads this file
+
     content, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
         left = 32768 - at % 32768
@@ -168,7 +169,7 @@ def records(path: Path) -> Iterator[Record]:
             record = b""
 
 
-def finished_runs(folder: Path) -> list[list[Record]]:
+def finished_runs(folder: Path) -> list[list[Any]]:
     """Return the records of each finished offline run; wandb's process may write them late."""
     runs = [list(records(path)) for path in folder.glob("wandb/offline-run-*/*.wandb")]
     return [run for run in runs if run and run[-1].HasField("exit")]
@@ -218,7 +219,7 @@ class OnlineRun:
 
 def test_a_resumed_online_run_continues_the_recorded_id(tmp_path, monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr(wandb, "init", lambda **kwargs: calls.append(kwargs) or OnlineRun())
+    monkeypatch.setattr("wandb.init", lambda **kwargs: calls.append(kwargs) or OnlineRun())
     options = {"mode": "online", "team": "t", "project": "p", "host": "https://wandb.invalid"}
     for append in (False, True, False):
         arguments = {"use_wandb": True, "wandb_options": options, "append": append}
