@@ -88,6 +88,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "docs/layouts.md",
         "docs/moving_from_kerple.md",
         "docs/results.md",
+        "docs/results/plan.md",
         "docs/training.md",
         "tests/fixtures/parity/README.md",
     ],

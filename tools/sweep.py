@@ -22,9 +22,12 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.config import ConfigError
-from tools.experiments.grid import Cell, Grid, read_grid
+from megatron.data.errors import DataError
+from tools.experiments.description import TrainedTokenizer
+from tools.experiments.grid import Cell, Grid, filled, read_grid
 from tools.experiments.runner import SIGNALS, Runner
 from tools.experiments.state import state_of, write_index
+from tools.train_tokenizer import train_tokenizer
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -49,27 +52,25 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+@entry.reports(DataError)
 def main(argv: list[str] | None = None) -> int:
     """Run the grid, and return the exit code (see the module docstring)."""
     args = parse_arguments(argv)
     try:
         grid = read_grid(args.grid, dict(text.split("=", 1) for text in args.set))
+        if grid.about.tokenizer and not args.list:
+            _train_tokenizer(grid, grid.about.tokenizer)
         cells = [
             cell for number, cell in enumerate(grid.cells)
             if args.cell in (None, number) and fnmatch(cell.name, args.only or "*")
         ]  # fmt: skip
+        if args.list:
+            return _list(cells, grid)
         states = {cell.name: state_of(cell) for cell in cells}
-        for cell in cells if args.list else []:
-            cell.config()
     except ConfigError as error:
         entry.refuse(f"{args.grid}: {error}", 2)
     if not cells:
         entry.refuse(f"no cell matches; the first is named {grid.cells[0].name}", 2)
-    if args.list:
-        for cell in cells:
-            print(f"{cell.name:<48} {': '.join(filter(None, states[cell.name]))}")
-        print(f"{len(cells)} cells in {grid.runs}")
-        return 0
     stale = [cell for cell in cells if states[cell.name][0] == "stale"]
     left = [cell for cell in cells if states[cell.name][0] not in ("finished", "stale")]
     for cell in stale:
@@ -83,6 +84,28 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(f"{len(cells) - len(left)} of {len(cells)} cells are done or stale", flush=True)
     return _run(args, grid, left, stale=bool(stale) and args.stale is None)
+
+
+def _train_tokenizer(grid: Grid, wanted: TrainedTokenizer) -> None:
+    """Train the tokenizer of a grid, unless its file exists."""
+    file, text = (filled(each, grid.variables) for each in (wanted.file, wanted.text))
+    if not Path(file).exists():
+        print(f"training a tokenizer on {text}: {file}", flush=True)
+        train_tokenizer([text], wanted.size, Path(file))
+
+
+def _list(cells: list[Cell], grid: Grid) -> int:
+    """Print the state of each cell, or the problems of its configuration."""
+    wrong = 0
+    for cell in cells:
+        try:
+            cell.config()
+            text = ": ".join(filter(None, state_of(cell)))
+        except ConfigError as error:
+            wrong, text = wrong + 1, str(error)
+        print(f"{cell.name:<48} {text}")
+    print(f"{len(cells)} cells in {grid.runs}" + (f", {wrong} with problems" if wrong else ""))
+    return 2 if wrong else 0
 
 
 def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool) -> int:

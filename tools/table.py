@@ -16,7 +16,8 @@ from pathlib import Path
 from megatron import entry
 from megatron.config import ConfigError
 from tools.experiments import report, results
-from tools.experiments.grid import METRICS, read_grid
+from tools.experiments.description import METRICS
+from tools.experiments.grid import read_grid
 from tools.experiments.statistics import verdicts
 
 

@@ -14,11 +14,9 @@ from megatron.config.choices import (
 )
 from megatron.config.describe import describe
 from megatron.config.reader import read_file
-from tests.helpers.paths import FIXTURES, ROOT
+from tests.helpers.paths import CONFIGS, FIXTURES, ROOT, SHIPPED
 
-CONFIGS = ROOT / "configs"
 CONFIG_FIXTURES = FIXTURES / "config"
-SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml"))
 WHOLE = {"quickstart.yml"}  # needs no other file
 PAPER = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml")
 

@@ -8,10 +8,8 @@ from megatron.config.schema import Config
 from megatron.engine.build import plan_of
 from megatron.engine.shape import padded_vocab_size, shape_of
 from megatron.model import GPT
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import CONFIGS, SHIPPED
 
-CONFIGS = ROOT / "configs"
-SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml"))
 BASE = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml", "cluster/cpu.yml")
 
 

@@ -6,3 +6,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
+CONFIGS = ROOT / "configs"
+GRIDS = sorted(path for path in CONFIGS.rglob("*.yml") if "\naxes:" in path.read_text())
+"""The files for tools/sweep.py."""
+SHIPPED = sorted(
+    path.relative_to(CONFIGS).as_posix() for path in {*CONFIGS.rglob("*.yml")} - {*GRIDS}
+)
+"""The other files of `CONFIGS`, from which runs are composed."""

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from tools.experiments.grid import Description, Endpoint, Grid
+from tools.experiments.description import Description, Endpoint
+from tools.experiments.grid import Grid
 from tools.experiments.statistics import holm, p_value, significant, verdicts
 
 # Student's sleep data (Biometrika 6, 1908): extra hours of sleep of ten patients with two drugs.

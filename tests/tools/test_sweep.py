@@ -17,37 +17,14 @@ import yaml
 
 from megatron.files import parse_json
 from tests.helpers.jobs import BASE, rows, write_shards
-from tests.helpers.launch import start_script
 from tests.helpers.paths import ROOT
 from tools import sweep, table
 from tools.experiments import runner
 
 
-class Forked:
-    """A cell's process without the seconds that its imports take, used like a Popen."""
-
-    def __init__(self, command, log, environ):
-        self.process = start_script(command[1:], log.fileno(), cwd=Path.cwd(), environ=environ)
-
-    returncode = property(lambda self: self.process.exitcode)
-
-    def poll(self):
-        return self.process.exitcode
-
-    def send_signal(self, number):
-        os.kill(self.process.pid, number)
-
-    def kill(self):
-        self.process.kill()
-
-
 @pytest.fixture(autouse=True)
-def quick_start(monkeypatch):
-    monkeypatch.setattr(runner, "start", Forked)
-    before = {number: signal.getsignal(number) for number in runner.SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def quick_start(monkeypatch, start_forked):
+    monkeypatch.setattr(runner, "start", start_forked)
 
 
 def write_grid(folder: Path, prefix: str, **changes) -> Path:

@@ -21,77 +21,27 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from megatron.config import Config, ConfigError, Problem, load_config
 from megatron.config.errors import Mark
 from megatron.config.reader import Settings, read_file
 from megatron.suggest import nearest
+from tools.experiments.description import (
+    BEST,
+    METRICS,
+    Description,
+    Endpoint,
+    sides,
+    values_of,
+)
 
-METRICS = {"perplexity": True, "loss": True, "bits_per_byte": True, "accuracy": False}
-"""Maps a column of a results file to whether lower is better. Such metrics are positive, and are
-compared as ratios. The others are compared as differences."""
-BEST = "best"
 _NAME = re.compile(r"[\w.+-]+")
+_VARIABLE = re.compile(r"\{(\w+)\}")
 
 Fault = tuple[tuple[str | int, ...], str]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
-
-
-class Value(_Strict):
-    """What one value of an axis adds to the base configuration, and its seeds if it has its own."""
-
-    configs: list[str] = []
-    overrides: dict[str, Any] = {}
-    seeds: list[int] = []
-
-
-class Endpoint(_Strict):
-    """A claim about one metric, to be tested over seeds.
-
-    Attributes:
-        of: the side that the claim is about: a value of each axis, and `length`.
-        than: the other side. It has the axes and the length of `of`, except where it names others.
-            `length: best` is the length at which its mean over seeds is best.
-        by: the margin in percent (of accuracy: in points). `statistics` defines the claims.
-    """
-
-    claim: Literal["below", "above", "within", "equal", "differs"]
-    of: dict[str, str]
-    than: dict[str, str]
-    by: float = Field(0.0, ge=0)
-    metric: str = "perplexity"
-    text: str = ""
-
-
-class Paper(_Strict):
-    """Where the paper's numbers are: a table of configs/paper/tables.json, and its corpus."""
-
-    table: str
-    corpus: str
-
-
-class Description(_Strict):
-    """The content of a grid file."""
-
-    runs: str
-    configs: list[str] = Field(min_length=1)
-    axes: dict[str, list[str] | dict[str, Value | None]] = Field(min_length=1)
-    seeds: list[int] = Field(min_length=1)
-    lengths: list[int] = Field(min_length=1)
-    variables: dict[str, str] = {}
-    overrides: dict[str, Any] = {}
-    processes: int = Field(1, ge=1)
-    rows: str = ""
-    compare: str = ""
-    alpha: float = Field(0.05, gt=0, lt=1)
-    endpoints: dict[str, Endpoint | list[Endpoint]] = {}
-    paper: Paper | None = None
 
 
 @dataclass(frozen=True)
@@ -163,20 +113,7 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
 
 def filled(text: str, names: Mapping[str, str]) -> str:
     """Replace each `{NAME}` in `text` by its value in `names`."""
-    return re.sub(r"\{(\w+)\}", lambda found: names[found[1]], text)
-
-
-def values_of(about: Description, axis: str) -> dict[str, Value]:
-    """Return a dict from the names of an axis's values to what they add."""
-    given = about.axes[axis]
-    if isinstance(given, list):
-        return {name: Value() for name in given}
-    return {name: value or Value() for name, value in given.items()}
-
-
-def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both sides of an endpoint, each with every axis and `length`."""
-    return endpoint.of, endpoint.of | endpoint.than
+    return re.sub(_VARIABLE, lambda found: names[found[1]], text)
 
 
 def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iterator[Cell]:
@@ -190,12 +127,12 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
             folder = runs / name
             parts = [path for each in (about, *values) for path in each.configs]
             keys: dict[str, Any] = {
-                "save": str(folder), "load": str(folder),
-                "seed": seed, "eval_lengths": about.lengths,
+                "save": str(folder), "load": str(folder), "seed": seed,
+                "eval_lengths": about.lengths,
             }  # fmt: skip
             for each in (about, *values):
                 keys |= each.overrides
-            known = {**variables, **chosen}
+            known = {**variables, **chosen, "seed": str(seed)}
             yield Cell(
                 name,
                 chosen,
@@ -209,7 +146,7 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
 
 def _yaml(value: Any, names: Mapping[str, str]) -> str:
     """Return a value as YAML in one line. Text with `{NAME}` becomes what stands there."""
-    if isinstance(value, str) and re.search(r"\{\w+\}", value):
+    if isinstance(value, str) and re.search(_VARIABLE, value):
         return filled(value, names)
     return json.dumps(value)
 
@@ -218,18 +155,22 @@ def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]
     """Yield (place, text) for each fault that the types of the keys do not show."""
     for name in variables.keys() - about.variables.keys():
         yield ("variables",), f"there is no {name}, which --set names; write its default here"
-    known = {*about.variables, *about.axes}
+    known = {*about.variables, *about.axes, "seed"}
     for axis in about.axes:
         for name in values_of(about, axis):
             if not _NAME.fullmatch(name):
                 text = f"{name!r} names folders; write letters, digits and . _ + -, with the value "
                 yield ("axes", axis), text + "itself in `overrides`"
     parts = [value for axis in about.axes for value in values_of(about, axis).values()]
+    texts = [about.paper.corpus] if about.paper else []
     for each in (about, *parts):
-        texts = [*each.configs, *(v for v in each.overrides.values() if isinstance(v, str))]
-        texts += [about.runs, about.paper.corpus if about.paper else ""]
-        for name in set(re.findall(r"\{(\w+)\}", " ".join(texts))) - known:
-            yield ("configs",), f"{{{name}}} is neither an axis nor under `variables`"
+        texts += [*each.configs, *(v for v in each.overrides.values() if isinstance(v, str))]
+    for name in set(re.findall(_VARIABLE, " ".join(texts))) - known:
+        yield ("configs",), f"{{{name}}} is neither an axis nor under `variables`"
+    texts = [about.runs, about.paper.table if about.paper else ""]
+    texts += about.tokenizer.model_dump().values() if about.tokenizer else []
+    for name in set(re.findall(_VARIABLE, " ".join(map(str, texts)))) - about.variables.keys():
+        yield ("runs",), f"{{{name}}} is not under `variables`"
     for key, axis in (("rows", about.rows), ("compare", "")):
         if axis and axis not in about.axes:
             yield (key,), f"{axis} is no axis; known: {', '.join(about.axes)}"

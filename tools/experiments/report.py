@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
 from megatron.files import parse_json, write_bytes, write_text
 from tools.experiments.grid import Grid, filled
 from tools.experiments.results import Frame
@@ -153,12 +154,13 @@ def _table(
     lines = []
     for row in dict.fromkeys(results[rows]):
         part = results[results[rows] == row]
+        by_length = paper.get(PUBLISHED_POSITIONAL_NAMES.get(str(row), str(row)), {})
         line = {rows: row, "seeds": str(part["seed"].nunique())}
         for length, values in part.groupby("length")["value"]:
             text = _number(values.mean())
             text += f" ± {_number(values.std(), values.mean())}" if len(values) > 1 else ""
             text += " †" if (row, length) in marked else ""
-            if theirs := paper.get(str(row), {}).get(str(length)):
+            if theirs := by_length.get(str(length)):
                 text += f" ({theirs[0]:g} ± {theirs[1]:g})"
             line[f"{length:,}"] = text
         lines.append(line)

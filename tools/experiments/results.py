@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 
 from megatron.config.reader import read_file
-from tools.experiments.grid import METRICS, Grid
+from tools.experiments.description import METRICS
+from tools.experiments.grid import Grid
 from tools.experiments.state import Record, state_of
 
 Frame = Any

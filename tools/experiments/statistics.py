@@ -25,7 +25,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from tools.experiments.grid import BEST, METRICS, Endpoint, Grid, sides
+from tools.experiments.description import BEST, METRICS, Endpoint, sides
+from tools.experiments.grid import Grid
 from tools.experiments.results import Frame
 
 

@@ -84,7 +84,7 @@ def load_weights(
             that is missing, unknown or of another shape.
     """
     block = model.shape.block
-    if run is not None and (saved.kind is Kind.OURS or saved.record.origin):
+    if run is not None and saved.kind is not Kind.PUBLISHED and saved.record.model:
         saved.require_same(run, "model", free=("rope_scaling",))  # the weights fit any scaling
     weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}

@@ -1,0 +1,135 @@
+"""Test the grids of configs/paper: they compose, and agree with the paper and the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.files import parse_json
+from tests.helpers.paths import CONFIGS, FIXTURES, GRIDS, ROOT
+from tools import sweep, table, train_tokenizer
+from tools.experiments import runner
+from tools.experiments.grid import Cell, read_grid
+from tools.experiments.report import PAPER
+
+COUNTS = {
+    "table3.yml": 90, "xl.yml": 90, "table5.yml": 75, "table6.yml": 75, "released.yml": 6,
+    "stand_in.yml": 24, "stand_in_lr.yml": 18, "stand_in_backends.yml": 10,
+}  # fmt: skip
+
+
+def cells(name: str, **given: str) -> list[Cell]:
+    given |= {"release": str(FIXTURES / "parity" / "models")} if name == "released.yml" else {}
+    return list(read_grid(CONFIGS / "paper" / name, given).cells)
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_every_grid_is_counted():
+    assert {path.name for path in GRIDS} == COUNTS.keys()
+    for name, count in COUNTS.items():
+        found = cells(name)
+        assert len(found) == len({cell.name for cell in found}) == count
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "released.yml"])
+def test_every_cell_composes(name):
+    found = cells(name)
+    for cell in [cell for cell in found if cell.seed == found[0].seed]:
+        config = cell.config()
+        embedding = cell.axes.get("embedding", "kerple_log")
+        assert config.model.pos_emb == embedding and config.training.seed == cell.seed
+        assert cell.axes.get("corpus", "") in str(config.data.data_path)
+        assert config.checkpoint.save == config.checkpoint.load == str(cell.folder)
+        assert config.batch.train_batch_size == 32
+
+
+def test_table_3_is_the_papers_training():
+    config = cells("table3.yml")[0].config()
+    assert {cell.seed for cell in cells("table3.yml")} == {1235, 1236, 1237, 1238, 1239}
+    assert (config.model.num_layers, config.model.hidden_size) == (12, 768)
+    assert (config.model.seq_length, config.training.train_iters) == (512, 50_000)
+    assert config.evaluation.eval_tokens == 320 * max(config.evaluation.eval_lengths)
+    longer = cells("table3.yml", train_length="1024")[0].config()
+    assert (longer.model.seq_length, longer.model.max_position_embeddings) == (1024, 1024)
+    large = cells("xl.yml")[0].config()
+    assert (large.model.num_layers, large.model.hidden_size) == (24, 2048)
+    numbers = parse_json(PAPER.read_text())["tables"]["table3-small-512"]
+    assert {len(v) for by_row in numbers.values() for v in by_row.values()} == {6}
+    assert numbers["openwebtext2"]["kerple_log"]["16384"] == [21.4, 0.6]
+    assert numbers["github"]["rotary"]["1024"] == [3.86, 0.25]
+    axes = read_grid(CONFIGS / "paper" / "table3.yml").about.axes
+    assert numbers.keys() == set(axes["corpus"])
+    assert all(by_row.keys() == set(axes["embedding"]) for by_row in numbers.values())
+
+
+def test_the_plan_and_the_hand_scale_grid_agree():
+    plan = (ROOT / "docs" / "results" / "plan.md").read_text()
+    grid = read_grid(CONFIGS / "paper" / "stand_in.yml")
+    assert set(re.findall(r"^\| (P\d) \|", plan, re.M)) == grid.about.endpoints.keys()
+    seeds = {
+        name: {cell.seed for cell in grid.cells if cell.axes["embedding"] == name}
+        for name in grid.about.axes["embedding"]
+    }
+    assert {name for name, found in seeds.items() if len(found) == 5} == {
+        "kerple_log", "kerple_power", "alibi"
+    }  # fmt: skip
+    assert all(len(found) in (3, 5) for found in seeds.values())
+    assert {cell.seed for cell in cells("stand_in_lr.yml")}.isdisjoint(set().union(*seeds.values()))
+    config: Config = grid.cells[0].config()
+    assert config.model.rpe_max_distance * 4 == config.model.seq_length == 128
+    assert max(config.evaluation.eval_lengths) == 64 * config.model.seq_length
+
+
+def test_a_release_gives_its_table(tmp_path, capsys, monkeypatch, start_forked):
+    monkeypatch.setattr(runner, "start", start_forked)
+    data = tmp_path / "data.yml"
+    data.write_text(f"data_path: builtin:python-stdlib\ndata_dir: {tmp_path}\n")
+    text = (CONFIGS / "paper" / "released.yml").read_text()
+    for old, new in (
+        ("configs/data/{corpus}.yml", str(data)),
+        ("runs/paper", str(tmp_path)),
+        ("[512, 1024, 2048, 4096, 8192, 16384]", "[128, 512]"),
+        ("5242880", "1024"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    grid = tmp_path / "released.yml"
+    grid.write_text(text)
+    given = ["--set", f"release={FIXTURES / 'parity' / 'models'}", "--set", "cluster=cpu"]
+    given += ["--set", "corpus=github"]
+    assert sweep.main([str(grid), *given, "--only", "kerple_log-*"]) == 0
+    assert "kerple_log-1235: finished" in capsys.readouterr().out
+    out = ["--against", "paper", "--out", str(tmp_path / "out")]
+    assert table.main([str(grid), *given, *out]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\| kerple_log \| 1 \| [\d.,]+ \| [\d.,]+ \(3\.4 ± 0\.2\) \|", printed)
+    assert "- alibi-1235: new, not counted" in printed
+
+
+def test_a_tokenizer_is_trained(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("low lower lowest é " * 50)
+    file = tmp_path / "new" / "tokenizer.json"
+    arguments = [str(tmp_path / "texts"), "--size", "262", "--out", str(file)]
+    assert train_tokenizer.main(arguments) == 0
+    tokenizer = build_tokenizer("HFTokenizer", str(file))
+    assert tokenizer.vocab_size == 262 and len(json.loads(file.read_text())["model"]["merges"]) == 5
+    ids = tokenizer.encode("low é\n")
+    assert tokenizer.decode(ids) == "low é\n" and len(ids) < len("low é\n".encode())
+    again = tmp_path / "again.json"
+    assert train_tokenizer.main([*arguments[:-1], str(again)]) == 0
+    assert again.read_bytes() == file.read_bytes()
+    assert train_tokenizer.main(["x", "--size", "9", "--out", str(file)]) == 1
+    assert "--size 9: the bytes and <|endoftext|> need 257" in capsys.readouterr().err
+    empty = Path(tmp_path / "empty")
+    empty.mkdir()
+    assert train_tokenizer.main([str(empty), "--size", "262", "--out", str(file)]) == 1

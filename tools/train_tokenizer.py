@@ -1,0 +1,72 @@
+"""Train a byte-level BPE tokenizer on text, for `tokenizer_type: HFTokenizer`.
+
+    python tools/train_tokenizer.py builtin:python-stdlib --size 2048 --out data/code.json
+    python tools/train_tokenizer.py texts --size 8192 --out data/texts.json
+
+TEXT is a file, a folder of text files, or a builtin corpus. The same text and size give the same
+file. The vocabulary contains the 256 bytes and the token that ends a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron import entry
+from megatron.data.corpora.python_stdlib import PREFIX, stdlib_files, stdlib_root
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import END_OF_DOCUMENT
+from megatron.files import write_text
+
+SMALLEST = 257
+
+
+def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
+    """Train a tokenizer with `size` tokens on `texts`, and write its tokenizer.json to `out`.
+
+    Raises:
+        DataError: there is no text, or `size` is too small.
+    """
+    import tokenizers
+
+    if size < SMALLEST:
+        raise DataError(f"--size {size}: the bytes and {END_OF_DOCUMENT} need {SMALLEST}")
+    paths: list[Path] = []
+    for text in texts:
+        if text.startswith(PREFIX):
+            paths += [stdlib_root() / file for file in stdlib_files()]
+        else:
+            root = Path(text)
+            paths += sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    if not paths:
+        raise DataError(f"{', '.join(texts)}: no text files; name a file or a folder of them")
+    found = tokenizers.Tokenizer(tokenizers.models.BPE())
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    contents = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    found.train_from_iterator(contents, trainer)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, found.to_str(pretty=True))
+
+
+@entry.reports(DataError)
+def main(argv: list[str] | None = None) -> int:
+    """Train the tokenizer that the command line describes, and return the exit code."""
+    parser = entry.parser(__doc__)
+    parser.add_argument("texts", nargs="+", metavar="TEXT")
+    parser.add_argument("--size", type=int, required=True, help="number of tokens")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    args = parser.parse_args(argv)
+    train_tokenizer(args.texts, args.size, args.out)
+    print(f"{args.out}: {args.size:,} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    entry.run(main)
