@@ -30,7 +30,7 @@ FLOORS = {
 SHELVES = {
     "config": {
         "errors": 0, "layouts": 0, "per_layer": 0, "reader": 1, "sizes": 1,
-        "positional_checks": 1, "checks": 2, "fields": 2,
+        "positional_checks": 1, "builtin": 1, "checks": 2, "fields": 2,
         "choices": 3, "paths": 3, "theta": 3, "flat": 3, "sections": 4,
         "schema": 5, "neox": 6, "describe": 6, "load": 7, "command_line": 8,
     },
@@ -39,7 +39,7 @@ SHELVES = {
         "tokenizers": 1,
         "shards": 2,
         "samples": 3, "prepare": 3,
-        "corpora": 4,
+        "corpora": 4, "tasks": 4,
     },
     "engine": {
         "errors": 0,

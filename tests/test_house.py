@@ -86,6 +86,7 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "docs/huggingface.md",
         "docs/gpu.md",
         "docs/layouts.md",
+        "docs/length_tasks.md",
         "docs/moving_from_kerple.md",
         "docs/results.md",
         "docs/results/plan.md",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config import builtin as _builtin  # noqa: F401  registers its checks
 from megatron.config import layouts
 from megatron.config import positional_checks as _positional_checks  # noqa: F401  registers them
 from megatron.config import sizes as _sizes  # noqa: F401  registers its checks
@@ -199,16 +200,6 @@ def _finetune(finetune: bool, save: str, load: str) -> Found | None:
         text = f"true with save and load both {load}: the new run would overwrite the checkpoints "
         text += "that it starts from"
         return "finetune", f"{text}; add -o save={save.rstrip('/')}-tuned"
-
-
-@relation("data_path")
-def _builtin(given: str | tuple[str, ...]) -> Found | None:
-    for path in (given,) if isinstance(given, str) else given:
-        if path.startswith("builtin:") and given != "builtin:python-stdlib":
-            known = path == "builtin:python-stdlib"
-            text = f"{path} stands alone" if known else f"no builtin corpus is called {path!r}"
-            return "data_path", f"{text}; write builtin:python-stdlib, or a prefix"
-    return None
 
 
 @relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))

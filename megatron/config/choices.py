@@ -125,7 +125,12 @@ _Side = Literal["row", "column"]
 Side = Annotated[_Side, _choice(_Side)]
 
 _Tokenizer = Literal[
-    "GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer", "CharLevelTokenizer", "ByteLevelTokenizer"
+    "GPT2BPETokenizer",
+    "HFTokenizer",
+    "SPMTokenizer",
+    "CharLevelTokenizer",
+    "ByteLevelTokenizer",
+    "TaskTokenizer",
 ]
 Tokenizer = Annotated[
     _Tokenizer, _choice(_Tokenizer, refused=_not_built("HFGPT2Tokenizer", "TiktokenTokenizer"))

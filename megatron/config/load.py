@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from megatron.config import checks
+from megatron.config.builtin import TASK_TOKENIZER, task_name
 from megatron.config.errors import ConfigError, Problem
 from megatron.config.fields import show
 from megatron.config.neox.dialect import translate
@@ -153,10 +154,10 @@ def _text(detail: Any, value: Any) -> str:
 
 
 def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
-    """Select the byte-level tokenizer if a builtin corpus is read and no tokenizer is given."""
+    """Select the tokenizer if `data_path` is builtin and no tokenizer is given."""
     path = values.get("data_path")
     if isinstance(path, str) and path.startswith("builtin:") and "tokenizer_type" not in given:
-        values["tokenizer_type"] = "ByteLevelTokenizer"
+        values["tokenizer_type"] = TASK_TOKENIZER if task_name(path) else "ByteLevelTokenizer"
 
 
 def _build(values: dict[str, Any], translation: Translation, sources: tuple[str, ...]) -> Config:

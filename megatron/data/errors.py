@@ -22,6 +22,10 @@ class CorpusError(DataError):
     """A text source cannot be read, or its token shards cannot be written."""
 
 
+class TaskError(DataError):
+    """There is no length task of this name, or an option or a length does not fit it."""
+
+
 class DataExhausted(DataError):
     """A sample was requested beyond the last sample of the data set."""
 

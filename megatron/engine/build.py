@@ -11,9 +11,12 @@ from typing import Any
 
 from megatron.attention import AttentionFn, choose
 from megatron.config import Config, ConfigError
+from megatron.config.builtin import task_name
 from megatron.config.errors import Mark, Problem
 from megatron.config.per_layer import layers_of, values_of
 from megatron.config.sections.model import ModelConfig
+from megatron.data.tasks.base import Task
+from megatron.data.tasks.registry import build_task
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.shape import DTYPES, numerics_of, shape_of
@@ -25,9 +28,21 @@ from megatron.positional import load as load_positional
 from megatron.suggest import did_you_mean
 
 
+def task_of(config: Config) -> Task | None:
+    """Build the length task that `data_path` names; the result is None if it names text.
+
+    Raises:
+        TaskError: an option in `task_options` is unknown, or its value does not fit.
+    """
+    name = task_name(config.data.data_path)
+    return build_task(name, config.data.task_options) if name else None
+
+
 def tokenizer_of(config: Config) -> Tokenizer:
-    """Build the tokenizer that the config names."""
-    data = config.data
+    """Build the tokenizer that the config names, or that of the length task."""
+    data, task = config.data, task_of(config)
+    if task is not None:
+        return task.tokenizer
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
 
 

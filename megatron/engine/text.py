@@ -1,4 +1,4 @@
-"""Open the text of a job: tokenizer, token shards, splits, and the loaders of training batches."""
+"""Open the text of a job: tokenizer, token shards or length task, and the loaders of batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from megatron.data.shards.interface import Shards
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
+from megatron.data.tasks.base import Task
+from megatron.data.tasks.samples import TaskSamples
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import tokenizer_of
+from megatron.engine.build import task_of, tokenizer_of
 from megatron.parallel.groups import Groups
 
 
@@ -55,8 +57,8 @@ class Text:
     corpora: dict[str, list[Corpus]]
 
 
-def open_text(config: Config, tokenizer: Tokenizer) -> Text:
-    """Open every token shard that the config names, each file once.
+def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
+    """Open every token shard that the config names, each file once; or return the length task.
 
     If the config sets `data_path`, the corpus there is divided by `split` into train, valid and
     test. Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` name the corpora of
@@ -66,7 +68,9 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text:
         DataError: the shards cannot be read or were made with another tokenizer, or the config's
             `split` cannot be applied to them.
     """
-    data = config.data
+    task, data = task_of(config), config.data
+    if task is not None:
+        return task
     if not data.train_data_paths:
         readers = open_each(_data_prefix(config, tokenizer), tokenizer)
         _require_ends(config, readers)
@@ -150,7 +154,7 @@ class JobData:
 
     Attributes:
         tokenizer: the tokenizer that the config names.
-        text: the opened token shards and splits.
+        text: the opened token shards and splits, or the length task that makes the samples.
         identity: the values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: maps each split's name to the number of samples that the run reads from it.
@@ -163,21 +167,35 @@ class JobData:
         self.tokenizer = tokenizer_of(config)
         self.uncounted_after = self.tokenizer.eod if config.training.eod_mask_loss else None
         self.text = open_text(config, self.tokenizer)
-        self.identity: dict[str, Any] = {
-            "seed": config.training.seed,
-            "splits": [list(documents) for documents in self.text.splits],
-            "seq_length": config.model.seq_length,
-            "documents": len(self.text.shards),
-            "tokens": int(self.text.shards.sizes.sum(dtype="int64")),
-            "content": fingerprint(self.text.shards),
-        }
-        if config.data.train_data_paths:
-            self.identity["corpora"] = {
-                name: [[len(corpus.shards), corpus.weight] for corpus in corpora]
-                for name, corpora in self.text.corpora.items()
-            }
+        seed, length = config.training.seed, config.model.seq_length
+        self.identity = {"seed": seed, "seq_length": length} | self._content()
         self.wanted = samples_of_run(config)
         self._held_out: dict[str, Samples | None] = {}
+
+    def _content(self) -> dict[str, Any]:
+        """Return what determines the text of the samples, as JSON values."""
+        text = self.text
+        if isinstance(text, Task):
+            return text.identity()
+        found: dict[str, Any] = {
+            "splits": [list(documents) for documents in text.splits],
+            "documents": len(text.shards),
+            "tokens": int(text.shards.sizes.sum(dtype="int64")),
+            "content": fingerprint(text.shards),
+        }
+        if self.config.data.train_data_paths:
+            found["corpora"] = {
+                name: [[len(corpus.shards), corpus.weight] for corpus in corpora]
+                for name, corpora in text.corpora.items()
+            }
+        return found
+
+    @property
+    def about(self) -> str:
+        """What the samples are made of, in words."""
+        if isinstance(self.text, Task):
+            return f"task {self.text}: {self.tokenizer.vocab_size} tokens"
+        return f"{self.identity['tokens']:,} tokens in {self.identity['documents']:,} documents"
 
     def training(self, *, index_samples: int, consumed: int, least: int = 0) -> TrainLoader | None:
         """Return this rank's training batches, or None if the run reads no training sample.
@@ -238,13 +256,16 @@ class JobData:
                 began.
             least: the least number of samples that the result must have.
         """
-        corpora = self.text.corpora[name]
         total = max(index_samples, self.wanted[name])
-        if total == 0 or all(start == end for start, end in (each.documents for each in corpora)):
-            return None
-        model = self.config.model
+        model, seed = self.config.model, self.config.training.seed
         length = model.seq_length if name == "train" else model.seq_length_val
         assert length is not None  # the config derives seq_length_val
+        if isinstance(self.text, Task):
+            extend_to = max(total, least)
+            return TaskSamples(self.text, index_samples, length, seed, name, extend_to)
+        corpora = self.text.corpora[name]
+        if total == 0 or all(start == end for start, end in (each.documents for each in corpora)):
+            return None
 
         def build(number: int, samples: int, extend_to: int) -> TokenDataset:
             shards = corpora[number].shards
@@ -253,7 +274,7 @@ class JobData:
                 corpora[number].documents,
                 samples,
                 length,
-                self.config.training.seed,
+                seed,
                 name if len(corpora) == 1 else f"{name}_{number}",
                 cache_dir=cache_folder(shards.folder),
                 extend_to=extend_to,

@@ -31,6 +31,17 @@ UNCOUNTED = -1
 """Stands for a target that does not count in the loss. Its own loss is 0."""
 
 
+def inputs_and_targets(tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide sequences into inputs and targets, both [B, S - 1].
+
+    Args:
+        tokens_BS: int64 token ids. A token that the model reads, but that does not count as a
+            target, is stored as ~id, which is negative.
+    """
+    inputs_BT = tokens_BS[:, :-1]
+    return torch.where(inputs_BT < 0, ~inputs_BT, inputs_BT), tokens_BS[:, 1:].clamp(min=UNCOUNTED)
+
+
 LOGITS_AT_ONCE = 1 << 26
 """The largest number of logits in a piece of a sequence (256 MB in fp32)."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from megatron.config.choices import EvalSplit, Tokenizer, WandbMode
 from megatron.config.fields import (
     Count,
     Flag,
+    Frozen,
+    FrozenDict,
     Lengths,
     Positive,
     PositiveNumber,
@@ -18,8 +22,10 @@ from megatron.config.sections.base import Section
 
 class DataConfig(Section):
     # A prefix (the path of shards without .bin or .idx), a glob of prefixes, a list of prefixes and
-    # globs, or builtin:python-stdlib.
+    # globs, builtin:python-stdlib, or a length task such as builtin:copy.
     data_path: Paths | None = None
+    # Options of the length task, such as {max_length: 20}. Each task has its own defaults.
+    task_options: Frozen = Field(default_factory=FrozenDict)
     # An alternative to data_path and split: the corpora of each split. Samples are taken from them
     # in proportion to the weights, which are equal by default.
     train_data_paths: PathList = ()
@@ -45,6 +51,7 @@ class EvaluationConfig(Section):
 
     eval_lengths: Lengths = ()
     eval_tokens: Positive = 65536  # number of predicted tokens for each length
+    eval_examples: Positive = 500  # number of examples of a length task for each length
     eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline
     eval_split: EvalSplit = "valid"
     eval_batch_tokens: Positive = 4096  # tokens in a batch

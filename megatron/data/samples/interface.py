@@ -33,6 +33,8 @@ class Samples(Protocol):
     def batch(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
         """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
 
+        A token that does not count as a target is stored as ~id, which is negative.
+
         Raises:
             DataExhausted: an index is outside the data set.
         """

@@ -27,10 +27,12 @@ from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
+from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import tokenizer_of
 from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.evaluation import report
+from megatron.engine.evaluation.accuracy import Accuracy, evaluate_task
 from megatron.engine.evaluation.losses import LossFn, losses_of_sequences
 from megatron.engine.evaluation.report import LengthResult, summarise
 from megatron.engine.job.alone import job_or_alone
@@ -135,7 +137,7 @@ def evaluate_checkpoint(
     *,
     out: Path | None = None,
     say: Callable[[str], None] = print,
-) -> list[LengthResult]:
+) -> list[LengthResult] | list[Accuracy]:
     """Evaluate the newest checkpoint in the run folder `load` at several sequence lengths.
 
     Call this function in a single process, or in every process of a torchrun job.
@@ -163,21 +165,26 @@ def evaluate_lengths(
     config: Config,
     groups: Groups,
     model: MeasuredModel,
-    text: Text,
+    text: Text | Task,
     lengths: Sequence[int],
     run_dir: Path,
     say: Callable[[str], None],
-) -> list[LengthResult]:
+) -> list[LengthResult] | list[Accuracy]:
     """Measure `model` at each of `lengths`, print a table, and write a CSV and plots.
 
     Every rank must call this function.
 
     Args:
+        text: the text that is read, or the length task on which the accuracy is measured.
         run_dir: the folder into which the CSV and the plots are written.
 
     Raises:
         DataError: the split `eval_split` is shorter than one sequence of the largest length.
     """
+    if isinstance(text, Task):
+        return evaluate_task(
+            config, groups, model.loss_fn, model.pos.name, text, lengths, run_dir, say
+        )
     chosen, lengths = config.evaluation, sorted(set(lengths))
     documents = text.splits[SPLITS.index(chosen.eval_split)]
     span = eval_span(text.shards, documents, lengths, chosen.eval_tokens)
@@ -207,9 +214,8 @@ def evaluate_lengths(
         }
     if groups.is_main:
         train_length = config.model.seq_length
-        title = f"{model.pos.name}, trained at {train_length}"
-        if scale != 1.0:
-            title += f", distances x {scale:g}"
+        stretched = "" if scale == 1.0 else f", distances x {scale:g}"
+        title = f"{model.pos.name}, trained at {train_length}{stretched}"
         say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
         if model.pos.has("distance"):
             _draw_kernels(model, config, max(lengths), run_dir / report.KERNELS_FILE)

@@ -113,7 +113,7 @@ def write_extrapolation(
     run_dir.mkdir(parents=True, exist_ok=True)
     write_bytes(run_dir / CSV_FILE, _csv(rows).encode())
     figure = extrapolation_figure(rows, train_length, baselines, title)
-    write_bytes(run_dir / PLOT_FILE, _png(figure))
+    write_bytes(run_dir / PLOT_FILE, figure_png(figure))
     return _table(rows, train_length, baselines, title)
 
 
@@ -153,7 +153,7 @@ def write_kernels(
                 f"{label}: shape {values.shape} does not fit {distance_n.shape} distances"
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, _png(kernels_figure(panels, distance_n, train_length)))
+    write_bytes(path, figure_png(kernels_figure(panels, distance_n, train_length)))
 
 
 def _csv(rows: Sequence[LengthResult]) -> str:
@@ -226,7 +226,7 @@ def extrapolation_figure(
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
-    _mark_training_length(axes, train_length)
+    mark_training_length(axes, train_length)
     # Leave room above and below, so that noise on a flat curve does not fill the plot.
     lowest, highest = min(shown), max(shown)
     if math.isfinite(highest) and lowest > 0:
@@ -257,7 +257,7 @@ def kernels_figure(
         for head, (values, colour) in enumerate(zip(values_hn, colours, strict=True)):
             axes.plot(distance_n[on_axis], values[on_axis], color=colour, label=f"head {head}")
         axes.set_xscale("log")
-        _mark_training_length(axes, train_length)
+        mark_training_length(axes, train_length)
         axes.set(xlabel="distance $d$ (tokens)", ylabel=label)
         axes.grid(alpha=0.3)
         if heads <= 16:
@@ -265,12 +265,12 @@ def kernels_figure(
     return figure
 
 
-def _mark_training_length(axes: Axes, train_length: int) -> None:
+def mark_training_length(axes: Axes, train_length: int) -> None:
     label = f"training length {train_length:,}"
     axes.axvline(train_length, color="0.4", linestyle="--", linewidth=1, label=label)
 
 
-def _png(figure: Figure) -> bytes:
+def figure_png(figure: Figure) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=150)
     return out.getvalue()

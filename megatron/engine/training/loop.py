@@ -30,7 +30,7 @@ from megatron.engine.training.pipeline import train_batch
 from megatron.engine.training.settings import LoopSettings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import UNCOUNTED, mean_loss, perplexity
+from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss, perplexity
 
 STEEP = 3.0
 """The log warns if the mean loss rises by more nats than this from one log line to the next."""
@@ -48,7 +48,7 @@ def next_batches(
     """
     for _ in range(count):
         tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = inputs_and_targets(tokens)
         if uncounted_after is not None:
             targets = targets.masked_fill(inputs == uncounted_after, UNCOUNTED)
         yield inputs, targets

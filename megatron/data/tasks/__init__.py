@@ -1,0 +1,1 @@
+"""Length tasks: generated examples, with a length that is drawn or chosen."""

@@ -1,0 +1,88 @@
+"""Tasks that compute: `parity`, `modular` and `addition`.
+
+They are in the length generalization study of Deletang et al. (2022, arXiv 2207.02098), where
+parity and modular arithmetic are regular languages, and addition is context-sensitive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.tasks.base import ASKED, Example, Task, numbers, option, question
+
+
+@dataclass(frozen=True)
+class Parity(Task):
+    """The answer is the number of ones among n bits, modulo 2.
+
+    With `steps`, the answer has n tokens: the parity of the first bit, of the first two, and so on.
+    """
+
+    name = "parity"
+    steps: bool = option(False)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (ASKED, "0", "1")
+
+    def example(self, rng: np.random.Generator, length: int) -> Example:
+        bits = rng.integers(2, size=length)
+        answer = (bits.cumsum() % 2).astype(str).tolist()
+        return question(bits.astype(str).tolist(), answer if self.steps else answer[-1:])
+
+
+@dataclass(frozen=True)
+class Modular(Task):
+    """The answer is the value, modulo `modulus`, of n numbers joined by `+`, `-` and `*`.
+
+    It is computed from left to right, without precedence. With `steps`, the answer has n tokens:
+    the value after the first number, after the first two, and so on.
+    """
+
+    name = "modular"
+    modulus: int = option(5, least=2)
+    steps: bool = option(False)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (ASKED, "+", "-", "*", *numbers(self.modulus))
+
+    def example(self, rng: np.random.Generator, length: int) -> Example:
+        values = rng.integers(self.modulus, size=length).tolist()
+        signs = ["+", *("+-*"[i] for i in rng.integers(3, size=length - 1))]
+        found, asked, answer = 0, [], []
+        for sign, value in zip(signs, values, strict=True):
+            by_sign = {"+": found + value, "-": found - value, "*": found * value}
+            found = by_sign[sign] % self.modulus
+            asked += [sign, str(value)]
+            answer.append(str(found))
+        return question(asked[1:], answer if self.steps else answer[-1:])
+
+
+@dataclass(frozen=True)
+class Addition(Task):
+    """The answer is the sum of two numbers of n digits, written with n + 1 digits.
+
+    With `reverse`, all three numbers start with their last digit, so that each digit of the answer
+    depends on digits that were read and a carry.
+    """
+
+    name = "addition"
+    base: int = option(10, least=2)
+    reverse: bool = option(False)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (ASKED, "+", *numbers(self.base))
+
+    def example(self, rng: np.random.Generator, length: int) -> Example:
+        first, second = rng.integers(self.base, size=(2, length)).tolist()  # last digit first
+        carry, total = 0, []
+        for a, b in zip(first, second, strict=True):
+            carry, digit = divmod(a + b + carry, self.base)
+            total.append(digit)
+        step = 1 if self.reverse else -1
+        x, y, z = (list(map(str, each))[::step] for each in (first, second, [*total, carry]))
+        return question([*x, "+", *y], z)

@@ -1,0 +1,108 @@
+"""The interface of length tasks.
+
+An example of length n is a row of tokens, some of which are answers. Answers alone count in the
+loss and in the accuracy. A row that trains or measures a model is an int64 array that holds
+
+    id     for a token that is an answer        (0, 1, ...)
+    ~id    for any other token                  (-1, -2, ...)
+
+so that one array says both what the model reads and what it is asked. The row ends with
+`END_OF_DOCUMENT`, id 0, repeated up to the row's width. The end is no answer: a task tells the
+length of its answer, and models that need not learn where to stop extrapolate better (Newman et al.
+2020, arXiv 2010.07174).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megatron.data.errors import TaskError
+from megatron.data.tasks.vocabulary import TaskTokenizer
+
+ASKED = "="
+"""The token between the question and the answer."""
+Example = tuple[list[str], list[bool]]
+"""The tokens of an example, and for each token whether it is an answer."""
+
+
+def option(default: int | bool, least: int = 1) -> Any:
+    """Return the dataclass field of an option, whose value is at least `least`."""
+    return field(default=default, metadata={"least": least})
+
+
+def numbers(count: int) -> tuple[str, ...]:
+    """Return the tokens "0", "1", ... of the numbers below `count`."""
+    return tuple(map(str, range(count)))
+
+
+def question(asked: Sequence[str], answer: Sequence[str]) -> Example:
+    """Return the example `asked = answer`."""
+    return [*asked, ASKED, *answer], [False] * (len(asked) + 1) + [True] * len(answer)
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A length task. The fields of the class are the task's options.
+
+    Attributes:
+        name: the name of the task in `data_path: builtin:NAME`.
+        min_length: the shortest length in training.
+        max_length: the longest length in training. Each length in between is equally frequent.
+    """
+
+    name: ClassVar[str]
+    min_length: int = option(1)
+    max_length: int = option(20)
+
+    @property
+    @abstractmethod
+    def words(self) -> tuple[str, ...]:
+        """Every token that an example may contain."""
+
+    @abstractmethod
+    def example(self, rng: np.random.Generator, length: int) -> Example:
+        """Draw an example. The number of its tokens depends on `length` alone."""
+
+    @property
+    def longest(self) -> int | None:
+        """The largest length that the options allow, or None if there is no largest length."""
+        return None
+
+    @cached_property
+    def tokenizer(self) -> TaskTokenizer:
+        """The tokenizer of the task's vocabulary."""
+        return TaskTokenizer(self.words)
+
+    def row(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        """Draw an example as a row of ids (see the module docstring), without the end.
+
+        Raises:
+            TaskError: the options do not allow this length.
+        """
+        if self.longest is not None and length > self.longest:
+            raise TaskError(
+                f"{self.name} has no examples of length {length}: task_options allow "
+                f"{self.longest} ({self})"
+            )
+        words, is_answer = self.example(rng, length)
+        ids = np.array([self.tokenizer.ids[word] for word in words], np.int64)
+        return np.where(is_answer, ids, ~ids)
+
+    def width(self, length: int) -> int:
+        """Return the number of tokens of an example, without the end."""
+        return len(self.row(np.random.default_rng(0), length))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the name, the options, and a hash of some examples, as JSON values."""
+        found = hashlib.sha256(repr(self.tokenizer.words).encode())
+        for length in (self.min_length, self.max_length):
+            for number in range(16):
+                found.update(self.row(np.random.default_rng(number), length).astype("<i8").data)
+        return {"task": self.name, "options": asdict(self), "content": found.hexdigest()[:32]}

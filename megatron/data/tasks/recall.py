@@ -1,0 +1,40 @@
+"""The task `mqar`, multi-query associative recall (Arora et al. 2023, arXiv 2312.04927)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.tasks.base import ASKED, Example, Task, option
+
+
+@dataclass(frozen=True)
+class Recall(Task):
+    """After n pairs of a key and a value, each key is asked for once, in another order.
+
+    The keys of an example differ, so n is at most `keys`. Values may occur several times. The
+    answers stand between the keys, so the model reads the earlier ones.
+    """
+
+    name = "mqar"
+    keys: int = option(64)
+    values: int = option(16, least=2)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        keys, values = range(self.keys), range(self.values)
+        return (ASKED, *(f"k{i}" for i in keys), *(f"v{i}" for i in values))
+
+    @property
+    def longest(self) -> int:
+        return self.keys
+
+    def example(self, rng: np.random.Generator, length: int) -> Example:
+        keys = rng.choice(self.keys, length, replace=False).tolist()
+        values = rng.integers(self.values, size=length).tolist()
+        pairs = [(f"k{key}", f"v{value}") for key, value in zip(keys, values, strict=True)]
+        asked = [pairs[i] for i in rng.permutation(length)]
+        words = [word for pair in pairs for word in pair] + [ASKED]
+        words += [word for pair in asked for word in pair]
+        return words, [False] * (2 * length + 1) + [False, True] * length

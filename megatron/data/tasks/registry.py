@@ -1,0 +1,52 @@
+"""The list of length tasks, and the construction of a task from the config's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron.data.errors import TaskError
+from megatron.data.tasks.arithmetic import Addition, Modular, Parity
+from megatron.data.tasks.base import Task
+from megatron.data.tasks.recall import Recall
+from megatron.data.tasks.strings import Copy, Reverse, Sort
+from megatron.suggest import did_you_mean
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Addition, Copy, Modular, Recall, Parity, Reverse, Sort)
+}
+
+
+def build_task(name: str, options: Mapping[str, Any]) -> Task:
+    """Build the task `name` with these options. Options that are left out have their defaults.
+
+    Raises:
+        TaskError: there is no such task or option, or a value does not fit.
+    """
+    if name not in TASKS:
+        hint = did_you_mean(name, TASKS)
+        raise TaskError(f"data_path: no task is called {name!r}; {hint}known: {', '.join(TASKS)}")
+    kind = TASKS[name]
+    known = {each.name: each for each in fields(kind)}
+    for key, value in options.items():
+        if key not in known:
+            hint = did_you_mean(key, known)
+            text = f"{name} has no option {key!r}; {hint}known: {', '.join(known)}"
+            raise TaskError(f"task_options: {text}")
+        default, least = known[key].default, known[key].metadata["least"]
+        if isinstance(default, bool):
+            fits, wanted = isinstance(value, bool), "true or false"
+        else:
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            wanted = f"a whole number of at least {least}"
+        if not fits:
+            raise TaskError(f"task_options.{key}: {value!r} is not {wanted}")
+    task = kind(**options)
+    if task.min_length > task.max_length:
+        text = f"min_length {task.min_length} is above max_length {task.max_length}"
+        raise TaskError(f"task_options: {text}; raise max_length")
+    if task.longest is not None and task.max_length > task.longest:
+        text = f"max_length {task.max_length} is above {task.longest}, the number of keys"
+        raise TaskError(f"task_options: {text}; lower it, or raise keys")
+    return task

@@ -1,0 +1,49 @@
+"""The tokenizer of a length task. Its tokens are words, which spaces separate in text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.data.errors import TokenizerError
+from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer
+from megatron.suggest import did_you_mean
+
+
+class TaskTokenizer(Tokenizer):
+    """A tokenizer with a given list of words. The id 0 ends a document.
+
+    Attributes:
+        words: the word of each id.
+        ids: maps each word to its id.
+    """
+
+    name = "TaskTokenizer"
+    eod = 0
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = (END_OF_DOCUMENT, *words)
+        self.ids = {word: number for number, word in enumerate(self.words)}
+        self.vocab_size = len(self.words)
+
+    def encode(self, text: str) -> np.ndarray:
+        words = text.split()
+        for word in words:
+            if word not in self.ids:
+                hint = did_you_mean(word, self.words)
+                raise TokenizerError(
+                    f"{word!r} is no token of this task; {hint}write tokens with spaces between "
+                    f"them, of {' '.join(self.words)}"
+                )
+        return np.array([self.ids[word] for word in words], self.dtype)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the words of `ids`, each with a space before it, so that a prompt can go on."""
+        return self.decode_runs(ids, lambda run: "".join(f" {self.words[i]}" for i in run))
+
+    def count_bytes(self, table: np.ndarray) -> None:
+        table[:] = [len(word.encode()) + 1 for word in self.words]
+
+    def _content(self) -> bytes:
+        return "\n".join(self.words).encode()
