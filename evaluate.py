@@ -1,25 +1,21 @@
-"""Measure a checkpoint's perplexity at several sequence lengths.
+"""Measure a checkpoint's perplexity at several lengths, or score it on tasks of lm_eval.
 
-Example: `python evaluate.py CONFIG.yml --load DIR --lengths 512,1024,2048`.
+Examples: `python evaluate.py CONFIG.yml --load DIR --lengths 512,1024,2048`, and
+`python evaluate.py CONFIG.yml --load DIR --eval_tasks lambada_openai piqa`.
 """
 
+import json
 import os
 import re
+from datetime import datetime
 from pathlib import Path
 
-from megatron import entry
-from megatron.config.command_line import config_parser, load_or_exit
-
-# Overrides for every evaluation. Each rank holds the full model, even if the model was trained with
-# another parallel layout.
-LAYOUT = (
-    "pipe_parallel_size=1",
-    "model_parallel_size=1",
-    "context_parallel_size=1",
-    "sequence_parallel=false",
-    "train_batch_size=null",
-    "gradient_accumulation_steps=null",
-    "train_micro_batch_size_per_gpu=1",
+from megatron import entry, launch
+from megatron.config.command_line import (
+    config_parser,
+    load_for_use_or_exit,
+    load_or_exit,
+    sharing_layout,
 )
 
 
@@ -33,17 +29,31 @@ def main() -> int:
     parser.add_argument("--load", type=Path, help="run folder (default: the config's load or save)")
     parser.add_argument("--lengths", help="comma-separated (default: the config's eval_lengths)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: the run folder)")
+    text = "score these tasks (default: the config's eval_tasks)"
+    parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help=text)
+    text = "folder with the YAML files of more tasks"
+    parser.add_argument("--include_path", type=Path, metavar="DIR", help=text)
+    text = "the results of tasks: PREFIX_eval_results_TIME.json"
+    parser.add_argument("--eval_results_prefix", metavar="PREFIX", help=text)
     args = parser.parse_intermixed_args()
     if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
         parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
-    lengths = [f"eval_lengths=[{args.lengths}]"] if args.lengths else []
-    config = load_or_exit(args, *LAYOUT, *lengths)
+    overrides = asked(args)
+    # Each rank holds the full model, even if the model was trained with another parallel layout.
+    config = load_or_exit(args, *sharing_layout(1), *overrides)
     load = args.load or config.checkpoint.load or config.checkpoint.save
+    lengths, tasks = config.evaluation.eval_lengths, config.evaluation.eval_tasks
     missing = [] if load else ["--load DIR (or `load` in the config)"]
-    if not config.evaluation.eval_lengths:
-        missing.append("--lengths L1,L2,... (or `eval_lengths` in the config)")
+    if not lengths and not tasks:
+        missing.append(
+            "--lengths L1,L2,... (or `eval_lengths` in the config) or --eval_tasks TASK ... (or "
+            "`eval_tasks` in the config)"
+        )
     if missing or not load:
         entry.refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
+    if lengths and tasks and int(launch.world_size()) > 1:
+        text = "of several processes measures one of both: give --lengths or --eval_tasks"
+        entry.refuse(f"error: the config has eval_lengths and eval_tasks, and a job {text}", 2)
     out = args.out or Path(load)
     try:  # check the output folder now, because the evaluation may take hours
         if args.out:
@@ -52,12 +62,43 @@ def main() -> int:
             raise PermissionError("no permission to write there")
     except OSError as error:
         entry.refuse(f"error: results in {out}: {error}; give --out DIR", 1)
-    from megatron.engine.evaluation.by_length import evaluate_checkpoint
     from megatron.engine.job.exit_codes import user_errors
 
     with user_errors():
-        evaluate_checkpoint(config, Path(load), config.evaluation.eval_lengths, out=args.out)
+        if lengths:
+            from megatron.engine.evaluation.by_length import evaluate_checkpoint
+
+            evaluate_checkpoint(config, Path(load), lengths, out=args.out)
+        if tasks:
+            score_tasks(args, Path(load), out, overrides)
     return 0
+
+
+def asked(args):
+    """Return the config overrides that the options of the command line mean.
+
+    What the command line asks for replaces both what the config measures and the tasks it names.
+    """
+    prefix = args.eval_results_prefix
+    overrides = [f"eval_results_prefix={json.dumps(prefix)}"] if prefix else []
+    if args.lengths or args.eval_tasks:
+        tasks = [name for text in args.eval_tasks or [] for name in text.split(",")]
+        overrides += [f"eval_lengths=[{args.lengths or ''}]", f"eval_tasks={json.dumps(tasks)}"]
+    return overrides
+
+
+def score_tasks(args, load, out, overrides):
+    """Score the config's tasks, and write the results into `out` or where the prefix says."""
+    config = load_for_use_or_exit(args, load, *overrides)
+    name = f"eval_results_{datetime.now():%m-%d-%Y-%H-%M-%S}.json"
+    prefix = config.evaluation.eval_results_prefix
+    from megatron.engine.harness.packages import harness_packages
+
+    with harness_packages():
+        from megatron.engine.harness.run import Request, score
+
+        request = Request(config.evaluation.eval_tasks, args.include_path)
+        score(config, load, request, Path(f"{prefix}_{name}") if prefix else out / name)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from megatron import entry, launch
-from megatron.config.command_line import config_parser, load_or_exit, sharing_layout
+from megatron import entry
+from megatron.config.command_line import config_parser, load_for_use_or_exit
 
 
 def main() -> int:
@@ -20,15 +20,7 @@ def main() -> int:
     fix.
     """
     args = parse_arguments()
-    if not args.load.is_dir():
-        entry.refuse(f"error: --load {args.load}: there is no such folder", 1)
-    if not args.configs and not (args.load / "config.yml").is_file():
-        text = f"{args.load} has no config.yml; name the config files: generate.py FILE.yml ..."
-        entry.refuse(f"error: --load {args.load}: {text}", 1)
-    if not args.configs:
-        args.configs, args.conf_dir = [args.load / "config.yml"], ""
-    args.overrides.insert(0, "attention_backend=auto")  # the run may have used another device
-    config = load_or_exit(args, *sharing_layout(launch.world_size()))
+    config = load_for_use_or_exit(args, args.load)
     from megatron.engine.job.exit_codes import user_errors
 
     out = sys.stdout

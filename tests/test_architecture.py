@@ -48,7 +48,7 @@ SHELVES = {
         "job": 3, "training": 3, "neox": 3,
         "checkpoint": 4, "text": 4,
         "evaluation": 5, "generation": 5, "hub": 5,
-        "run": 6,
+        "harness": 6, "run": 6,
     },
 }  # fmt: skip
 """Package -> the floors of its sub-packages and modules (shelves), lowest first."""

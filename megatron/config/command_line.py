@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from megatron import entry, launch
@@ -96,3 +97,25 @@ def sharing_layout(processes: int | str) -> tuple[str, ...]:
         "optimizer=null",  # Muon refuses tensor parallelism, but nothing is trained here
         "optimizer={type: Adam, params: {lr: 1.0}}",
     )
+
+
+def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: str) -> Config:
+    """Load the config with which to use the model of the run folder `run`, without training it.
+
+    All processes of the job share the model by tensor parallelism. If the command line names no
+    config file, the config is the run's `config.yml`. If there is none, or if the config has
+    problems, print the reason and exit.
+
+    Args:
+        overrides: More `key=value` overrides, as for `load_or_exit`.
+    """
+    if not run.is_dir():
+        entry.refuse(f"error: {run}: there is no such folder", 1)
+    if not arguments.configs:
+        arguments.configs, arguments.conf_dir = [run / "config.yml"], ""
+        if not arguments.configs[0].is_file():
+            command = Path(sys.argv[0]).name
+            text = f"{run} has no config.yml; name the config files: {command} FILE.yml ..."
+            entry.refuse(f"error: {text}", 1)
+    arguments.overrides.insert(0, "attention_backend=auto")  # the run may have used another device
+    return load_or_exit(arguments, *sharing_layout(launch.world_size()), *overrides)

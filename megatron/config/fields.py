@@ -192,6 +192,14 @@ def text(value: Any) -> str:
     return value
 
 
+def names(value: Any) -> tuple[str, ...]:
+    """Check a list of names, which may be written as one text with commas, and return it."""
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(n, str) and n for n in listed):
+        raise _wrong("a list of names", value, "e.g. [lambada_openai, piqa]")
+    return tuple(listed)
+
+
 def degree(value: Any) -> int:
     """Check a degree of parallelism and return it, with 0 replaced by 1.
 
@@ -254,6 +262,7 @@ Amount = Annotated[float, BeforeValidator(number(0))]
 Probability = Annotated[float, BeforeValidator(number(0, 1))]
 Flag = Annotated[bool, BeforeValidator(flag)]
 Text = Annotated[str, BeforeValidator(text)]
+Names = Annotated[tuple[str, ...], BeforeValidator(names)]
 Lengths = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(1))]
 Steps = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(0))]
 Betas = Annotated[tuple[float, float], BeforeValidator(_betas)]

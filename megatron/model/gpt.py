@@ -53,13 +53,17 @@ class GPT(nn.Module):
         initialise(self.named_parameters(), plan.shape, plan.seed)
 
     def forward(
-        self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None
+        self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None, *, first: int = 0
     ) -> torch.Tensor:
         """Return the logits [batch, positions, vocabulary], or the losses [batch, positions].
 
         If `targets_BT` is given, the result is the loss of each target, in nats. The loss includes
         the z-loss (see `Plan`) only if autograd is enabled, as in training. Every rank must pass
         the full sequence and gets the result for the full sequence.
+
+        Args:
+            first: The first position of the logits. Positions before it are left out. If it is not
+                0, sequence and context parallelism must be off.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -75,7 +79,7 @@ class GPT(nn.Module):
                 x_BTD = layer(x_BTD, theta_HN, starts_BS)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
-            result = gather_from(self._logits(x_BTD), self.logits_tp, -1)
+            result = gather_from(self._logits(x_BTD[:, first:]), self.logits_tp, -1)
         else:
             result = losses_in_pieces(
                 self._logits,

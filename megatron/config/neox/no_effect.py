@@ -39,7 +39,6 @@ _KEYS: dict[str, str] = {
     "text generation does not read it yet": """
         text_gen_type precompute_model_name temperature top_p top_k return_logits
         maximum_tokens prompt_end sample_input_file sample_output_file num_samples recompute
-        eval_results_prefix eval_tasks
     """,
     "only for mamba layers, which are refused": """
         mamba_selective_scan_fusion mamba_causal_conv_fusion mamba_inner_func_fusion

@@ -11,6 +11,7 @@ from megatron.config.fields import (
     Frozen,
     FrozenDict,
     Lengths,
+    Names,
     Positive,
     PositiveNumber,
     Split,
@@ -44,9 +45,10 @@ class DataConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The settings for perplexity by sequence length, measured by train.py after training.
+    """The settings for perplexity by sequence length, and the tasks of lm-evaluation-harness.
 
-    These keys do not exist in GPT-NeoX.
+    train.py measures the perplexity after training, evaluate.py both. Only the last two keys exist
+    in GPT-NeoX.
     """
 
     eval_lengths: Lengths = ()
@@ -56,6 +58,8 @@ class EvaluationConfig(Section):
     eval_split: EvalSplit = "valid"
     eval_batch_tokens: Positive = 4096  # tokens in a batch
     eval_distance_scale: PositiveNumber = 1.0  # the kernel sees every distance times this factor
+    eval_tasks: Names = ()  # names of tasks, or paths of their YAML files
+    eval_results_prefix: Text | None = None  # the results: PREFIX_eval_results_TIME.json
 
 
 class LoggingConfig(Section):

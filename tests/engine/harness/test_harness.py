@@ -1,0 +1,283 @@
+"""Test scores of lm-evaluation-harness on a stored run, by tools/lm_eval.py and evaluate.py.
+
+The expected numbers are computed here, from float64 logits of whole texts, one text at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import evaluate as command
+from megatron.config import load_config
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.harness.packages import harness_packages
+from megatron.parallel.groups import ALONE, build_groups
+from tests.helpers.paths import FIXTURES, ROOT
+from tools import lm_eval as tool
+
+TASKS = FIXTURES / "harness"
+BYTES = build_tokenizer("ByteLevelTokenizer")
+# Put on Python's import path as sitecustomize.py, this ends a command that uses the network.
+NO_NETWORK = """
+import os, socket
+def end(*args, **options):
+    os.write(2, f"NETWORK {args}".encode())
+    os._exit(99)
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = end
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the stored run's folder, with the `config.yml` that a run has."""
+    folder = tmp_path_factory.mktemp("stored") / "run"
+    shutil.copytree(FIXTURES / "checkpoint" / "run", folder)
+    shutil.copy(FIXTURES / "checkpoint" / "config.yml", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    """Return the stored model in float64."""
+    config = load_config([run / "config.yml"])
+    return load_model(config, run, BYTES, build_groups(torch.device("cpu")))[0].double()
+
+
+def log_probabilities(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids]))[0].double().log_softmax(-1)
+
+
+def log_likelihood(model, context, text):
+    ids = [*context, *text]
+    logs = log_probabilities(model, ids)
+    return sum(logs[at - 1, ids[at]].item() for at in range(len(context), len(ids)))
+
+
+def expected_scores(model):
+    rows = [json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()]
+    right = right_by_length = 0
+    for row in rows:
+        found = [
+            log_likelihood(model, row["question"].encode(), choice.encode())
+            for choice in row["choices"]
+        ]
+        by_length = [each / len(c) for each, c in zip(found, row["choices"], strict=True)]
+        right += found[row["answer"]] == max(found)
+        right_by_length += by_length[row["answer"]] == max(by_length)
+    texts = ["def f(x):\n    return x + 1\n", "import os\nimport sys\n" * 4, "é"]
+    total = sum(log_likelihood(model, [BYTES.eod], text.encode()) for text in texts)
+    count = sum(len(text.encode()) for text in texts)
+    return {
+        "local_choice": {"acc": right / 3, "acc_norm": right_by_length / 3},
+        "local_perplexity": {
+            "byte_perplexity": math.exp(-total / count),
+            "bits_per_byte": -total / count / math.log(2),
+        },
+        "local_continuation": {"exact_match": 2 / 3, "same_length": 2 / 3},
+    }
+
+
+def scores(path, expected):
+    found = json.loads(path.read_text())["results"]
+    return {
+        task: {name: found[task][f"{name},none"] for name in metrics}
+        for task, metrics in expected.items()
+    }
+
+
+def test_the_tool_scores_a_run_without_network(run, model, tmp_path):
+    """Python's import path has tools/ (with lm_eval.py) and the root (with evaluate.py)."""
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    expected = expected_scores(model)
+    assert expected["local_choice"] == {"acc": 2 / 3, "acc_norm": 1 / 3}
+    out = tmp_path / "scores.json"
+    done = subprocess.run(
+        [sys.executable, "tools/lm_eval.py", run, "--tasks", "local_*", "--include_path", TASKS,
+         "--output_path", out, "--batch_size", "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HOME": str(tmp_path / "hf")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = scores(out, expected)
+    for task, metrics in expected.items():
+        assert found[task] == pytest.approx(metrics, rel=1e-5), task
+        assert f"|{task}" in done.stdout
+    assert "evaluating" in done.stderr and "evaluating" not in done.stdout
+    assert [path.name for path in tmp_path.glob("*.json*")] == [out.name]
+
+
+def test_imports_mean_the_installed_packages(monkeypatch):
+    for name in ("lm_eval", "evaluate"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    for name in ("lm_eval", "evaluate"):
+        found = importlib.util.find_spec(name)
+        assert Path(found.origin).parent in (ROOT, ROOT / "tools")
+        with harness_packages():
+            found = importlib.util.find_spec(name)
+            assert Path(found.origin).name == "__init__.py"
+    own = importlib.import_module("evaluate")
+    with harness_packages():
+        assert "evaluate" not in sys.modules
+    assert sys.modules["evaluate"] is own
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(ROOT / "tools")])
+    with pytest.raises(DataError, match="pip install -r requirements-hub.txt"), harness_packages():
+        pass
+
+
+@pytest.fixture
+def ask(model):
+    """Return a function that sends requests to the model, scaled so that tokens differ clearly."""
+    sharp = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in sharp.named_parameters():
+            if name.endswith("weight") and parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64))
+    with harness_packages():
+        from lm_eval.api.instance import Instance
+
+        from megatron.engine.harness.model import RunModel
+
+    def ask(method, *requests, max_length=sys.maxsize, batch_size=2):
+        options = {"max_length": max_length, "batch_size": batch_size, "seed": 0, "info": {}}
+        adapter = RunModel(sharp, BYTES, ALONE, **options)
+        kind = "generate_until" if method == "generate_until" else "loglikelihood"
+        asked = [Instance(kind, {}, request, 0) for request in requests]
+        return getattr(adapter, method)(asked, disable_tqdm=True)
+
+    ask.model = sharp
+    return ask
+
+
+def greedy(model, ids, count):
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(log_probabilities(model, ids)[-1, : BYTES.vocab_size].argmax().item())
+    return ids[-count:]
+
+
+def test_log_likelihoods_and_greedy_targets(ask):
+    likely = BYTES.decode(greedy(ask.model, b"a long context", 3))
+    requests = [
+        ("a long context", likely), ("a", "b"), ("", "xyz"), ("  ", "y"), ("a long context", "n o"),
+        ("def f(x): ", "return"), ("ab" * 40, "c"), ("a", ""),
+    ]  # fmt: skip
+    expected = []
+    for context, text in requests:
+        whole = (context + text).encode()
+        start = len(context.rstrip().encode())
+        prefix = [] if start else [BYTES.eod]
+        expected.append(log_likelihood(ask.model, [*prefix, *whole[:start]], whole[start:]))
+    for size in (1, 3, 100):
+        found = ask("loglikelihood", *requests, batch_size=size)
+        assert [total for total, _ in found] == pytest.approx(expected, abs=1e-9)
+        assert [exact for _, exact in found] == [True, *[False] * 6, True]
+    (short,) = ask("loglikelihood", ("ab" * 40, "c"), max_length=7)
+    assert short[0] == pytest.approx(log_likelihood(ask.model, b"bababab", b"c"), abs=1e-9)
+    with pytest.raises(DataError, match="scores a text of 9 tokens, but --max_length is 8"):
+        ask("loglikelihood", ("a", "b" * 9), max_length=8)
+
+
+def test_perplexities_of_whole_texts_and_of_windows(ask):
+    texts = ["import os\n" * 5, "x", "", "é" * 9]
+    whole = [log_likelihood(ask.model, [BYTES.eod], text.encode()) for text in texts]
+    for size in (1, 3):
+        found = ask("loglikelihood_rolling", *[(text,) for text in texts], batch_size=size)
+        assert found == pytest.approx(whole, abs=1e-9)
+    ids = [BYTES.eod, *b"abcdefghij"]  # windows of four: the last has all the context it can have
+    windows = [(ids[:1], ids[1:5]), (ids[4:5], ids[5:9]), (ids[6:9], ids[9:])]
+    cut = sum(log_likelihood(ask.model, *window) for window in windows)
+    found = ask("loglikelihood_rolling", ("abcdefghij",), max_length=4)
+    assert found == pytest.approx([cut], abs=1e-9)
+
+
+def test_continuations_with_the_options_of_tasks(ask):
+    prompts = ["def f(x): ", "a", "import os", ""]
+    ids = [[*prompt.encode()] or [BYTES.eod] for prompt in prompts]
+    plain = [BYTES.decode(greedy(ask.model, each, 12)) for each in ids]
+    assert len(set(plain)) == 4, plain
+    options = {"until": [], "max_gen_toks": 12}
+    found = ask("generate_until", *[(prompt, options) for prompt in prompts])
+    assert found == [text.split("<|endoftext|>")[0] for text in plain]
+    stop = plain[0][4]
+    mixed = [(prompts[0], options | {"until": [stop, ""]}), (prompts[1], options)]
+    assert ask("generate_until", *mixed) == [plain[0].split(stop)[0], plain[1]]
+    drawn = {"until": "", "do_sample": True, "temperature": 2.0, "max_gen_toks": 12}
+    two = ask("generate_until", *[(prompts[0], drawn)] * 2)
+    assert two[0] != two[1] and two == ask("generate_until", *[(prompts[0], drawn)] * 2)
+    (kept,) = ask("generate_until", ("x" + prompts[1], options), max_length=13)
+    assert kept == plain[1]
+    with pytest.raises(DataError, match="max_gen_toks 12 leaves no room"):
+        ask("generate_until", (prompts[0], options), max_length=12)
+    with pytest.raises(DataError, match="generation_kwargs: num_beams cannot be used here"):
+        ask("generate_until", (prompts[0], options | {"num_beams": 2}))
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Return a function that runs a command here, and returns stdout and stderr."""
+
+    def run_here(module, *args, code=0):
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
+        monkeypatch.setenv("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+        found = 0
+        try:
+            found = module.main()
+        except SystemExit as end:
+            found = end.code
+        out, err = capsys.readouterr()
+        assert found == code, err
+        return out, err
+
+    return run_here
+
+
+def test_the_key_eval_tasks(run, model, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    expected = {"local_perplexity": expected_scores(model)["local_perplexity"]}
+    key = f"eval_tasks=[{TASKS / 'perplexity.yaml'}]"
+    some = (run / "config.yml", "--load", run, "--out", tmp_path)
+    call(command, *some, "-o", key, "-o", "eval_lengths=[]")
+    (path,) = tmp_path.glob("eval_results_*.json")
+    found = scores(path, expected)["local_perplexity"]
+    assert found == pytest.approx(expected["local_perplexity"], rel=1e-5)
+    info = json.loads(path.read_text())["config"]
+    assert info["checkpoint"].endswith("global_step3") and info["max_length"] is None
+    named = ("--eval_tasks", "local_per*", "--include_path", TASKS)
+    text, _ = call(command, *some, *named, "--eval_results_prefix", tmp_path / "mine")
+    (path,) = tmp_path.glob("mine_eval_results_*.json")
+    assert scores(path, expected)["local_perplexity"] == found
+    assert "local_perplexity" in text and "extrapolation" not in text
+
+
+def test_mistakes(run, call, tmp_path):
+    (tmp_path / "broken.yaml").write_text("task: broken\ncustom_dataset: !function absent.data\n")
+    for args, code, message in [
+        ((run,), 2, "--tasks"),
+        (("--tasks", "a"), 2, "name the run folder: RUN"),
+        ((tmp_path / "no", "--tasks", "a"), 1, "no: there is no such folder"),
+        ((tmp_path, "--tasks", "a"), 1, "has no config.yml; name the config files: lm_eval.py"),
+        ((run, "--tasks", "a", "--batch_size", 0), 2, "--batch_size must be at least 1, not 0"),
+        ((run, "--tasks", "a", "--limit", "nan"), 2, "--limit must be at least 0, not nan"),
+        ((run, "--tasks", "a", "--output_path", "no/x.json"), 2, "there is no such folder"),
+        ((run, "--tasks", "a", "--include_path", "no"), 1, "--include_path no: there is no such"),
+        ((run, "--tasks", tmp_path / "broken.yaml"), 1, "a task cannot be loaded: "),
+        ((run, "--tasks", tmp_path / "absent.yaml"), 1, "a task cannot be loaded: "),
+    ]:
+        _, err = call(tool, *args, code=code)
+        assert message in err and "Traceback" not in err

@@ -1,0 +1,85 @@
+"""Score a run's newest checkpoint on tasks of lm-evaluation-harness, without an export.
+
+    python tools/lm_eval.py RUN --tasks hellaswag,piqa
+    python tools/lm_eval.py RUN --tasks mine --include_path FOLDER_WITH_YAML_FILES
+
+RUN is a run folder. The configuration is its `config.yml`; for a published checkpoint, name the
+config files after RUN. The harness's table goes to standard output, all else to standard error. A
+job of several processes (torchrun) shares the model by tensor parallelism.
+
+A task's YAML file may run code (`!function`), and so may its data set: use only files that you
+trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from megatron import entry
+from megatron.config.command_line import config_parser, load_for_use_or_exit
+
+
+def main() -> int:
+    """Score the run that the command line names, and return the exit code.
+
+    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
+    fix.
+    """
+    args = parse_arguments()
+    config, out = load_for_use_or_exit(args, args.run), sys.stdout
+    from megatron.engine.harness.packages import harness_packages
+    from megatron.engine.job.exit_codes import user_errors
+
+    # Libraries print to standard output, too.
+    with user_errors(), redirect_stdout(sys.stderr), harness_packages():
+        from megatron.engine.harness.run import Request, score
+
+        request = Request(
+            tuple(args.tasks.split(",")),
+            args.include_path,
+            args.num_fewshot,
+            args.limit,
+            args.batch_size,
+            args.max_length,
+            args.seed,
+            args.confirm_run_unsafe_code,
+        )
+        score(config, args.run, request, args.output_path, lambda text: print(text, file=out))
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = config_parser(__doc__, "[default: config.yml of the run]")
+    parser.usage = "%(prog)s RUN [FILE.yml ...] --tasks A,B,... [options]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    text = "names of tasks, groups or tags, patterns, or paths of YAML files, separated by commas"
+    add("--tasks", required=True, metavar="A,B", help=text)
+    add("--include_path", type=Path, metavar="DIR", help="folder with the YAML files of more tasks")
+    add("--num_fewshot", type=int, metavar="N", help="examples before each question [the task's]")
+    add("--limit", type=float, metavar="N", help="questions per task; below 1: the part of them")
+    add("--batch_size", type=int, default=8, metavar="N", help="texts in a forward pass [8]")
+    text = "the most tokens that the model reads [docs/evaluation.md]"
+    add("--max_length", type=int, metavar="N", help=text)
+    add("--seed", type=int, default=1234, help="of the examples and of generated texts [1234]")
+    text = "allow tasks that run the code that the model writes"
+    add("--confirm_run_unsafe_code", action="store_true", help=text)
+    add("--output_path", type=Path, metavar="FILE.json", help="write the results there, too")
+    args = parser.parse_intermixed_args()
+    if not args.configs:
+        parser.error("name the run folder: RUN")
+    args.run, *args.configs = Path(args.configs[0]), *args.configs[1:]
+    for name, low in (("batch_size", 1), ("max_length", 1), ("num_fewshot", 0), ("limit", 0)):
+        value = getattr(args, name)
+        if value is not None and not low <= value < float("inf"):
+            parser.error(f"--{name} must be at least {low}, not {value}")
+    if args.output_path and not args.output_path.absolute().parent.is_dir():
+        parser.error(f"--output_path {args.output_path}: there is no such folder")
+    return args
+
+
+if __name__ == "__main__":
+    entry.run(main)
