@@ -71,8 +71,8 @@ def load_weights(
     its bounds, because values in checkpoints of the released KERPLE code may exceed them.
 
     Args:
-        run: the description of this run. If this project trained the checkpoint, `run.model` must
-            equal the description of the model in the checkpoint. None skips this check.
+        run: the description of this run. If the checkpoint has a description of its model (which
+            published ones lack), `run.model` must be equal to it. None skips this check.
         groups: the job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
 
@@ -84,7 +84,8 @@ def load_weights(
             that is missing, unknown or of another shape.
     """
     block = model.shape.block
-    if run is not None and saved.kind is not Kind.PUBLISHED and saved.record.model:
+    described = saved.kind is Kind.IMPORTED and bool(saved.record.model)  # from transformers
+    if run is not None and (described or saved.kind is Kind.OURS):
         saved.require_same(run, "model", free=("rope_scaling",))  # the weights fit any scaling
     weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}

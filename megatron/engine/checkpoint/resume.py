@@ -4,7 +4,7 @@
 |---|---|
 | nothing, or a folder without a checkpoint | step 0 and initial weights |
 | a checkpoint of this code | its step, weights, optimizer, schedule and random streams |
-| a checkpoint of GPT-NeoX, or an import of one | its step and weights; zero optimizer moments |
+| a checkpoint of GPT-NeoX, or any import | its step and weights; zero optimizer moments |
 | any checkpoint, with `finetune: true` | step 0 and its weights |
 | any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
 
@@ -293,8 +293,8 @@ def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:
     text = f"evaluating {saved.path}, trained for {step} steps"
     if config.training.train_iters > 0:
         text = (
-            f"going on at step {step} from the weights of {saved.path}, a published checkpoint: "
-            "the optimizer's moments start at zero, samples are counted as step x train_batch_size"
+            f"going on at step {step} from the weights of {saved.path}, which has no optimizer: "
+            "its moments start at zero, samples are counted as step x train_batch_size"
         )
     progress = TrainingProgress(step, step * config.batch.train_batch_size, train_samples)
     return Start(progress, text, saved, schedule=schedule)

@@ -55,6 +55,7 @@ _ADDED: dict[str, Any] = {field.name: field.default for field in fields(BlockSha
 _ADDED |= {"theta_per_layer": False, "rope_scaling": {}}
 """The values of entries that checkpoints of earlier versions lack, because they had no others. An
 entry without a value (`content`, and `tokenizer` of an import) is compared only if it exists."""
+_NAMES = {"max_positions": "max_position_embeddings (rows of pos_emb learned)"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Saved:
 
         The class `Published` describes both. Both are empty if the checkpoint was not imported.
         """
-        if self.record.imported is None:
+        if self.kind is not Kind.IMPORTED or self.record.imported is None:
             return {}, {}
         state = safe_load(self.path / "mp_rank_00_model_states.pt")
         return state["neox_buffers"], state.get("neox_parts", {})
@@ -154,7 +155,7 @@ class Saved:
             if same_layers(here.get("pos_emb"), there.get("pos_emb"), here.get("num_layers", 1)):
                 there["pos_emb"] = here.get("pos_emb")
             differing = [
-                f"{key}: {there.get(key)!r} in the checkpoint, {value!r} here"
+                f"{_NAMES.get(key, key)}: {there.get(key)!r} in the checkpoint, {value!r} here"
                 for key, value in here.items()
                 if there.get(key) != value
                 and (key in there or key not in ("content", "tokenizer"))
