@@ -1,7 +1,8 @@
 """Measure a checkpoint's perplexity at several lengths, or score it on tasks of lm_eval.
 
 Examples: `python evaluate.py CONFIG.yml --load DIR --lengths 512,1024,2048`, and
-`python evaluate.py CONFIG.yml --load DIR --eval_tasks lambada_openai piqa`.
+`python evaluate.py CONFIG.yml --load DIR --eval_tasks lambada_openai piqa`. With `--suite`, measure
+whether the model uses its long context.
 """
 
 import json
@@ -11,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron import entry, launch
+from megatron.config import ConfigError, load_config
 from megatron.config.command_line import (
     config_parser,
     load_for_use_or_exit,
@@ -35,7 +37,11 @@ def main() -> int:
     parser.add_argument("--include_path", type=Path, metavar="DIR", help=text)
     text = "the results of tasks: PREFIX_eval_results_TIME.json"
     parser.add_argument("--eval_results_prefix", metavar="PREFIX", help=text)
+    parser.add_argument("--suite", action="store_true", help="measure the use of long context")
+    parser.add_argument("--judge", type=Path, help="run folder that chooses --suite's key tokens")
     args = parser.parse_intermixed_args()
+    if args.judge and not args.suite:
+        parser.error("--judge chooses the key tokens of --suite; write --suite too")
     if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
         parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
     overrides = asked(args)
@@ -44,7 +50,7 @@ def main() -> int:
     load = args.load or config.checkpoint.load or config.checkpoint.save
     lengths, tasks = config.evaluation.eval_lengths, config.evaluation.eval_tasks
     missing = [] if load else ["--load DIR (or `load` in the config)"]
-    if not lengths and not tasks:
+    if not lengths and (args.suite or not tasks):
         missing.append(
             "--lengths L1,L2,... (or `eval_lengths` in the config) or --eval_tasks TASK ... (or "
             "`eval_tasks` in the config)"
@@ -65,6 +71,9 @@ def main() -> int:
     from megatron.engine.job.exit_codes import user_errors
 
     with user_errors():
+        if args.suite:
+            measure_suite(args, config, Path(load))
+            return 0
         if lengths:
             from megatron.engine.evaluation.by_length import evaluate_checkpoint
 
@@ -85,6 +94,21 @@ def asked(args):
         tasks = [name for text in args.eval_tasks or [] for name in text.split(",")]
         overrides += [f"eval_lengths=[{args.lengths or ''}]", f"eval_tasks={json.dumps(tasks)}"]
     return overrides
+
+
+def measure_suite(args, config, load):
+    """Measure the use of context at the config's `eval_lengths`, and write the report."""
+    judge = None
+    if args.judge:
+        try:
+            overrides = sharing_layout(1)
+            judge = load_config([args.judge / "config.yml"], overrides, launch.world_size())
+        except ConfigError as error:
+            entry.refuse(f"error: --judge {args.judge}: {error}", 2)
+    from megatron.engine.evaluation.suite.run import run_suite
+
+    found = (judge, args.judge) if judge else None
+    run_suite(config, load, config.evaluation.eval_lengths, out=args.out, judge=found)
 
 
 def score_tasks(args, load, out, overrides):

@@ -23,8 +23,8 @@ and MLP before the reduction over ranks, so that one reduction suffices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +144,24 @@ class SelfAttention(nn.Module):
             return None
         gate_BHT1 = self.gate(x_BTD).transpose(1, 2)[..., None]
         return self.pos.decay(all_to_all(gate_BHT1, self.cp, split=1, join=2)[..., 0])
+
+
+@contextmanager
+def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
+    """Limit every layer of `model` to the last `tokens` tokens, the query's own included.
+
+    The limit holds inside the `with` block. A layer's shorter window stays. None sets no limit.
+    """
+    layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
+    before = [layer.window for layer in layers]
+    if tokens is not None:
+        for layer, window in zip(layers, before, strict=True):
+            layer.window = min(tokens - 1, tokens if window is None else window)
+    try:
+        yield
+    finally:
+        for layer, window in zip(layers, before, strict=True):
+            layer.window = window
 
 
 class MLP(nn.Module):

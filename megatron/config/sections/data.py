@@ -57,6 +57,7 @@ class EvaluationConfig(Section):
     eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline
     eval_split: EvalSplit = "valid"
     eval_batch_tokens: Positive = 4096  # tokens in a batch
+    eval_suite_tokens: Positive = 65536  # tokens that `evaluate.py --suite` reads for each result
     eval_distance_scale: PositiveNumber = 1.0  # the kernel sees every distance times this factor
     eval_tasks: Names = ()  # names of tasks, or paths of their YAML files
     eval_results_prefix: Text | None = None  # the results: PREFIX_eval_results_TIME.json

@@ -1,0 +1,1 @@
+"""Measure whether a model uses its long context: `python evaluate.py ... --suite`."""

@@ -1,0 +1,94 @@
+"""Estimate means with intervals. The unit is the document, not the token.
+
+Tokens of one document are not independent, so intervals come from a bootstrap over documents: BCa
+intervals of `scipy.stats.bootstrap` (Efron 1987). For documents d with total t_d over c_d tokens:
+
+    value = sum_d t_d / sum_d c_d
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from megatron.parallel.loss import perplexity
+
+RESAMPLES = 2000
+LEVEL = 95.0
+"""The level of the intervals, in percent."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, its 95% interval (NaN for a single document), and the number of documents."""
+
+    value: float
+    low: float
+    high: float
+    documents: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+    @property
+    def perplexity(self) -> Estimate:
+        """The perplexity of a loss, with the perplexities at the ends of its interval."""
+        ends = (perplexity(self.low), perplexity(self.high))
+        return Estimate(perplexity(self.value), *ends, self.documents)
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+
+def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> Estimate:
+    """Return the ratio sum(totals) / sum(counts), with its interval over documents.
+
+    Args:
+        totals: [n], a total for each of n sequences, such as a sum of losses.
+        counts: [n], by what to divide, such as a number of tokens. Documents without any count are
+            left out.
+        documents: [n], the document to which each sequence belongs.
+    """
+    _, which = np.unique(documents, return_inverse=True)
+    total_d, count_d = np.bincount(which, totals), np.bincount(which, counts)
+    total_d, count_d = total_d[count_d > 0], count_d[count_d > 0]
+    if len(total_d) == 0:
+        return Estimate(np.nan, np.nan, np.nan, 0)
+    value = float(_ratio(total_d, count_d))
+    if len(total_d) == 1:
+        return Estimate(value, np.nan, np.nan, 1)
+    if np.ptp(total_d / count_d) == 0:
+        return Estimate(value, value, value, len(total_d))
+    with warnings.catch_warnings(action="ignore"):  # of an interval that BCa cannot give
+        found = stats.bootstrap(
+            (total_d, count_d),
+            _ratio,
+            paired=True,
+            vectorized=True,
+            n_resamples=RESAMPLES,
+            confidence_level=LEVEL / 100,
+            rng=np.random.default_rng(0),
+        )
+    low, high = found.confidence_interval
+    if np.isnan(low) or np.isnan(high):
+        ends = (50 - LEVEL / 2, 50 + LEVEL / 2)
+        low, high = np.percentile(found.bootstrap_distribution, ends)
+    return Estimate(value, float(low), float(high), len(total_d))
+
+
+def mean_of(losses_nT: np.ndarray, documents: np.ndarray) -> Estimate:
+    """Return the mean of all numbers, with its interval over documents.
+
+    Args:
+        losses_nT: [n, T], T numbers for each of n sequences, such as the losses of its tokens.
+        documents: [n], the document to which each sequence belongs.
+    """
+    return estimate(losses_nT.sum(1), np.full(len(losses_nT), losses_nT.shape[1]), documents)
+
+
+def _ratio(totals: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+    return totals.sum(axis) / counts.sum(axis)
