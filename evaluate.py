@@ -102,7 +102,9 @@ def measure_suite(args, config, load):
     if args.judge:
         try:
             overrides = sharing_layout(1)
-            judge = load_config([args.judge / "config.yml"], overrides, launch.world_size())
+            judge = load_config(
+                [args.judge / "config.yml"], overrides, world_size=launch.world_size()
+            )
         except ConfigError as error:
             entry.refuse(f"error: --judge {args.judge}: {error}", 2)
     from megatron.engine.evaluation.suite.run import run_suite

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -271,10 +272,17 @@ def test_the_command_measures_an_imported_checkpoint(tmp_path, monkeypatch, caps
     keys = {"data_path": tmp_path / "text", "split": "0,8,0", "eval_suite_tokens": 256}
     options = [part for key, value in keys.items() for part in ("-o", f"{key}={value}")]
     arguments = [released / "config.yml", "--load", run, "--lengths", "32,64,128", *options]
-    monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments), "--suite"])
+    call = ["evaluate", *map(str, arguments), "--suite", "--judge", str(run)]
+    monkeypatch.setattr(sys, "argv", call)
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    err = capsys.readouterr().err
+    assert f"--judge {run}: 1 problem" in err and f"{run / 'config.yml'}: no such file" in err
+    shutil.copy(released / "config.yml", run)
     assert command.main() == 0
     out, err = capsys.readouterr()
     assert "context" in out and "100%" in err
+    assert f"the judge is {run / 'global_step50000'}" in out
     report = json.loads((run / "suite" / "report.json").read_text())
     page = (run / "suite" / "report.md").read_text()
     for name, measure in report["measures"].items():
