@@ -90,9 +90,8 @@ LISTED: Any = (
     (AMPERE_AND_HOPPER, KERNELS, HALF, USUAL, True),
     (AMPERE_AND_HOPPER, OTHERS, HALF, USUAL, False),
     (BLACKWELL, KERNELS, ("bf16",), USUAL, False),
-    ((90,), (*TERMS, *CROSSES), ("bf16",), USUAL, False),
-    # Without fire, which spills with dropout at head size 128.
-    ((90,), (*TERMS, *CROSSES, *OTHERS[:-1]), ("bf16",), USUAL, True),
+    ((90,), (*TERMS, *CROSSES), HALF, USUAL, False),
+    ((90,), (*TERMS, *CROSSES, *OTHERS), HALF, USUAL, True),
 )
 SAMPLE: Any = (
     ((90,), ("kerple_log", "rpe"), ("bf16",), (64,), False),

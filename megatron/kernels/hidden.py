@@ -4,7 +4,8 @@ f is piecewise linear (see `megatron.positional.hidden_layer`). `launch` passes 
 per head. This row holds the columns of theta, then the K knees in rising order, then the slopes and
 then the offsets of the K + 1 lines between the knees. In most tiles, all inputs u lie between the
 same two knees, so f costs one product per score. If knees lie between the smallest and the largest
-u of a tile, a loop over these knees selects the line of each u.
+u of a tile, a loop over these knees selects the line of each u. The condition around this loop
+hides it from Triton, which does not load tiles ahead in a loop that directly contains another loop.
 
 Let ds be the gradient of the loss with respect to a logit. The gradient of a line's slope is the
 sum of ds u over the scores whose u lies on this line, and the gradient of its offset is the sum of
@@ -96,9 +97,10 @@ def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
     f = tl.load(offsets + begin) + tl.load(slopes + begin) * u
-    for k in tl.range(begin, end):
-        after = tl.load(offsets + k + 1) + tl.load(slopes + k + 1) * u
-        f = tl.where(u > tl.load(knees + k), after, f)
+    if begin < end:
+        for k in tl.range(begin, end):
+            after = tl.load(offsets + k + 1) + tl.load(slopes + k + 1) * u
+            f = tl.where(u > tl.load(knees + k), after, f)
     return f
 
 
@@ -109,8 +111,9 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
     slope = tl.zeros_like(u) + tl.load(slopes + begin)
-    for k in tl.range(begin, end):
-        slope = tl.where(u > tl.load(knees + k), tl.load(slopes + k + 1), slope)
+    if begin < end:
+        for k in tl.range(begin, end):
+            slope = tl.where(u > tl.load(knees + k), tl.load(slopes + k + 1), slope)
     return slope
 
 
@@ -124,12 +127,13 @@ def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
     rest, rest_u = tl.sum(ds), tl.sum(ds * u)
-    for k in tl.range(begin, end):
-        beyond = tl.where(u > tl.load(knees + k), ds, 0.0)
-        next, next_u = tl.sum(beyond), tl.sum(beyond * u)
-        sums += tl.where(line == k, rest - next, 0.0)
-        slopes += tl.where(line == k, rest_u - next_u, 0.0)
-        rest, rest_u = next, next_u
+    if begin < end:
+        for k in tl.range(begin, end):
+            beyond = tl.where(u > tl.load(knees + k), ds, 0.0)
+            next, next_u = tl.sum(beyond), tl.sum(beyond * u)
+            sums += tl.where(line == k, rest - next, 0.0)
+            slopes += tl.where(line == k, rest_u - next_u, 0.0)
+            rest, rest_u = next, next_u
     return sums + tl.where(line == end, rest, 0.0), slopes + tl.where(line == end, rest_u, 0.0)
 
 

@@ -109,11 +109,20 @@ MANY = {(90, 128): {"query": Tile(128, 16, 8, 2)}}
 The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.
 """
 
-LAYER = {(90, 64): {"query": Tile(128, 16, 8, 3)}}
+LAYER = {
+    (90, 64): {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 3)},
+    (90, 128): {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 2)},
+    (80, 64): {
+        "forward": Tile(128, 32, 8, 3),
+        "query": Tile(128, 16, 8, 2),
+        "key": Tile(16, 128, 8, 2),
+    },
+}
 """These tiles replace those of `TABLE` for 16-bit kernels with a layer of hidden units.
 
 The keys are as in `DROPOUT`.
 """
+LAYER[86, 64] = LAYER[80, 64]
 
 TERMS = {
     (90, 64, False): {"key": Tile(64, 128, 8, 3)},
@@ -195,9 +204,12 @@ def look_up(
     found = rows.get((itemsize, listed, heavy or dropout)) or rows[itemsize, listed, False]
     if itemsize != 2:
         return found
-    special = DROPOUT.get((family, listed), {}) if dropout else {}
-    special |= LAYER.get((family, listed), {}) if layer else {}
-    special = (TERMS.get((family, listed, heavy or dropout), {}) if terms else {}) | special
-    special |= MANY.get((family, listed), {}) if columns > 4 else {}
-    special |= HEAVIEST.get((family, listed), {}) if heavy and dropout and terms else {}
+    special = TERMS.get((family, listed, heavy or dropout), {}) if terms else {}
+    for tiles, needed in (
+        (DROPOUT, dropout),
+        (LAYER, layer),
+        (MANY, columns > 4),
+        (HEAVIEST, heavy and dropout and terms),
+    ):
+        special = special | (tiles.get((family, listed), {}) if needed else {})
     return replace(found, **special)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.kernels.tile_sizes import look_up
 from tests.helpers.paths import ROOT
 from tools import compile_kernels as tool
 from tools.machine_code import special_functions
@@ -60,6 +61,13 @@ def test_the_committed_table_is_of_the_present_tiles(monkeypatch):
     assert list(tool.unchanged([*rows[:7], changed, *rows[8:]], wanted)) == wanted[:7] + wanted[8:]
     monkeypatch.setattr(tool.triton, "__version__", "another")
     assert not tool.unchanged(rows, wanted)
+
+
+def test_tiles_are_the_same_after_any_other_call():
+    before = [look_up(90, 2, size, dropout=True) for size in tool.USUAL]
+    for size in tool.USUAL:
+        look_up(90, 2, size, heavy=True, dropout=True, columns=9, terms=True, layer=True)
+    assert [look_up(90, 2, size, dropout=True) for size in tool.USUAL] == before
 
 
 def test_a_bad_row_is_seen():
