@@ -64,13 +64,13 @@ def main(argv: list[str] | None = None) -> int:
             cell for number, cell in enumerate(grid.cells)
             if args.cell in (None, number) and fnmatch(cell.name, args.only or "*")
         ]  # fmt: skip
-        if args.list:
-            return _list(cells, grid)
-        states = {cell.name: state_of(cell) for cell in cells}
     except ConfigError as error:
-        entry.refuse(f"{args.grid}: {error}", 2)
+        entry.refuse(str(error), 2)
+    if args.list:
+        return _list(cells, grid)
     if not cells:
         entry.refuse(f"no cell matches; the first is named {grid.cells[0].name}", 2)
+    states = {cell.name: state_of(cell) for cell in cells}
     stale = [cell for cell in cells if states[cell.name][0] == "stale"]
     left = [cell for cell in cells if states[cell.name][0] not in ("finished", "stale")]
     for cell in stale:
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{cell.name}: old run moved to {_move_away(cell.folder)}")
         left = [cell for cell in cells if cell in left or cell in stale]
     if args.slurm:
-        print(_array_job(args, grid, left))
+        print(_array_job(args, grid, left) if left else "no cell is left")
         return 0
     print(f"{len(cells) - len(left)} of {len(cells)} cells are done or stale", flush=True)
     return _run(args, grid, left, stale=bool(stale) and args.stale is None)

@@ -28,7 +28,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the grid")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--against", choices=("paper",), help="show the paper's numbers beside the cells")
-    add("--metric", choices=tuple(METRICS), default="perplexity", help="[%(default)s]")
+    add("--metric", choices=tuple(METRICS), help="[the first of these that was measured]")
     args = parser.parse_args(argv)
     if len(args.runs) > 1 and not all(path.is_dir() for path in args.runs):
         parser.error("give one grid file, or only run folders")
@@ -51,9 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         except ConfigError as error:
             entry.refuse(str(error), 2)
         rows, judged = grid.rows, verdicts(grid, found)
-    if args.metric not in set(found["metric"]):
-        entry.refuse(f"error: no finished run has measured {args.metric}; {'; '.join(remarks)}", 1)
-    parts = report.sections(found, rows, args.metric, grid, args.against == "paper")
+    measured = [name for name in METRICS if name in set(found["metric"])]
+    metric = args.metric or (measured or ["a length"])[0]
+    if metric not in measured:
+        entry.refuse(f"error: no finished run has measured {metric}; {'; '.join(remarks)}", 1)
+    parts = report.sections(found, rows, metric, grid, args.against == "paper")
     title = args.runs[0].stem if grid else "Runs"
     written = report.write(args.out, title, parts, judged, remarks, found)
     print((args.out / "tables.md").read_text(), end="")

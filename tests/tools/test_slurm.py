@@ -16,6 +16,11 @@ SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then echo "$STUB_HOSTS" | tr , '\\n'; exit; fi
 echo "$@" >> "$STUB_DIR/scontrol"
 """
+SWEEP = """#!/usr/bin/env bash
+trap 'echo saved; exit 130' USR1
+echo "$@"
+for _ in {1..1000}; do [[ -v STUB_WAITS ]] || exit 3; sleep 0.05; done
+"""
 RECORDING_SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$STUB_DIR/srun.tmp" && mv "$STUB_DIR/srun.tmp" "$STUB_DIR/srun"
 exec sleep "$STUB_SLEEP"
@@ -38,10 +43,17 @@ time.sleep(400)
 """
 
 
-def start(folder: Path, repo_root: Path, srun: str, *arguments: str, **variables: str):
+def start(
+    folder: Path,
+    repo_root: Path,
+    srun: str,
+    *arguments: str,
+    script: str = "train.sbatch",
+    **variables: str,
+):
     binaries = folder / "bin"
     binaries.mkdir()
-    for name, text in (("srun", srun), ("scontrol", SCONTROL)):
+    for name, text in (("srun", srun), ("scontrol", SCONTROL), ("python", SWEEP)):
         (binaries / name).write_text(text)
         (binaries / name).chmod(0o755)
     environment = os.environ | {
@@ -55,9 +67,8 @@ def start(folder: Path, repo_root: Path, srun: str, *arguments: str, **variables
         "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_CPUS_PER_TASK": "8",
     }
-    script = repo_root / "tools" / "slurm" / "train.sbatch"
     return subprocess.Popen(
-        ["bash", str(script), *arguments],
+        ["bash", str(repo_root / "tools" / "slurm" / script), *arguments],
         env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -112,6 +123,21 @@ def test_an_error_in_training_is_the_jobs_error_and_requeues_nothing(tmp_path, r
     job.communicate(timeout=200)
     assert job.returncode == 3
     assert not (tmp_path / "scontrol").exists()
+
+
+def test_a_task_of_an_array_runs_one_cell(tmp_path, repo_root):
+    task = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "4243", "script": "sweep.sbatch"}
+    (tmp_path / "a").mkdir()
+    job = start(tmp_path / "a", repo_root, "", "grid.yml", "--set", "a=b c", **task)
+    output, _ = job.communicate(timeout=200)
+    assert output == "tools/sweep.py grid.yml --set a=b c --cell 7\n" and job.returncode == 3
+    (tmp_path / "b").mkdir()
+    job = start(tmp_path / "b", repo_root, "", "grid.yml", STUB_WAITS="", **task)
+    assert job.stdout.readline() == "tools/sweep.py grid.yml --cell 7\n"
+    job.send_signal(signal.SIGUSR1)
+    output, _ = job.communicate(timeout=200)
+    assert output == "saved\nrequeueing cell 7\n" and job.returncode == 0
+    assert (tmp_path / "b" / "scontrol").read_text() == "requeue 4243_7\n"
 
 
 @pytest.mark.parametrize("line", ["--requeue", "--ntasks-per-node=1", "--open-mode=append"])

@@ -136,17 +136,27 @@ def changed(grid: Path, runs: Path, capsys) -> None:
 def test_a_failed_cell_is_named_and_the_others_run(tmp_path, capsys):
     prefix = write_shards(tmp_path)
     too_long = {"eval_lengths": [100_000], "eval_tokens": 100_000}
-    values = {"lost": {"data_path": "nowhere"}, "there": {}, "short": too_long}
+    task = {"data_path": "builtin:parity", "task_options": {"max_length": 8}, "eval_examples": 20}
+    task |= {"tokenizer_type": None, "make_vocab_size_divisible_by": None, "split": None}
+    values = {"lost": {"data_path": "nowhere"}, "task": task, "short": too_long}
     axes = {"text": {name: {"overrides": keys} for name, keys in values.items()}}
     overrides = {"train_iters": 2, "train_micro_batch_size_per_gpu": 1, "eval_iters": 0}
     changes = {"axes": axes, "seeds": [1], "overrides": overrides, "endpoints": {}, "compare": ""}
     grid = write_grid(tmp_path, prefix, **changes)
     assert sweep.main([str(grid)]) == 1
     out = capsys.readouterr().out
-    assert "lost-1: FAILED: nowhere" in out and "there-1: finished" in out
+    assert "lost-1: FAILED: nowhere" in out and "task-1: finished" in out
     assert "short-1: FAILED: exit code 1; the end of" in out and "evaluate shorter lengths" in out
     assert "failed: lost-1, short-1" in out
-    assert index(tmp_path) == {"lost-1": "new", "there-1": "finished", "short-1": "failed"}
+    assert index(tmp_path) == {"lost-1": "new", "task-1": "finished", "short-1": "failed"}
+    assert table.main([str(tmp_path / "runs" / "task-1"), "--out", str(tmp_path / "out")]) == 0
+    assert "exact, mean ± standard deviation" in capsys.readouterr().out
+    grid.write_text(grid.read_text().replace("base.yml", "gone.yml"))
+    assert sweep.main([str(grid), "--only", "task-*"]) == 1
+    assert "task-1: STALE: 1 problem in the configuration" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        table.main([str(grid), "--metric", "loss", "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 1 and "has measured loss; lost-1: new" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -166,7 +176,6 @@ def test_a_failed_cell_is_named_and_the_others_run(tmp_path, capsys):
             {"endpoints": {"P": {"claim": "below", "of": {"embedding": "rotary"}, "than": {}}}},
             "endpoints.P: of: names no length; known: 16, 32",
         ),
-        ({"overrides": {"num_layer": 3}}, "num_layer: unknown key"),
     ],
 )
 def test_faults_of_a_grid_file(tmp_path, capsys, change, message):
@@ -177,9 +186,35 @@ def test_faults_of_a_grid_file(tmp_path, capsys, change, message):
     assert message in capsys.readouterr().err
 
 
+def test_each_faulty_cell_is_listed(tmp_path, capsys):
+    assert (
+        sweep.main([str(write_grid(tmp_path, "unread", overrides={"num_layer": 3})), "--list"]) == 2
+    )
+    out = capsys.readouterr().out
+    assert out.count("num_layer: unknown key") == 4 and "4 cells in" in out
+
+
 def test_slurm_runs_the_cells_that_are_left(tmp_path, capsys):
     grid = write_grid(tmp_path, "unread")
     assert sweep.main([str(grid), "--slurm", "--jobs", "3", "--only", "rotary-*"]) == 0
     command = capsys.readouterr().out
     assert command.startswith("sbatch --array=2,3%3 --gpus-per-node=1 tools/slurm/sweep.sbatch ")
     assert (ROOT / "tools" / "slurm" / "sweep.sbatch").exists()
+
+
+def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
+    rows_of = {"a": ("rotary", 1, 9.0), "b": ("rotary", 2, 11.0), "c": ("alibi", 1, 5.0)}
+    for name, (embedding, seed, value) in rows_of.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.yml").write_text(f"pos_emb: {embedding}\nseed: {seed}\n")
+        lines = ["length,perplexity,stderr", f"64,{value},0.1", f"128,{2 * value},0.1"]
+        (folder / "extrapolation.csv").write_text("\n".join(lines))
+        (folder / "other.csv").write_text("length,depth,perplexity\n64,1,7\n64,2,8\n")
+    folders = [str(tmp_path / name) for name in rows_of]
+    assert table.main([*folders, "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "| rotary | 2 | 10.00 ± 1.41 | 20.00 ± 2.83 |" in out
+    assert "| alibi | 1 | 5.000 | 10.00 |" in out
+    latex = (tmp_path / "out" / "tables.tex").read_text()
+    assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-METRICS = {"perplexity": True, "loss": True, "bits_per_byte": True, "accuracy": False}
+METRICS = {"perplexity": True, "loss": True, "bits_per_byte": True, "exact": False, "token": False}
 """Maps a column of a results file to whether lower is better. Such metrics are positive, and are
-compared as ratios. The others are compared as differences."""
+compared as ratios. The others are shares of right answers, and are compared as differences."""
 BEST = "best"
 
 
@@ -31,7 +31,7 @@ class Endpoint(_Strict):
         of: the side that the claim is about: a value of each axis, and `length`.
         than: the other side. It has the axes and the length of `of`, except where it names others.
             `length: best` is the length at which its mean over seeds is best.
-        by: the margin in percent (of accuracy: in points). `statistics` defines the claims.
+        by: the margin in percent (of shares: in points). `statistics` defines the claims.
     """
 
     claim: Literal["below", "above", "within", "equal", "differs"]

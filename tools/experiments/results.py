@@ -26,9 +26,6 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
     """Return the results of a grid's finished cells, and a remark on each other cell.
 
     Stale runs count, with a remark. The table also has a column for each axis.
-
-    Raises:
-        ConfigError: a cell's configuration has problems.
     """
     parts, remarks, codes = [], [], {}
     for cell in grid.cells:

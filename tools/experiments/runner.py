@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from tools.experiments.state import ROOT, Record, is_complete, share_done
 LOG = "log.txt"
 _TAIL = 12  # lines of the log of a failed cell
 _REPORT_SECONDS = 60.0
+_POLL_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -78,7 +78,6 @@ class Runner:
     ):
         self._free, self._say, self._changed = deque(devices), say, changed
         self._running: list[_Running] = []
-        self._wake = threading.Event()
         self.failed: list[Cell] = []
         self.signals = 0
 
@@ -90,22 +89,25 @@ class Runner:
                 each.process.kill()
             else:
                 each.process.send_signal(signal.SIGTERM)
-        self._wake.set()
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run all cells, until they have ended or a signal arrives."""
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
-        while (waiting and not self.signals) or self._running:
-            while waiting and self._free and not self.signals:
-                self._start(waiting.popleft())
-            for each in [each for each in self._running if each.process.poll() is not None]:
-                self._end(each)
-                self._say(self._progress(begun, len(waiting)))
-            if time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
-                self._say(self._progress(begun, len(waiting)))
-            self._wake.wait(0.1)
+        try:
+            while (waiting and not self.signals) or self._running:
+                while waiting and self._free and not self.signals:
+                    self._start(waiting.popleft())
+                ended = [each for each in self._running if each.process.poll() is not None]
+                for each in ended:
+                    self._end(each)
+                if ended or time.monotonic() - reported > _REPORT_SECONDS:
+                    reported = time.monotonic()
+                    self._say(self._progress(begun, len(waiting)))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for each in self._running:  # after an error of the sweep itself, such as a full disk
+                each.process.send_signal(signal.SIGTERM)
 
     def _start(self, cell: Cell) -> None:
         try:
@@ -123,6 +125,8 @@ class Runner:
             process = start(command_of(cell), log, environ)
         self._work -= before
         self._running.append(_Running(cell, process, record, device, time.monotonic(), before))
+        if self.signals:  # it came before the list had this cell
+            process.send_signal(signal.SIGTERM)
         self._say(f"{cell.name}: {'resumes' if before else 'starts'}, log in {cell.folder / LOG}")
         self._changed()
 

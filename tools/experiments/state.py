@@ -12,24 +12,23 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.data.errors import DataError
 from megatron.files import parse_json, write_text
 from tools.experiments.grid import Cell
 
 ROOT = Path(__file__).parents[2]
 RECORD = "cell.json"
-RESULTS = "extrapolation.csv"
+RESULTS = ("extrapolation.csv", "accuracy.csv")
+"""A run that has measured its lengths has written one of these."""
 INDEX = "cells.csv"
-_PLACES = ("save", "load", "wandb_group", "wandb_run_name", "wandb_host", "wandb_team")
-_UNKNOWN = "unknown"
+_PLACES = ("save", "load", "data_dir", "use_wandb", "wandb")
 
 State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
 
@@ -79,15 +78,13 @@ class Record:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return a resolved configuration, as it is read back from JSON, without its own folders."""
+    """Return the settings that can change results, with types as read back from JSON."""
     flat = json.loads(json.dumps(config.to_flat_dict()))
-    foreign = flat.get("load") if flat.get("load") != flat.get("save") else None
-    return {k: v for k, v in flat.items() if k not in _PLACES} | (
-        {"load": foreign} if foreign else {}
-    )
+    found = {key: value for key, value in flat.items() if not key.startswith(_PLACES)}
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return found if load == save else found | {"load": load}
 
 
-@cache
 def code() -> dict[str, str]:
     """Return a fingerprint of the code that trains, and the versions of its libraries."""
     found = hashlib.sha256()
@@ -101,7 +98,7 @@ _texts: dict[str, str] = {}
 
 
 def text_of(config: Config) -> str:
-    """Return the fingerprint of the tokens that a configuration names.
+    """Return the fingerprint of the tokens, or the identity of the length task, of a configuration.
 
     Raises:
         DataError: the tokens cannot be read.
@@ -109,30 +106,29 @@ def text_of(config: Config) -> str:
     key = repr(config.data)
     if key not in _texts:
         # This import takes seconds, and a new grid can be listed without it.
-        from megatron.engine.text import fingerprint, open_text, tokenizer_of
+        from megatron.engine.text import Text, fingerprint, open_text, tokenizer_of
 
-        _texts[key] = fingerprint(open_text(config, tokenizer_of(config)).shards)
+        text = open_text(config, tokenizer_of(config))
+        task = "" if isinstance(text, Text) else json.dumps(text.identity(), sort_keys=True)
+        _texts[key] = fingerprint(text.shards) if isinstance(text, Text) else task
     return _texts[key]
 
 
 def state_of(cell: Cell) -> tuple[State, str]:
-    """Return the state of a cell, and a reason if it is stale.
-
-    Raises:
-        ConfigError: the cell's configuration has problems.
-    """
+    """Return the state of a cell, and a reason if it is stale."""
     record = Record.read(cell.folder)
     if record is None:
         if (cell.folder / "latest").exists():
             return "stale", f"{cell.folder} holds a run that tools/sweep.py did not start"
         return "new", ""
-    config = cell.config()
+    try:
+        config = cell.config()
+    except ConfigError as error:
+        return "stale", str(error)
     now: dict[str, Any] = {**settings(config), "code": code()}
     then = {**record.config, "code": record.code}
-    changed = [
-        f"{key}: {then.get(key)} -> {now.get(key)}" for key in now if then.get(key) != now[key]
-    ]
-    changed += [f"{key}: {then[key]} -> not given" for key in then.keys() - now.keys()]
+    keys = [key for key in {**now, **then} if then.get(key) != now.get(key)]
+    changed = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in keys]
     if not changed:
         try:
             text = text_of(config)
@@ -146,7 +142,7 @@ def is_complete(cell: Cell, config: Config) -> bool:
     """Return whether the run of a cell took its last step and measured all lengths."""
     latest, last = cell.folder / "latest", config.training.train_iters
     step = latest.read_text().removeprefix("global_step").strip() if latest.exists() else "0"
-    return int(step) >= last and (cell.folder / RESULTS).exists()
+    return int(step) >= last and any((cell.folder / name).exists() for name in RESULTS)
 
 
 def share_done(cell: Cell) -> float:
@@ -159,11 +155,7 @@ def share_done(cell: Cell) -> float:
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
-    """Write `cells.csv`: one row for each cell, with its state, run folder, wall time and versions.
-
-    Raises:
-        ConfigError: a cell's configuration has problems.
-    """
+    """Write `cells.csv`: for each cell its state, run folder, wall time, machine and versions."""
     rows = []
     for cell in cells:
         (state, why), record = state_of(cell), Record.read(cell.folder)

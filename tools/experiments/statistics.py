@@ -2,11 +2,12 @@
 
 Side A and side B of a claim have one value for each seed, a_s and b_s. For metrics like perplexity
 the differences are d_s = ln a_s - ln b_s, and a margin of `by` percent is m = ln(1 + by / 100). For
-accuracy, d_s = a_s - b_s and m = by / 100. The claims about the expected difference D are:
+shares of right answers, d_s = a_s - b_s and m = by / 100. The claims about the expected difference
+D are:
 
     below      D < -m        one-sided paired t test
     above      D > m         one-sided paired t test
-    within     D < m         one-sided paired t test: A is worse than B by less than the margin
+    within     D < m         one-sided paired t test: A exceeds B by less than the margin
     equal      -m < D < m    two one-sided tests (TOST); p is the larger of their p values
     differs    D != 0        two-sided paired t test
 
@@ -36,11 +37,11 @@ class Verdict:
 
     Attributes:
         seeds: the number of seeds that both sides have.
-        change: the mean difference, in percent (of accuracy: in points).
+        change: the mean difference, in percent (of shares: in points).
         low, high: the 95% interval of `change`.
         p: the p value, and `holm` the same after Holm's correction.
-        word: `holds`, `not shown`, `contradicted` (the opposite is significant, uncorrected), or
-            `not tested`.
+        word: for all parts of the claim, `holds`, `not shown`, `contradicted` (the opposite of a
+            part is significant, uncorrected), or `not tested`.
     """
 
     name: str
@@ -65,10 +66,22 @@ def verdicts(grid: Grid, results: Frame) -> list[Verdict]:
     largest = pd.DataFrame({"name": [v.name for v in found], "p": [v.p for v in found]})
     p = largest.groupby("name")["p"].agg(lambda each: each.max(skipna=False)).dropna()
     corrected = dict(zip(p.index, holm(p.to_list()), strict=True))
+    alpha = grid.about.alpha
+    refuted = {
+        verdict.name
+        for verdict, (_, part) in zip(found, parts, strict=True)
+        if verdict.p > 1 - alpha and part.claim != "differs"
+    }
     return [
-        _judged(verdict, part, corrected.get(name, math.nan), grid.about.alpha)
-        for verdict, (name, part) in zip(found, parts, strict=True)
-    ]
+        replace(
+            each,
+            holm=corrected[each.name],
+            word="contradicted" if each.name in refuted
+            else "holds" if corrected[each.name] < alpha else "not shown",
+        )
+        if each.name in corrected else each
+        for each in found
+    ]  # fmt: skip
 
 
 def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> float:
@@ -171,12 +184,3 @@ def _sentence(endpoint: Endpoint) -> str:
     ]
     margin = f" by {endpoint.by:g}%" if endpoint.by else ""
     return f"{endpoint.metric} of {names[0]} {endpoint.claim} {names[1]}{margin}"
-
-
-def _judged(verdict: Verdict, endpoint: Endpoint, corrected: float, alpha: float) -> Verdict:
-    if math.isnan(corrected):
-        return verdict
-    word = "holds" if corrected < alpha else "not shown"
-    if verdict.p > 1 - alpha and endpoint.claim != "differs":
-        word = "contradicted"
-    return replace(verdict, holm=corrected, word=word)
