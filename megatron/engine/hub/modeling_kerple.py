@@ -71,7 +71,6 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = KerpleConfig
     _no_split_modules = ["Block"]
-    _keep_in_fp32_modules_strict = ["theta"]
 
     def __init__(self, config: KerpleConfig):
         super().__init__(config)
@@ -161,8 +160,10 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
         start_BT = column_S.new_zeros(len(x_BTD), x_BTD.shape[1])
         if mask_BS is not None:
             if mask_BS.shape != (len(x_BTD), total):
+                shape = [len(x_BTD), total]
                 raise ValueError(
-                    f"attention_mask must be {[len(x_BTD), total]}, not {list(mask_BS.shape)}"
+                    f"attention_mask must be {shape}, not {list(mask_BS.shape)}; only the dynamic "
+                    "cache is supported"
                 )
             seen_BS = mask_BS.to(device).bool()
             hidden_BTS = hidden_BTS | (~seen_BS[:, None] & (distance_TS != 0))

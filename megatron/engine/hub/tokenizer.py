@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer
 from megatron.data.tokenizers.bpe import HFTokenizer
@@ -27,7 +28,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """
     if isinstance(tokenizer, HFTokenizer):
         backend = tokenizers.Tokenizer.from_str(tokenizer.reference.to_str())
-        end = END_OF_DOCUMENT
+        end = str(backend.id_to_token(tokenizer.eod))
         # If this token is not among the added ones, its characters in a text are ordinary text.
         ordinary = tokenizer.eod not in backend.get_added_tokens_decoder()
     elif isinstance(tokenizer, ByteLevelTokenizer):
@@ -38,14 +39,17 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
             f"tokenizer_type: {tokenizer.name} cannot be exported; ByteLevelTokenizer, "
             "CharLevelTokenizer, GPT2BPETokenizer and HFTokenizer can"
         )
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=end,
-        pad_token=end,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=ordinary,
-    ).save_pretrained(folder)
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the name in all versions of transformers
+        "eos_token": end,
+        "pad_token": end,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": ordinary,
+    }
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
     _check(tokenizer, folder)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from transformers import AutoModelForCausalLM
 
 from megatron.config import load_config
 from megatron.engine.build import plan_of, tokenizer_of
-from megatron.engine.hub.export import export
+from megatron.engine.hub import export
 from megatron.engine.hub.run import Run
 from megatron.model import GPT
 from megatron.model.embedding import is_theta, scale_distances
@@ -58,14 +58,6 @@ BLOCKS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def own_modules(tmp_path, monkeypatch):
-    """Let transformers copy the code of exports to this test's folder."""
-    modules = str(tmp_path / "modules")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-
 def run_of(**changes) -> Run:
     """Return a run with random weights in float64."""
     config = load_config([], [f"{key}={value!r}" for key, value in (SMALL | changes).items()])
@@ -82,10 +74,20 @@ def run_of(**changes) -> Run:
     return Run(config, tokenizer, model.double(), torch.float64, None, [])
 
 
-def exported(run: Run, folder):
+def exported(run: Run, folder: Path):
+    """Export the run, and return the model that the export loaded for its comparison."""
+    loaded = []
+
+    class Keeping:
+        @staticmethod
+        def from_pretrained(*args, **kwargs):
+            loaded.append(AutoModelForCausalLM.from_pretrained(*args, **kwargs))
+            return loaded[0]
+
     folder.mkdir()
-    export(run, folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, trust_remote_code=True)
+    with mock.patch.object(export, "AutoModelForCausalLM", Keeping):
+        export.export(run, folder)
+    return loaded[0]
 
 
 CASES = [{"pos_emb": name} for name in names()]
