@@ -10,18 +10,31 @@ optimizer, and `local_setup.yml` if it has no key in common with the model file.
 processes is the product of a file's parallel sizes. A fine-tuning file may be refused because the
 `save` in `local_setup.yml` equals the `load` in the fine-tuning file. If this is the only error,
 the file is loaded again with the `save` that the error message proposes.
+
+With `--shapes FILE.json`, the tool also writes the distinct shapes of the accepted files: the keys
+of the model section that differ from their defaults, with sizes scaled down to `SMALL`, and the
+files of each shape. `tests/fixtures/config/block_shapes.json` was made in this way.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
 
 from megatron import entry
-from megatron.config import ConfigError, load_config
+from megatron.config import Config, ConfigError, load_config
+from megatron.config.fields import key_of
 from megatron.config.reader import read_file
+from megatron.config.sections.model import ModelConfig
+from megatron.files import write_text
 
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+"""The sizes of the models whose shapes are written."""
+SIZES = {*SMALL, "num_layers", "seq_length_val", "max_position_embeddings"}
+SIZES |= {"make_vocab_size_divisible_by"}
+"""Keys of the model section that are no part of a shape."""
 FOLDERS = ("configs", "kerple_configs")
 
 
@@ -42,11 +55,12 @@ def combination(path: Path, root: Path) -> list[Path]:
     return files
 
 
-def check(path: Path, root: Path) -> tuple[bool, list[str]]:
+def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
     """Load the model file `path` of the checkout `root`.
 
     Returns:
-        (accepted, texts). The texts are the errors or, if accepted, the overrides that were needed.
+        (config, texts). The config is None if the file is refused. The texts are the errors or, if
+        the file is accepted, the overrides that were needed.
     """
     files, keys = combination(path, root), _keys(path)
     degrees = (keys.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model"))
@@ -55,14 +69,33 @@ def check(path: Path, root: Path) -> tuple[bool, list[str]]:
     overrides: list[str] = []
     while True:
         try:
-            load_config(files, [*fixed, *overrides], world_size=ranks)
+            config = load_config(files, [*fixed, *overrides], world_size=ranks)
         except ConfigError as error:
             remedy = re.search(r"; add -o (save=\S+)$", str(error.problems[0]))
             if remedy and len(error.problems) == 1 and not overrides:
                 overrides = [remedy[1]]
                 continue
-            return False, [f"{problem.key}: {problem.text}" for problem in error.problems]
-        return True, [f"with -o {override}" for override in overrides]
+            return None, [f"{problem.key}: {problem.text}" for problem in error.problems]
+        return config, [f"with -o {override}" for override in overrides]
+
+
+def shape_of(model: ModelConfig) -> dict:
+    """Return the keys that differ from their defaults, with sizes scaled down to `SMALL`."""
+    width, heads, length = (small / getattr(model, key) for key, small in SMALL.items())
+    values = model.model_dump() | {
+        "intermediate_size": round(model.intermediate_size * width),
+        "num_kv_heads": max(1, round(model.num_kv_heads * heads)),
+        "mlp_multiple_of": max(1, model.mlp_multiple_of // 32),
+    }
+    if isinstance(model.sliding_window_width, int):
+        values["sliding_window_width"] = max(1, round(model.sliding_window_width * length))
+    usual = {"num_layers": 2, "num_kv_heads": 4, "intermediate_size": 128} | SMALL
+    usual = ModelConfig.model_validate(usual).model_dump()
+    return {
+        str(key_of(ModelConfig, name)): value
+        for name, value in values.items()
+        if name not in SIZES and value != usual[name]
+    }
 
 
 def _keys(path: Path) -> dict:
@@ -81,20 +114,29 @@ def main() -> int:
     """
     parser = entry.parser(__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
-    accepted = total = 0
-    roots = parser.parse_args().checkouts
+    parser.add_argument("--shapes", type=Path, metavar="FILE.json", help="write the shapes there")
+    total, shapes = 0, dict[str, list[str]]()
+    args = parser.parse_args()
+    roots = args.checkouts
     for root in roots:
         if not any((root / folder).is_dir() for folder in FOLDERS):
             parser.error(f"{root} has no folder {' or '.join(FOLDERS)}; name a checkout")
     for root in roots:
         for path in model_files(root):
-            good, texts = check(path, root)
-            accepted, total = accepted + good, total + 1
-            verdict = "accepted" if good else "refused"
-            print(f"{verdict:<9} {root.name}/{path.relative_to(root)}")
+            config, texts = check(path, root)
+            name, total = f"{root.name}/{path.relative_to(root)}", total + 1
+            if config:
+                shape = json.dumps(shape_of(config.model), sort_keys=True)
+                shapes.setdefault(shape, []).append(name)
+            print(f"{'accepted' if config else 'refused':<9} {name}")
             for text in texts:
                 print(f"          {text}")
+    accepted = sum(map(len, shapes.values()))
     print(f"{accepted} of {total} model files accepted, {total - accepted} refused")
+    if args.shapes:
+        listed = [{"keys": json.loads(keys), "files": files} for keys, files in shapes.items()]
+        write_text(args.shapes, json.dumps(listed, indent=1) + "\n")
+        print(f"{len(listed)} shapes written to {args.shapes}")
     return 0 if total else 1
 
 

@@ -101,6 +101,7 @@ HARMLESS = {
     "train_impl": "normal",
     "optimizer.params.adam_w_mode": "true",
     "train_label_data_paths": "[]",
+    "batch_size": "4",
 }
 
 

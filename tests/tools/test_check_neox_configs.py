@@ -1,5 +1,7 @@
 """Test the report on GPT-NeoX's model files, on a small checkout of its form."""
 
+import json
+
 from tests.config.conftest import BASE
 from tests.helpers.launch import call
 
@@ -12,7 +14,8 @@ def test_every_model_file_is_combined_and_counted(tmp_path):
         "gpt/configs/whole.yml": BASE,
         "gpt/configs/moe.yml": BASE + "moe_num_experts: 8\n",
         "gpt/configs/text.yml": BASE + "model_parallel_size: two\n",
-        "gpt/configs/two.yml": BASE + "pipe_parallel_size: 0\nmodel-parallel-size: 2\nload: b\n",
+        "gpt/configs/two.yml": BASE
+        + "pipe_parallel_size: 0\nmodel-parallel-size: 2\nload: b\nnum_kv_heads: 2\n",
         "gpt/configs/llama/7B.yml": MODEL,
         "gpt/configs/llama/train_config.yml": "finetune: true\ntrain_iters" + TRAINING,
         "gpt/configs/evaluate.yml": BASE.replace("train_iters: 10", "train_iters: 0"),
@@ -24,7 +27,9 @@ def test_every_model_file_is_combined_and_counted(tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    lines = call("tools/check_neox_configs.py", tmp_path / "gpt", tmp_path / "kerple").splitlines()
+    shapes = tmp_path / "shapes.json"
+    roots = (tmp_path / "gpt", tmp_path / "kerple")
+    lines = call("tools/check_neox_configs.py", *roots, "--shapes", shapes).splitlines()
     moe = "moe_num_experts: 8 is refused: mixtures of experts are not built; write "
     assert lines == [
         "accepted  gpt/configs/llama/7B.yml",
@@ -37,7 +42,13 @@ def test_every_model_file_is_combined_and_counted(tmp_path):
         "accepted  gpt/configs/whole.yml",
         "accepted  kerple/kerple_configs/train.yml",
         "4 of 6 model files accepted, 2 refused",
+        f"2 shapes written to {shapes}",
     ]
-    assert "model_parallel_size: expected a whole number" in lines[5]
+    three, grouped = json.loads(shapes.read_text())
+    assert three["keys"] == {"pos_emb": "kerple_log"} and len(three["files"]) == 3
+    assert grouped == {
+        "keys": {"num_kv_heads": 2, "pos_emb": "kerple_log"},
+        "files": ["gpt/configs/two.yml"],
+    }
     said = call("tools/check_neox_configs.py", tmp_path, code=2)
     assert f"{tmp_path} has no folder configs or kerple_configs; name a checkout" in said
