@@ -19,7 +19,7 @@ import pandas as pd
 from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
 from megatron.files import parse_json, write_bytes, write_text
 from tools.experiments.grid import Grid, filled
-from tools.experiments.results import Frame
+from tools.experiments.results import CURVES, Frame
 from tools.experiments.statistics import Verdict, significant
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
@@ -51,10 +51,11 @@ def sections(
         grid: the grid of the results; None for single run folders.
         against_paper: whether the paper's numbers stand beside the cells.
     """
-    chosen = results[(results["metric"] == metric)].astype({"value": float})
+    chosen = results.astype({"value": float})
     axes = [axis for axis in (grid.about.axes if grid else []) if axis != rows]
     found = []
-    for names, part in chosen.groupby(axes) if axes else [((), chosen)]:
+    for names, measured in chosen.groupby(axes) if axes else [((), chosen)]:
+        part = measured[measured["metric"] == metric]
         known = dict(zip(axes, map(str, names), strict=True))
         paper = _paper_of(grid, known) if grid and against_paper else {}
         compare = grid.about.compare if grid else ""
@@ -68,6 +69,9 @@ def sections(
         title = ", ".join(known.values()) or "all runs"
         section = Section(title, _table(part, rows, marked, paper), note)
         section.pictures[f"{metric} by length"] = _by_length(part, rows, metric)
+        for curve in CURVES.values():
+            if len(values := measured[measured["metric"] == curve]):
+                section.pictures[curve] = _by_length(values, rows, curve)
         for row, runs in part.groupby(rows):
             kernels = sorted(Path(runs["folder"].iloc[0]).glob("kernels*.png"))
             section.pictures |= {f"kernels of {row}, {p.stem}": p.read_bytes() for p in kernels}
@@ -198,7 +202,10 @@ def _by_length(results: Frame, rows: str, metric: str) -> bytes:
     low, high = results["value"].min(), results["value"].max()
     if low > 0 and high > 10 * low:
         axes.set_yscale("log")
-    axes.set(xlabel="sequence length (tokens)", ylabel=metric)
+    axes.set(
+        xlabel="tokens of context" if metric in CURVES.values() else "sequence length (tokens)",
+        ylabel=metric,
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     out = io.BytesIO()

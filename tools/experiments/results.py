@@ -1,7 +1,9 @@
 """Read the results of finished runs into one table: a row for each run, length and metric.
 
 Every CSV file of a run folder counts that has a column `length`, with one row for each length, and
-columns named in `METRICS`. So `extrapolation.csv` counts, and files of other evaluations do too.
+columns named in `METRICS`: `extrapolation.csv`, `accuracy.csv`, and files of other evaluations. Of
+the folder `suite` (`evaluate.py --suite`), the files in `CURVES` count. Their first column is taken
+as the length.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from tools.experiments.state import Record, state_of
 
 Frame = Any
 """A table or a column of pandas, whose types basedpyright cannot infer."""
+CURVES = {"by_position": "loss by position", "receptive_field": "loss by context"}
+"""Maps files of the suite to what they are called in a report."""
 COLUMNS = ["cell", "seed", "folder", "length", "metric", "value"]
 
 
@@ -31,7 +35,7 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
     for cell in grid.cells:
         state, why = state_of(cell)
         record = Record.read(cell.folder)
-        if record is None or record.state != "finished":
+        if record is None or record.state != "finished" or state == "cut off":
             remarks.append(f"{cell.name}: {state}, not counted")
             continue
         if state == "stale":
@@ -80,6 +84,12 @@ def of_run(folder: Path) -> Frame:
         metrics = [name for name in METRICS if name in table]
         if metrics and "length" in table and table["length"].is_unique:
             parts.append(table.melt("length", metrics, "metric", "value"))
+    for name, metric in CURVES.items():
+        path = folder / "suite" / f"{name}.csv"
+        if path.exists():
+            table = pd.read_csv(path)
+            curve = {"length": table["context"], "metric": metric, "value": table["value"]}
+            parts.append(pd.DataFrame(curve))
     if not parts:
         return pd.DataFrame(columns=["length", "metric", "value"])
     return pd.concat(parts, ignore_index=True).drop_duplicates(["length", "metric"])

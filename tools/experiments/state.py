@@ -2,7 +2,8 @@
 
 A cell is finished if its run reached its last step and measured all lengths, with the resolved
 configuration, the text and the code of today. A run that began with others is *stale*: it is
-neither continued nor counted, unless the user decides otherwise.
+neither continued nor counted, unless the user decides otherwise. If only keys of the evaluation
+have changed, the run is not stale: it goes on, and is measured again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from megatron.config import Config, ConfigError
+from megatron.config.sections.data import EvaluationConfig
 from megatron.data.errors import DataError
 from megatron.files import parse_json, write_text
 from tools.experiments.grid import Cell
@@ -115,7 +117,7 @@ def text_of(config: Config) -> str:
 
 
 def state_of(cell: Cell) -> tuple[State, str]:
-    """Return the state of a cell, and a reason if it is stale."""
+    """Return the state of a cell, and what has changed since its run began."""
     record = Record.read(cell.folder)
     if record is None:
         if (cell.folder / "latest").exists():
@@ -129,6 +131,8 @@ def state_of(cell: Cell) -> tuple[State, str]:
     then = {**record.config, "code": record.code}
     keys = [key for key in {**now, **then} if then.get(key) != now.get(key)]
     changed = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in keys]
+    if changed and set(keys) <= EvaluationConfig.model_fields.keys():
+        return "cut off", "; ".join(changed)
     if not changed:
         try:
             text = text_of(config)
