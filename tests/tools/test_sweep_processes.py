@@ -1,0 +1,92 @@
+"""Test how tools/sweep.py gives devices and signals to the processes of its cells."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from tests.helpers.jobs import BASE
+from tools import sweep
+from tools.experiments import runner
+
+
+class Fake:
+    """A process that ends with `code`, or that waits for a signal if `code` is None."""
+
+    started: list[Fake]
+    code: int | None = 0
+
+    def __init__(self, command, log, environ):
+        self.command, self.device = command, environ.get("CUDA_VISIBLE_DEVICES")
+        self.returncode, self.signals = self.code, []
+        Fake.started.append(self)
+        if self.code is None:
+            signal.raise_signal(signal.SIGINT)  # before the sweep has listed this process
+
+    def poll(self):
+        return self.returncode
+
+    def send_signal(self, number):
+        self.signals.append(number)
+        signal.raise_signal(signal.SIGINT)  # the user is impatient
+
+    def kill(self):
+        self.signals.append(signal.SIGKILL)
+        self.returncode = -signal.SIGKILL
+
+
+@pytest.fixture
+def grid(tmp_path, monkeypatch, start_forked) -> Path:
+    """Return a grid of four cells of two processes each, which `Fake` starts."""
+    monkeypatch.setattr(runner, "start", Fake)
+    monkeypatch.setattr(Fake, "started", [], raising=False)
+    monkeypatch.setattr(Fake, "code", 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    base = {key: value for key, value in BASE.items() if key != "tokenizer_type"}
+    base |= {"data_path": "builtin:parity", "train_micro_batch_size_per_gpu": 1}
+    base |= {"task_options": {"max_length": 8}, "split": None}
+    (tmp_path / "base.yml").write_text(yaml.safe_dump(base))
+    content = {
+        "runs": str(tmp_path / "runs"), "configs": [str(tmp_path / "base.yml")], "processes": 2,
+        "axes": {"kind": ["a"]}, "seeds": [1, 2, 3, 4], "lengths": [8],
+    }  # fmt: skip
+    path = tmp_path / "grid.yml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_each_cell_has_its_gpus(grid, capsys):
+    assert sweep.main([str(grid), "--gpus", "4,5,6,7,8"]) == 0
+    assert {each.device for each in Fake.started} == {"4,5", "6,7"} and len(Fake.started) == 4
+    for each in Fake.started:
+        assert each.command[1:4] == ["-m", "torch.distributed.run", "--standalone"]
+        assert "--nproc-per-node=2" in each.command
+    assert "time left: 0:00:00" in capsys.readouterr().out
+    index = pd.read_csv(grid.parent / "runs" / "cells.csv")
+    assert set(index["state"]) == {"cut off"}  # a code of 0 alone does not make a cell finished
+    with pytest.raises(SystemExit):
+        sweep.main([str(grid), "--gpus", "4"])
+    assert "a cell needs 2 GPUs, and there are 1" in capsys.readouterr().err
+
+
+def test_a_signal_while_a_cell_starts_and_a_second_one(grid, monkeypatch):
+    monkeypatch.setattr(Fake, "code", None)
+    assert sweep.main([str(grid), "--jobs", "1"]) == 130
+    assert [each.signals for each in Fake.started] == [[signal.SIGTERM, signal.SIGKILL]]
+
+
+def test_an_error_of_the_sweep_ends_its_cells(grid, monkeypatch):
+    monkeypatch.setattr(runner, "share_done", lambda _: 1 / len(Fake.started))
+    monkeypatch.setattr(Fake, "send_signal", lambda self, number: self.signals.append(number))
+    monkeypatch.setattr(Fake, "poll", lambda self: None)
+    with pytest.raises(ZeroDivisionError):
+        sweep.main([str(grid), "--jobs", "2"])
+    assert Fake.started == []
+    monkeypatch.setattr(runner, "share_done", lambda _: 1 / (1 - len(Fake.started)))
+    with pytest.raises(ZeroDivisionError):
+        sweep.main([str(grid), "--jobs", "2"])
+    assert [each.signals for each in Fake.started] == [[signal.SIGTERM]]
