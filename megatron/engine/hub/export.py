@@ -19,8 +19,10 @@ from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
 from megatron.engine.build import positional_options
 from megatron.engine.errors import HubError
 from megatron.engine.hub.bundle import bundle
+from megatron.engine.hub.keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
 from megatron.engine.hub.run import Run
 from megatron.engine.hub.tokenizer import write_tokenizer
+from megatron.engine.hub.weights import layout_of
 from megatron.model import GPT
 from megatron.model.embedding import is_theta
 from megatron.parallel.rng import named_generator
@@ -74,11 +76,17 @@ def export(run: Run, folder: Path) -> list[str]:
 
 
 def _hub_model(run: Run) -> HubModel:
-    """Return the run's model as a class of transformers.
+    """Return the run's model as a class of transformers, or as our own if there is none.
 
-    A model that one of the classes in transformers computes belongs here, before our own class.
+    transformers' classes compute rotary angles in fp32, so ours is used for float64.
     """
-    return _own_class(run)
+    if run.dtype is torch.float64 or misfits(run.config):
+        return _own_class(run)
+    kind, about = hub_config(run.config)
+    weights, state = {}, run.model.state_dict()
+    for name, parts in layout_of(kind, run.model.shape, run.model.pos).items():
+        weights |= dict(zip(parts.names, parts.split(state[name]), strict=True))
+    return HubModel(about | _common(run), weights)
 
 
 def _own_class(run: Run) -> HubModel:
@@ -93,10 +101,10 @@ def _own_class(run: Run) -> HubModel:
     if model.pos.parameters:
         weights["theta"] = _theta(model)
     terms = (term.name for term in model.pos.terms)
-    classes = {"AutoConfig": "KerpleConfig", "AutoModelForCausalLM": "KerpleForCausalLM"}
+    classes = {"AutoConfig": "KerpleConfig", "AutoModelForCausalLM": OWN_CLASS}
     about = {
         "model_type": "kerple",
-        "architectures": ["KerpleForCausalLM"],
+        "architectures": [OWN_CLASS],
         "auto_map": {auto: f"{CODE}.{name}" for auto, name in classes.items()},
         **_values(config, model),
     }
@@ -119,6 +127,7 @@ def _common(run: Run) -> dict[str, Any]:
         "pad_token_id": run.tokenizer.eod,
         "tie_word_embeddings": run.model.shape.tie_weights,
         "vocab_size": run.model.shape.vocab_size,
+        OWN_KEYS: own_keys(run.config),
     }
 
 

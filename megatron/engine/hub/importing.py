@@ -14,21 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.config import Config, ConfigError, load_config
 from megatron.config.flat import to_yaml
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import tokenizer_of
+from megatron.engine.build import positional_of, tokenizer_of
 from megatron.engine.checkpoint.checksums import FORMAT, RECORD, describe_files, sealed
 from megatron.engine.checkpoint.saved import tag_of
 from megatron.engine.errors import HubError
 from megatron.engine.hub.classes import class_of
-from megatron.engine.hub.keys import keys_of
+from megatron.engine.hub.keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
 from megatron.engine.hub.read import read_json, read_weights
-from megatron.engine.hub.weights import layout_of
+from megatron.engine.hub.weights import Parts, layout_of
 from megatron.engine.shape import identity_of, shape_of
 from megatron.files import new_folder
+from megatron.model.embedding import SHARED_THETA, THETA, columns_of
 from megatron.parallel.groups import build_groups
+from megatron.positional import PositionalEmbedding
 from megatron.version import __version__
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -57,53 +60,80 @@ def import_folder(source: Path, target: Path) -> list[str]:
         FileExistsError: `target` exists and is not empty.
     """
     described = read_json(source / "config.json")
+    own = described.get("architectures") == [OWN_CLASS]
     with new_folder(target) as folder:
         try:
-            kind, keys = class_of(described), keys_of(described)
+            keys = keys_of_export(described) if own else keys_of(described)
         except HubError as error:
             raise HubError(f"{source / 'config.json'}: {error}") from None
-        keys |= {"precision": _precision(described)}
         for name in _TOKENIZER:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        has_tokenizer = (folder / _TOKENIZER[0]).is_file()
-        if has_tokenizer:
-            vocab_file = str(target.resolve() / _TOKENIZER[0])
-            keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": vocab_file}
-        config = _write_config(source, folder, target, keys)
-        rows = keys["make_vocab_size_divisible_by"]
+        keys |= _tokenizer_keys(described, folder, target)
+        config = _write_config(source, folder, target, keys | _precision(described))
+        rows = config.model.make_vocab_size_divisible_by
         shape, tokenizer = shape_of(config, rows), None
-        if has_tokenizer:
+        if "tokenizer_type" in keys:
             tokenizer = _tokenizer_in(folder, config, rows)
-        layout = layout_of(kind, shape)
+        kind, pos = None if own else class_of(described), positional_of(config)
+        layout, name = layout_of(kind, shape, pos), kind.name if kind else OWN_CLASS
+        if own and pos.parameters:
+            layout["theta"] = Parts(("theta",), 1, (shape.block.num_heads,), (len(pos.parameters),))
         weights = read_weights(source, layout)
-        record = {
-            "format": FORMAT,
-            "version": __version__,
-            "origin": kind.name,
-            "progress": {"step": 0, "consumed_samples": 0, "train_samples": 0},
-            "layout": {"zero_stage": 0},
-            "model": identity_of(config, shape, tokenizer),
-            "shapes": {name: list(weight.shape) for name, weight in weights.items()},
-            "config": config.to_flat_dict(),
-        }
-        checkpoint = folder / tag_of(0)
-        checkpoint.mkdir()
-        torch.save({"module": weights}, checkpoint / "mp_rank_00_model_states.pt")
-        record["files"] = describe_files(checkpoint, build_groups(torch.device("cpu")))
-        (checkpoint / RECORD).write_text(sealed(record))
-        (folder / "latest").write_text(checkpoint.name)
+        if own and pos.parameters:
+            weights |= _divided_theta(weights.pop("theta"), pos, weights)
+        about = {"origin": name, "model": identity_of(config, shape, tokenizer)}
+        _write_checkpoint(folder, weights, about, config)
     count = sum(weight.numel() for weight in weights.values())
-    lines = [f"{source} ({kind.name}) -> {target}: {shape.num_layers} layers, {count:,} parameters"]
-    if not has_tokenizer:
+    lines = [f"{source} ({name}) -> {target}: {shape.num_layers} layers, {count:,} parameters"]
+    if tokenizer is None:
         text = "no tokenizer.json: name tokenizer_type and vocab_file in"
         lines.insert(0, f"note: {source} has {text} {target / 'config.yml'}")
     return lines
 
 
-def _precision(described: dict[str, Any]) -> str:
+def _write_checkpoint(
+    folder: Path, weights: dict[str, Tensor], about: dict[str, Any], config: Config
+) -> None:
+    record = about | {
+        "format": FORMAT,
+        "version": __version__,
+        "progress": {"step": 0, "consumed_samples": 0, "train_samples": 0},
+        "layout": {"zero_stage": 0},
+        "shapes": {name: list(weight.shape) for name, weight in weights.items()},
+        "config": config.to_flat_dict(),
+    }
+    checkpoint = folder / tag_of(0)
+    checkpoint.mkdir()
+    torch.save({"module": weights}, checkpoint / "mp_rank_00_model_states.pt")
+    record["files"] = describe_files(checkpoint, build_groups(torch.device("cpu")))
+    (checkpoint / RECORD).write_text(sealed(record))
+    (folder / "latest").write_text(checkpoint.name)
+
+
+def _divided_theta(
+    theta_HN: Tensor, pos: PositionalEmbedding, weights: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return theta's trained columns as our weights: those of each head, and shared ones."""
+    theta_HN = theta_HN.to(weights["embedding.word_embeddings.weight"].dtype)  # exported as fp32
+    own, shared = (columns_of(pos, trained=True, shared=each) for each in (False, True))
+    parts = {THETA: theta_HN[:, own]} if own or shared else {}
+    return parts | ({SHARED_THETA: theta_HN[:1, shared]} if shared else {})
+
+
+def _precision(described: dict[str, Any]) -> dict[str, str]:
     dtype = described.get("dtype") or described.get("torch_dtype")
-    return dtype if dtype in ("bfloat16", "float16") else "fp32"
+    return {"precision": dtype if dtype in ("bfloat16", "float16") else "fp32"}
+
+
+def _tokenizer_keys(described: dict[str, Any], folder: Path, target: Path) -> dict[str, str]:
+    """Return the keys that name the tokenizer; empty if `folder` has no tokenizer.json."""
+    if name := fileless_tokenizer(described):
+        return {"tokenizer_type": name}
+    if not (folder / _TOKENIZER[0]).is_file():
+        return {}
+    vocab_file = str(target.resolve() / _TOKENIZER[0])
+    return {"tokenizer_type": "HFTokenizer", "vocab_file": vocab_file}
 
 
 def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]) -> Config:

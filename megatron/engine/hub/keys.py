@@ -12,10 +12,15 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.per_layer import layers_of, values_of
+from megatron.config.sections.model import ModelConfig
 from megatron.config.sizes import GATED
 from megatron.engine.errors import HubError
 from megatron.engine.hub.classes import LLAMA, MISTRAL, NEOX, TANH, HubClass, class_of
 
+OWN_KEYS, OWN_CLASS = "kerple_neox", "KerpleForCausalLM"
+"""The entry of config.json that holds our own keys, and the class of exports with code."""
+_FILELESS = ("ByteLevelTokenizer", "CharLevelTokenizer")
+_MODEL_KEYS = [key for key in ModelConfig.model_fields if key != "attention_backend"]
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -155,14 +160,76 @@ def _windows(config: Config) -> set[int | None]:
     return set(layers_of(config.model.sliding_window_width, config.model.num_layers))
 
 
-def hub_class(config: Config) -> HubClass:
-    """Return the class that computes what the config's model computes.
+def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
+    """Return the class that computes what the config's model computes, and its config.json.
+
+    The entries are read by transformers 5 and, with the older names of rotary angles, by 4. The
+    function requires that `misfits` finds nothing.
+    """
+    m, windows = config.model, _windows(config)
+    kind = LLAMA if windows == {None} else MISTRAL
+    if m.norm == "layernorm":
+        kind = NEOX
+    act = next(act for act, ours in kind.activations.items() if ours == m.activation)
+    scaling, base = dict(m.rope_scaling), m.rotary_emb_base
+    if scaling.get("rope_type") == "ntk":
+        turning = int(m.hidden_size // m.num_attention_heads * m.rotary_pct)
+        base, scaling = base * scaling["factor"] ** (turning / max(1, turning - 2)), {}
+    if scaling.get("rope_type") == "llama3":
+        scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | scaling
+    found = {
+        "model_type": kind.model_type,
+        "architectures": [kind.name],
+        "hidden_size": m.hidden_size,
+        "num_hidden_layers": m.num_layers,
+        "num_attention_heads": m.num_attention_heads,
+        "intermediate_size": m.inner_width,
+        "hidden_act": TANH[0] if act == "gelu" and m.bias_gelu_fusion and kind is NEOX else act,
+        "max_position_embeddings": m.seq_length,
+        "initializer_range": m.init_method_std,
+        "attention_dropout": m.attention_dropout,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": base} | scaling,
+    }
+    if kind is NEOX:
+        found["rope_parameters"]["partial_rotary_factor"] = m.rotary_pct
+        found |= {"rotary_pct": m.rotary_pct, "rotary_emb_base": base}
+        found |= {"layer_norm_eps": m.layernorm_epsilon, "hidden_dropout": m.hidden_dropout}
+        found |= {"use_parallel_residual": m.gpt_j_residual}
+        return kind, found | {"attention_bias": m.use_bias_in_attn_linear}
+    found |= {"rope_theta": base, "rms_norm_eps": m.rms_norm_epsilon}
+    found |= {"num_key_value_heads": m.num_kv_heads}
+    if kind is LLAMA:
+        biases = {"attention_bias": m.use_bias_in_attn_linear, "mlp_bias": m.use_bias_in_mlp}
+        return kind, found | biases
+    [window] = windows
+    return kind, found | {"sliding_window": (window or 0) + 1}
+
+
+def own_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of the model, and its tokenizer if that needs no file."""
+    flat = config.to_flat_dict()
+    keys = {key: flat[key] for key in _MODEL_KEYS if key in flat}
+    if config.data.tokenizer_type in _FILELESS:
+        keys["tokenizer_type"] = config.data.tokenizer_type
+    return keys
+
+
+def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our keys of the model from the config.json of an export.
 
     Raises:
-        HubError: There is no such class. The error names the keys that do not fit.
+        HubError: There are none, because an earlier version of this project wrote the file.
     """
-    if reasons := misfits(config):
-        raise HubError(f"transformers has no class for {', '.join(reasons)}")
-    if config.model.norm == "layernorm":
-        return NEOX
-    return LLAMA if _windows(config) == {None} else MISTRAL
+    given = found.get(OWN_KEYS)
+    if not isinstance(given, dict):
+        raise HubError(f"{OWN_KEYS} is missing, so it cannot be imported; export the run again")
+    keys = {key: given[key] for key in _MODEL_KEYS if key in given}
+    return keys | {"make_vocab_size_divisible_by": _entry(found, "vocab_size", int)}
+
+
+def fileless_tokenizer(found: Mapping[str, Any]) -> str | None:
+    """Return the `tokenizer_type` of an exported run whose tokenizer needs no file, else None."""
+    given = found.get(OWN_KEYS)
+    name = given.get("tokenizer_type") if isinstance(given, dict) else None
+    return name if name in _FILELESS else None

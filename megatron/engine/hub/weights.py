@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.config.sizes import GATED
 from megatron.engine.hub.classes import HubClass
 from megatron.model import GPTShape
+from megatron.positional import PositionalEmbedding
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,26 @@ class Parts:
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the parts of our tensor. This method is the inverse of `join`."""
         grouped = tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1)
-        return [part.flatten(0, 1) for part in grouped]
+        return [part.flatten(0, 1).clone() for part in grouped]  # files store no views
 
 
-def layout_of(kind: HubClass, shape: GPTShape) -> dict[str, Parts]:
-    """Return a dict from the name of each of our weights to the way `kind` stores it."""
-    return {name: _parts(kind, shape, name, size) for name, size in _weights(shape)}
+def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
+    """Return a dict from the name of each of our weights to the way `kind` stores it.
+
+    Theta is left out. If `kind` is None, the weights have our names.
+    """
+    return {name: _parts(kind, shape, name, size) for name, size in _weights(shape, pos)}
 
 
-def _weights(shape: GPTShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and shape of each of our weights."""
+def _weights(shape: GPTShape, pos: PositionalEmbedding) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of each of our weights, except theta's."""
     block, hidden = shape.block, shape.block.hidden_size
     key_heads, halves = block.num_heads // block.group, 2 if block.activation in GATED else 1
-    norm = {"scale": (hidden,)}
-    if block.norm == "layernorm":
-        norm = {"weight": (hidden,), "bias": (hidden,)}
+    norm = {
+        "layernorm": {"weight": (hidden,), "bias": (hidden,)},
+        "rmsnorm": {"scale": (hidden,)},
+        "scalenorm": {"g": (1,)},
+    }[block.norm]
     fused = (block.group + 2) * key_heads * block.head_size
     linear = {
         "attention.query_key_value": (fused, hidden, block.attention_bias),
@@ -77,11 +83,17 @@ def _weights(shape: GPTShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         "mlp.dense_h_to_4h": (halves * block.mlp_size, hidden, block.mlp_bias),
         "mlp.dense_4h_to_h": (hidden, block.mlp_size, block.mlp_bias),
     }
+    gate = {"attention.gate": (block.num_heads, hidden, True)}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["attention.qk_layernorm"] if block.qk_norm else []
     yield "embedding.word_embeddings.weight", (shape.vocab_size, hidden)
+    if any(term.kind == "input" and term.learnable for term in pos.terms):
+        yield "embedding.position_embeddings.weight", (shape.max_positions, hidden)
     for layer in range(shape.num_layers):
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in norms:
             yield from ((f"layers.{layer}.{name}.{leaf}", size) for leaf, size in norm.items())
-        for name, (rows, columns, bias) in linear.items():
+        gated = pos.of_layer(layer)[0].has("gate")
+        for name, (rows, columns, bias) in (linear | (gate if gated else {})).items():
             yield f"layers.{layer}.{name}.weight", (rows, columns)
             if bias:
                 yield f"layers.{layer}.{name}.bias", (rows,)
@@ -90,7 +102,9 @@ def _weights(shape: GPTShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "output.weight", (shape.vocab_size, hidden)
 
 
-def _parts(kind: HubClass, shape: GPTShape, name: str, size: tuple[int, ...]) -> Parts:
+def _parts(kind: HubClass | None, shape: GPTShape, name: str, size: tuple[int, ...]) -> Parts:
+    if kind is None:
+        return Parts((name,), 1, size[:1], size[1:])
     module, _, leaf = name.rpartition(".")
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     prefix, module = (f"{kind.layers}{layer[1]}.", layer[2]) if layer else ("", module)
