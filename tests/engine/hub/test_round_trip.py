@@ -16,7 +16,7 @@ from megatron.engine.hub.export import export
 from megatron.engine.hub.importing import import_folder
 from megatron.engine.hub.keys import misfits
 from megatron.engine.hub.run import load_run
-from tests.engine.hub.test_export_hf import own_modules, run_of  # noqa: F401  a fixture
+from tests.engine.hub.test_export_hf import run_of
 from tests.engine.hub.test_importing import LLAMA3, YARN
 from tests.helpers.hub import hub_model, write_tokenizer
 
