@@ -6,15 +6,12 @@ import ast
 import inspect
 from collections.abc import Iterable
 from importlib import import_module
-from pathlib import Path
 
 from megatron import positional
 
 _PREFIX = "megatron."
 _ALWAYS = ("megatron.positional.combination",)
 _MODEL = ("megatron.engine.hub.layers", "megatron.engine.hub.modeling_kerple")
-_PACKAGES = (positional.__name__,)
-"""Packages whose own code is not bundled. What is imported from them is defined in a module."""
 _LOAD = '''
 def load(name: str, **options: Any) -> PositionalEmbedding:
     """Build the positional embedding `name`, or a combination such as `rotary + kerple_log`."""
@@ -43,8 +40,7 @@ def bundle(terms: Iterable[str]) -> str:
     parts = [HEADER, *map(_source, order), "# " + "-" * 98, "EMBEDDINGS: dict[str, Any] = {"]
     classes = {name: type(positional.load(name)).__name__ for name in terms}
     parts[-1] += "".join(f'\n    "{name}": {classes[name]},' for name in terms) + "\n}"
-    parts.append("for _name, _class in EMBEDDINGS.items():")
-    parts[-1] += '\n    _class.__module__ = f"{__name__}.{_name}"  # gives each embedding its name'
+    parts.append("for _name, _class in EMBEDDINGS.items():\n    _class.name = _name")
     return "\n\n".join([*parts, _LOAD, *map(_source, _MODEL)]) + "\n"
 
 
@@ -59,7 +55,7 @@ def _add(module: str, order: list[str]) -> None:
 
 
 def _text(module: str) -> str:
-    return Path(inspect.getfile(import_module(module))).read_text(encoding="utf-8")
+    return inspect.getsource(import_module(module))
 
 
 def _source(module: str) -> str:

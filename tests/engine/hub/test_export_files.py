@@ -177,7 +177,7 @@ class Absent:
         if name.split(".")[0] in ("megatron", "deepspeed", "pydantic_core"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-import torch
+import pickle, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = {str(tmp_path / "new" / "out")!r}
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -188,6 +188,7 @@ def texts(*prompts):
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
     made = model.generate(**batch, max_new_tokens=64, do_sample=False)
     return tokenizer.batch_decode(made, skip_special_tokens=True)
+model = pickle.loads(pickle.dumps(model))
 assert texts("def ", "import os, é") == texts("def ") + texts("import os, é")
 """
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
