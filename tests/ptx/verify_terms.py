@@ -11,22 +11,39 @@ divided by the root mean square of its true values over heads. The last line is 
 from __future__ import annotations
 
 import argparse
+from unittest import mock
 
 import torch
 
 from tests.helpers.terms import Case
+from tests.ptx import oracle
 from tests.ptx.emulator import driver
 from tests.ptx.verify import DTYPES, LEAST_SIZE, findings
 
 
-def case_of(terms: list[str], heads: int, queries: int, keys: int, dtype: torch.dtype) -> Case:
+def case_of(args: argparse.Namespace) -> Case:
     """Return a case whose theta has initial values if the embedding computes with hidden units."""
-    case = Case(terms, 1, heads, queries, keys - queries, size=16, seed=2)
-    case.grad = case.grad.to(dtype).double()
+    shape = (1, args.heads, args.queries, args.before)
+    case = Case(args.terms.split(","), *shape, size=args.size, group=args.group, seed=2)
+    case.grad = case.grad.to(DTYPES[args.dtype]).double()
     if case.pos.reads_position:  # with theta > 0, all hidden units would always be active
-        theta = case.pos.initial_theta(heads, torch.Generator().manual_seed(2))
+        theta = case.pos.initial_theta(args.heads, torch.Generator().manual_seed(2))
         case.inputs[3] = theta.double().requires_grad_()
     return case
+
+
+def exact_results(case: Case, inputs: list[torch.Tensor], dropout: float) -> list[torch.Tensor]:
+    """Return the results of eager attention in float64, with the mask that the kernels will draw.
+
+    The kernels' seed is the first random number after the seed 0.
+    """
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    (B, H, T, _), S = wide[0].shape, wide[1].shape[2]
+    torch.manual_seed(0)
+    keep = oracle.mask(int(torch.randint(1 << 62, (1,))), B, H, T, S, dropout)
+    factor = torch.from_numpy(keep) / (1.0 - dropout)
+    with mock.patch.object(torch.nn.functional, "dropout", lambda probs, p: probs * factor):
+        return case.run("eager", wide)
 
 
 def main() -> None:
@@ -36,23 +53,27 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--queries", type=int, default=150)
+    parser.add_argument("--size", type=int, default=16, help="head size")
+    parser.add_argument("--group", type=int, default=1, help="query heads of each key head")
+    parser.add_argument("--dropout", type=float, default=0.0, help="probability")
     parser.add_argument("--before", type=int, default=60, help="keys before the first query")
     args = parser.parse_args()
     driver.install(args.target)
     from megatron.attention.call import Call, lowered
     from megatron.attention.fused import fused
 
-    dtype, keys = DTYPES[args.dtype], args.before + args.queries
-    case = case_of(args.terms.split(","), args.heads, args.queries, keys, dtype)
-    inputs = case.rounded(dtype)
-    exact = case.run("eager", [x.detach().double().requires_grad_() for x in inputs])
+    case = case_of(args)
+    inputs = case.rounded(DTYPES[args.dtype])
+    exact = exact_results(case, inputs, args.dropout)
     q, k, v, *rest = inputs
     names = ["out", "dq", "dk", "dv"]
     theta = rest.pop(0) if case.pos.parameters else None
     names += ["dtheta"] if theta is not None else []
     decay = rest.pop() if rest else None
     names += ["ddecay"] if decay is not None else []
-    call = Call(q, k, v, case.pos, theta, decay_BHS=decay, **case.options)
+    options = case.options | {"decay_BHS": decay, "dropout_p": args.dropout}
+    call = Call(q, k, v, case.pos, theta, **options)
+    torch.manual_seed(0)
     out = fused(lowered(call, grouped=True))
     got = [out, *torch.autograd.grad(out, inputs, case.grad.to(out.dtype))]
     wrong = findings()
