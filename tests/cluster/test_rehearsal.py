@@ -41,7 +41,7 @@ def reason_to_skip() -> str | None:
 def test_cuts_and_the_death_of_a_host_change_no_weight(tmp_path):
     if reason := reason_to_skip():
         pytest.skip(f"{reason}; as root on Linux run `python -m pytest tests/cluster`")
-    keys = {"train_iters": STEPS, "save_interval": 20, "keep_last_n_checkpoints": 2}
+    keys = {"train_iters": STEPS, "save_interval": 10, "keep_last_n_checkpoints": 2}
     keys |= {"eval_iters": 0, "train_micro_batch_size_per_gpu": 2, "hidden_dropout": 0.1}
     for host in ("a", "b", "alone"):
         prefix = write_shards_in(tmp_path / host)

@@ -27,7 +27,7 @@ from tests.helpers.paths import ROOT
 PATIENCE = 400
 """Seconds for each thing to happen, on a busy machine."""
 POLL = 0.05
-STEPS = 80
+STEPS = 60
 SHORT_CUT = 4
 RENDEZVOUS = [
     "--nnodes=2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d",

@@ -137,19 +137,28 @@ def alternating(cells: Iterable[Cell]) -> list[Cell]:
     return [cell for cell in cells if colour(cell) % (2 if cell.ranks <= 4 else 4) == 0]
 
 
+def layout(cell: Cell) -> tuple:
+    """Return how the cell divides its processes, and its dtype."""
+    return cell.tp, cell.pp, cell.dp, cell.cp, cell.dtype
+
+
 def pairs(cell: Cell) -> set[tuple]:
     """Return every pair of settings of the cell."""
     return set(itertools.combinations([(axis, getattr(cell, axis)) for axis in AXES], 2))
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """Choose, greedily, a few of `cells` that together have every pair of settings in `cells`."""
-    left = set().union(*map(pairs, cells))
+    """Choose, greedily, a few of `cells` with every layout and every pair of settings in `cells`.
+
+    Of those that add as many, it chooses the one with the fewest processes.
+    """
+    adds = {cell: pairs(cell) | {layout(cell)} for cell in cells}
+    left = set().union(*adds.values())
     chosen: list[Cell] = []
     while left:
-        best = max(cells, key=lambda c: (len(pairs(c) & left), c.ranks))
+        best = max(cells, key=lambda c: (len(adds[c] & left), -c.ranks))
         chosen.append(best)
-        left -= pairs(best)
+        left -= adds[best]
     return chosen
 
 

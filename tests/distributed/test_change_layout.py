@@ -26,6 +26,7 @@ BASE = {
     "gradient_accumulation_steps": 2,
     "save_interval": 5,
     "train_iters": 8,
+    "eval_iters": 1,
     "hidden_size": 48,
     "activation": "swiglu",  # two stacked matrices, each to be cut by itself
     "num_attention_heads": 8,

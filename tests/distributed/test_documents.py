@@ -23,6 +23,7 @@ BASE = {
     "train_iters": 4,
     "save_interval": 2,
     "eval_interval": 3,
+    "eval_iters": 1,
     "seq_length_val": 24,
     "eval_lengths": [41],  # cannot be cut evenly
     "eval_tokens": 246,

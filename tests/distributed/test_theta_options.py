@@ -20,6 +20,7 @@ OPTIONS = {
     "theta_lr_multiplier": 10.0,
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
+    "eval_iters": 1,
     "save_interval": 3,
 }
 FROZEN = {"theta_frozen": True, "weight_decay_positional": True, "theta_lr_multiplier": 1.0}
