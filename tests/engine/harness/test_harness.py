@@ -10,26 +10,27 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 import evaluate as command
 from megatron.config import load_config
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.harness.packages import harness_packages
+from megatron.engine.hub import run as hub_run
+from megatron.engine.hub.export import export
 from megatron.parallel.groups import ALONE, build_groups
+from tests.engine.harness.conftest import BYTES, log_likelihood, log_probabilities
 from tests.helpers.paths import FIXTURES, ROOT
 from tools import lm_eval as tool
 
 TASKS = FIXTURES / "harness"
-BYTES = build_tokenizer("ByteLevelTokenizer")
 # Put on Python's import path as sitecustomize.py, this ends a command that uses the network.
 NO_NETWORK = """
 import os, socket
@@ -38,33 +39,6 @@ def end(*args, **options):
     os._exit(99)
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = end
 """
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Return the stored run's folder, with the `config.yml` that a run has."""
-    folder = tmp_path_factory.mktemp("stored") / "run"
-    shutil.copytree(FIXTURES / "checkpoint" / "run", folder)
-    shutil.copy(FIXTURES / "checkpoint" / "config.yml", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(run):
-    """Return the stored model in float64."""
-    config = load_config([run / "config.yml"])
-    return load_model(config, run, BYTES, build_groups(torch.device("cpu")))[0].double()
-
-
-def log_probabilities(model, ids):
-    with torch.no_grad():
-        return model(torch.tensor([ids]))[0].double().log_softmax(-1)
-
-
-def log_likelihood(model, context, text):
-    ids = [*context, *text]
-    logs = log_probabilities(model, ids)
-    return sum(logs[at - 1, ids[at]].item() for at in range(len(context), len(ids)))
 
 
 def expected_scores(model):
@@ -226,6 +200,46 @@ def test_continuations_with_the_options_of_tasks(ask):
         ask("generate_until", (prompts[0], options), max_length=12)
     with pytest.raises(DataError, match="generation_kwargs: num_beams cannot be used here"):
         ask("generate_until", (prompts[0], options | {"num_beams": 2}))
+
+
+def test_an_export_has_the_scores_of_its_run(run, tmp_path, monkeypatch):
+    """The harness's model `hf` reads the export, with the same longest context."""
+    import transformers
+
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    exported = hub_run.load_run(run, [], [], None)
+    (tmp_path / "exported").mkdir()
+    export(exported, tmp_path / "exported")
+    with harness_packages():
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.huggingface import HFLM
+
+        from megatron.engine.harness.model import RunModel
+
+    config = load_config([run / "config.yml"])
+    stored = load_model(config, run, BYTES, build_groups(torch.device("cpu")))[0]
+    sizes = {"max_length": 20, "batch_size": 2}
+    ours = RunModel(stored, BYTES, ALONE, **sizes, seed=0, info={})
+    options = {"device": "cpu", "dtype": "float32", "trust_remote_code": True}
+    theirs = HFLM(pretrained=str(tmp_path / "exported"), **options, **sizes)
+    pairs = [("def f", "(x):"), ("", "[1]"), ("import os" * 4, " sys"), ("a ", "n")]
+    texts = [("import os\nimport sys\n" * 2,), ("é",)]
+    until = [
+        ("def ", {"until": ["\n"], "max_gen_toks": 5}),
+        ("a", {"until": [], "max_gen_toks": 3}),
+    ]
+    for kind, requests in [
+        ("loglikelihood", pairs), ("loglikelihood_rolling", texts), ("generate_until", until)
+    ]:  # fmt: skip
+        asked = [Instance(kind, {}, request, 0) for request in requests]
+        found, expected = (getattr(each, kind)(asked, disable_tqdm=True) for each in (ours, theirs))
+        if kind == "generate_until":
+            assert found == expected == ["nnnnn", "nnn"]
+        else:
+            assert numpy.allclose(found, expected, rtol=1e-6), kind
 
 
 @pytest.fixture
