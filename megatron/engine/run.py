@@ -183,7 +183,7 @@ class Job:
         for part, choice in choices.items():
             if choice:
                 log.line(f"{part}: {choice}")
-        log.line(self.data.about)
+        log.line(self.data.text.about)
         log.line(self.start.text)
         if self.progress.step >= c.training.train_iters > 0:
             log.line(f"step {self.progress.step} of {c.training.train_iters}: nothing to train")

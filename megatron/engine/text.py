@@ -56,6 +56,14 @@ class Text:
     splits: list[tuple[int, int]]
     corpora: dict[str, list[Corpus]]
 
+    @property
+    def about(self) -> str:
+        tokens = int(self.shards.sizes.sum(dtype="int64"))
+        return f"{tokens:,} tokens in {len(self.shards):,} documents"
+
+    def content(self) -> str:
+        return fingerprint(self.shards)
+
 
 def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
     """Open every token shard that the config names, each file once; or return the length task.
@@ -167,35 +175,27 @@ class JobData:
         self.tokenizer = tokenizer_of(config)
         self.uncounted_after = self.tokenizer.eod if config.training.eod_mask_loss else None
         self.text = open_text(config, self.tokenizer)
-        seed, length = config.training.seed, config.model.seq_length
-        self.identity = {"seed": seed, "seq_length": length} | self._content()
+        self.identity = self._identity()
         self.wanted = samples_of_run(config)
         self._held_out: dict[str, Samples | None] = {}
 
-    def _content(self) -> dict[str, Any]:
-        """Return what determines the text of the samples, as JSON values."""
-        text = self.text
+    def _identity(self) -> dict[str, Any]:
+        text, config = self.text, self.config
+        run = {"seed": config.training.seed, "seq_length": config.model.seq_length}
         if isinstance(text, Task):
-            return text.identity()
-        found: dict[str, Any] = {
+            return run | text.identity()
+        found: dict[str, Any] = run | {
             "splits": [list(documents) for documents in text.splits],
             "documents": len(text.shards),
             "tokens": int(text.shards.sizes.sum(dtype="int64")),
-            "content": fingerprint(text.shards),
+            "content": text.content(),
         }
-        if self.config.data.train_data_paths:
+        if config.data.train_data_paths:
             found["corpora"] = {
                 name: [[len(corpus.shards), corpus.weight] for corpus in corpora]
                 for name, corpora in text.corpora.items()
             }
         return found
-
-    @property
-    def about(self) -> str:
-        """What the samples are made of, in words."""
-        if isinstance(self.text, Task):
-            return f"task {self.text}: {self.tokenizer.vocab_size} tokens"
-        return f"{self.identity['tokens']:,} tokens in {self.identity['documents']:,} documents"
 
     def training(self, *, index_samples: int, consumed: int, least: int = 0) -> TrainLoader | None:
         """Return this rank's training batches, or None if the run reads no training sample.

@@ -108,11 +108,9 @@ def text_of(config: Config) -> str:
     key = repr(config.data)
     if key not in _texts:
         # This import takes seconds, and a new grid can be listed without it.
-        from megatron.engine.text import Text, fingerprint, open_text, tokenizer_of
+        from megatron.engine.text import open_text, tokenizer_of
 
-        text = open_text(config, tokenizer_of(config))
-        task = "" if isinstance(text, Text) else json.dumps(text.identity(), sort_keys=True)
-        _texts[key] = fingerprint(text.shards) if isinstance(text, Text) else task
+        _texts[key] = open_text(config, tokenizer_of(config)).content()
     return _texts[key]
 
 

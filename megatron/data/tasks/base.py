@@ -99,10 +99,19 @@ class Task(ABC):
         """Return the number of tokens of an example, without the end."""
         return len(self.row(np.random.default_rng(0), length))
 
+    @property
+    def about(self) -> str:
+        """The task and its options, in words."""
+        return f"task {self}: {self.tokenizer.vocab_size} different tokens"
+
     def identity(self) -> dict[str, Any]:
-        """Return the name, the options, and a hash of some examples, as JSON values."""
+        """Return the name, the options, and the hash of `content`, as JSON values."""
+        return {"task": self.name, "options": asdict(self), "content": self.content()}
+
+    def content(self) -> str:
+        """Return a hash (32 hex digits) of the vocabulary and of some examples."""
         found = hashlib.sha256(repr(self.tokenizer.words).encode())
         for length in (self.min_length, self.max_length):
             for number in range(16):
                 found.update(self.row(np.random.default_rng(number), length).astype("<i8").data)
-        return {"task": self.name, "options": asdict(self), "content": found.hexdigest()[:32]}
+        return found.hexdigest()[:32]

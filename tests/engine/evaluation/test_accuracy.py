@@ -54,12 +54,12 @@ def solver(spoilt: tuple[int, ...] = (), spoilt_from: int = 0):
 
 def test_a_perfect_model_is_perfect_and_a_broken_one_is_not():
     perfect = accuracy_at(solver(), COPY, 6, 50, GROUPS, 64)
-    assert (perfect.exact, perfect.token, perfect.examples) == (1.0, 1.0, 50)
-    assert perfect.exact_low == pytest.approx(0.92865, abs=1e-5)  # 50 / (50 + 1.959964^2)
-    assert perfect.exact_high == 1.0 and perfect.times_train == 1.5
+    assert (perfect.accuracy, perfect.token_accuracy, perfect.examples) == (1.0, 1.0, 50)
+    assert perfect.accuracy_low == pytest.approx(0.92865, abs=1e-5)  # 50 / (50 + 1.959964^2)
+    assert perfect.accuracy_high == 1.0 and perfect.times_train == 1.5
     broken = accuracy_at(solver((0,)), COPY, 6, 50, GROUPS, 64)
-    assert (broken.exact, broken.exact_low) == (0.0, 0.0)
-    assert broken.token == pytest.approx(5 / 6)
+    assert (broken.accuracy, broken.accuracy_low) == (0.0, 0.0)
+    assert broken.token_accuracy == pytest.approx(5 / 6)
 
 
 def test_one_mistake_in_one_example_counts_once():
@@ -72,7 +72,7 @@ def test_one_mistake_in_one_example_counts_once():
         return found
 
     result = accuracy_at(logits, COPY, 6, 50, GROUPS, 7)
-    assert (result.exact, result.token) == (49 / 50, pytest.approx(299 / 300))
+    assert (result.accuracy, result.token_accuracy) == (49 / 50, pytest.approx(299 / 300))
 
 
 def test_the_loss_mask_is_the_answers():
@@ -96,7 +96,7 @@ def test_a_small_model_learns_to_copy(tmp_path):
     keys = {"pos_emb": "rotary", "hidden_size": 64, "seq_length": 8, "attention_backend": "sdpa"}
     path = write_config(tmp_path / "config.yml", "builtin:copy", **(KEYS | keys))
     model = GPT(plan_of(load_config([path]), task.tokenizer.vocab_size, device_type="cpu"))
-    assert accuracy_at(model, task, 4, 100, GROUPS, 2048).exact < 0.05
+    assert accuracy_at(model, task, 4, 100, GROUPS, 2048).accuracy < 0.05
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     loader, steps = TrainLoader(TaskSamples(task, 10**6, 8, 1, "train"), 64, 64), 200
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
@@ -106,7 +106,7 @@ def test_a_small_model_learns_to_copy(tmp_path):
         optimizer.zero_grad()
         decay.step()
     learnt = accuracy_at(model, task, 4, 100, GROUPS, 2048)
-    assert learnt.exact > 0.9 and learnt.token > 0.95
+    assert learnt.accuracy > 0.9 and learnt.token_accuracy > 0.95
 
 
 def train_twice(groups, run: Path) -> None:
@@ -136,13 +136,13 @@ def test_a_run_writes_the_table(finished, tmp_path):
     table = pd.read_csv(finished / "accuracy.csv")
     assert table.length.tolist() == [4, 8] and table.times_train.tolist() == [1.0, 2.0]
     assert table.examples.tolist() == [40, 40]
-    assert ((table.exact_low <= table.exact) & (table.exact <= table.exact_high)).all()
+    assert ((table.accuracy_low <= table.accuracy) & (table.accuracy <= table.accuracy_high)).all()
     assert (finished / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
     said: list[str] = []
     config = load_config([finished / "config.yml"], ["train_batch_size=4"])
     again = evaluate_checkpoint(config, finished, [8, 4], out=tmp_path, say=said.append)
-    assert [(row.exact, row.token) for row in again] == list(
-        zip(table.exact, table.token, strict=True)
+    assert [(row.accuracy, row.token_accuracy) for row in again] == list(
+        zip(table.accuracy, table.token_accuracy, strict=True)
     )
     assert "copy, kerple_log, trained at 1 to 4\n length  times_train  examples" in said[-1]
     record = newest(finished).record
@@ -155,8 +155,8 @@ def test_other_options_are_other_data(finished):
     alone = SimpleNamespace(data_rank=0, data_size=1)
     here, there = JobData(config, alone).identity, newest(finished).record.data
     assert sorted(key for key in there if here[key] != there[key]) == ["content", "options"]
-    assert JobData(config, alone).about == (
-        "task Copy(min_length=1, max_length=4, symbols=9): 11 tokens"
+    assert JobData(config, alone).text.about == (
+        "task Copy(min_length=1, max_length=4, symbols=9): 11 different tokens"
     )
 
 
