@@ -227,3 +227,26 @@ def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
     assert "<figcaption>loss by position" in (tmp_path / "out" / "report.html").read_text()
     latex = (tmp_path / "out" / "tables.tex").read_text()
     assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex
+
+
+def test_a_grid_of_length_tasks_has_a_table_of_accuracies(tmp_path, capsys):
+    overrides = {
+        "tokenizer_type": None, "task_options": {"max_length": 4}, "train_iters": 2,
+        "eval_iters": 0, "eval_examples": 20, "train_micro_batch_size_per_gpu": 4,
+    }  # fmt: skip
+    changes = {"overrides": overrides, "axes": {"embedding": ["kerple_log"]}, "seeds": [1]}
+    changes |= {"lengths": [4, 8], "endpoints": {}}
+    grid = write_grid(tmp_path, "builtin:copy", **changes)
+    assert sweep.main([str(grid)]) == 0
+    capsys.readouterr()
+    assert sweep.main([str(grid), "--list"]) == 0
+    assert re.search(r"kerple_log-1 +finished", capsys.readouterr().out)
+    out = tmp_path / "out"
+    assert table.main([str(grid), "--metric", "exact", "--out", str(out)]) == 0
+    assert "exact, mean" in capsys.readouterr().out
+    measured = pd.read_csv(tmp_path / "runs" / "kerple_log-1" / "accuracy.csv")
+    results = pd.read_csv(out / "results.csv")
+    for metric in ("exact", "token"):
+        shown = results[results["metric"] == metric]
+        assert shown["length"].tolist() == [4, 8]
+        assert shown["value"].tolist() == measured[metric].tolist()

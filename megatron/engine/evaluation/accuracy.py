@@ -1,12 +1,12 @@
 """Measure a model's accuracy on a length task, by the length of its examples.
 
-    accuracy       = examples whose answers are all right / examples
+    exact accuracy = examples whose answers are all right / examples
     token accuracy = answers (tokens) that are right / answers
 
 An answer is right if it is the most likely token after the true tokens before it. Where the answer
-is one piece at the end of the example, the accuracy is therefore that of greedy generation: up to
-the first mistake, both read the same tokens. The interval of the accuracy is Wilson's, with 95%
-confidence. Token accuracy has no interval, because the tokens of one example are not
+is one piece at the end of the example, the exact accuracy is therefore that of greedy generation:
+up to the first mistake, both read the same tokens. The interval of the exact accuracy is Wilson's,
+with 95% confidence. Token accuracy has no interval, because the tokens of one example are not
 independent.
 
 scipy, pandas and matplotlib are imported inside the functions, so that training does not wait for
@@ -42,10 +42,10 @@ class Accuracy:
     length: int
     times_train: float  # the length, divided by the longest length in training
     examples: int
-    accuracy: float
-    accuracy_low: float  # the bounds of the 95% interval of `accuracy`
-    accuracy_high: float
-    token_accuracy: float
+    exact: float
+    exact_low: float  # the bounds of the 95% interval of `exact`
+    exact_high: float
+    token: float
     distance_scale: float = 1.0  # the kernel saw every distance times this factor
 
 
@@ -74,16 +74,16 @@ def accuracy_at(
     rows = examples_at(task, length, count)
     shares = losses_of_sequences(mistakes, rows, groups, batch_tokens=batch_tokens)
     wrong = np.rint(shares * (rows.shape[1] - 1)).astype(int)
-    right = int((wrong == 0).sum())
+    right, asked = int((wrong == 0).sum()), int((rows >= 0).sum())
     interval = binomtest(right, count).proportion_ci(method="wilson")
     return Accuracy(
         length=length,
         times_train=length / task.max_length,
         examples=count,
-        accuracy=right / count,
-        accuracy_low=float(interval.low),
-        accuracy_high=float(interval.high),
-        token_accuracy=1 - int(wrong.sum()) / int((rows >= 0).sum()),
+        exact=right / count,
+        exact_low=float(interval.low),
+        exact_high=float(interval.high),
+        token=(asked - int(wrong.sum())) / asked,
     )
 
 
@@ -135,10 +135,10 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
     write_bytes(run_dir / CSV_FILE, table.to_csv(index=False, lineterminator="\n").encode())
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
     axes = figure.add_subplot()
-    bars = [table.accuracy - table.accuracy_low, table.accuracy_high - table.accuracy]
+    bars = [table.exact - table.exact_low, table.exact_high - table.exact]
     label = "whole answers, 95% interval"
-    axes.errorbar(table.length, table.accuracy, yerr=bars, marker="o", capsize=3, label=label)
-    axes.plot(table.length, table.token_accuracy, marker=".", linestyle=":", label="tokens")
+    axes.errorbar(table.length, table.exact, yerr=bars, marker="o", capsize=3, label=label)
+    axes.plot(table.length, table.token, marker=".", linestyle=":", label="tokens")
     mark_training_length(axes, task.max_length)
     axes.set(xlabel="length", ylabel="accuracy", ylim=(-0.02, 1.02), title=title)
     axes.grid(alpha=0.3)

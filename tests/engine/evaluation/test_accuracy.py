@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from megatron.parallel.groups import build_groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss
 from tests.helpers.jobs import all_but_speed, digest, rows, train_run, write_config
 from tests.helpers.launch import run_ranks
+from tests.helpers.paths import ROOT
 
 GROUPS = build_groups(torch.device("cpu"))
 COPY = build_task("copy", {"max_length": 4})
@@ -54,12 +56,12 @@ def solver(spoilt: tuple[int, ...] = (), spoilt_from: int = 0):
 
 def test_a_perfect_model_is_perfect_and_a_broken_one_is_not():
     perfect = accuracy_at(solver(), COPY, 6, 50, GROUPS, 64)
-    assert (perfect.accuracy, perfect.token_accuracy, perfect.examples) == (1.0, 1.0, 50)
-    assert perfect.accuracy_low == pytest.approx(0.92865, abs=1e-5)  # 50 / (50 + 1.959964^2)
-    assert perfect.accuracy_high == 1.0 and perfect.times_train == 1.5
+    assert (perfect.exact, perfect.token, perfect.examples) == (1.0, 1.0, 50)
+    assert perfect.exact_low == pytest.approx(0.92865, abs=1e-5)  # 50 / (50 + 1.959964^2)
+    assert perfect.exact_high == 1.0 and perfect.times_train == 1.5
     broken = accuracy_at(solver((0,)), COPY, 6, 50, GROUPS, 64)
-    assert (broken.accuracy, broken.accuracy_low) == (0.0, 0.0)
-    assert broken.token_accuracy == pytest.approx(5 / 6)
+    assert (broken.exact, broken.exact_low) == (0.0, 0.0)
+    assert broken.token == pytest.approx(5 / 6)
 
 
 def test_one_mistake_in_one_example_counts_once():
@@ -72,7 +74,7 @@ def test_one_mistake_in_one_example_counts_once():
         return found
 
     result = accuracy_at(logits, COPY, 6, 50, GROUPS, 7)
-    assert (result.accuracy, result.token_accuracy) == (49 / 50, pytest.approx(299 / 300))
+    assert (result.exact, result.token) == (49 / 50, pytest.approx(299 / 300))
 
 
 def test_the_loss_mask_is_the_answers():
@@ -96,7 +98,7 @@ def test_a_small_model_learns_to_copy(tmp_path):
     keys = {"pos_emb": "rotary", "hidden_size": 64, "seq_length": 8, "attention_backend": "sdpa"}
     path = write_config(tmp_path / "config.yml", "builtin:copy", **(KEYS | keys))
     model = GPT(plan_of(load_config([path]), task.tokenizer.vocab_size, device_type="cpu"))
-    assert accuracy_at(model, task, 4, 100, GROUPS, 2048).accuracy < 0.05
+    assert accuracy_at(model, task, 4, 100, GROUPS, 2048).exact < 0.05
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     loader, steps = TrainLoader(TaskSamples(task, 10**6, 8, 1, "train"), 64, 64), 200
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
@@ -106,7 +108,7 @@ def test_a_small_model_learns_to_copy(tmp_path):
         optimizer.zero_grad()
         decay.step()
     learnt = accuracy_at(model, task, 4, 100, GROUPS, 2048)
-    assert learnt.accuracy > 0.9 and learnt.token_accuracy > 0.95
+    assert learnt.exact > 0.9 and learnt.token > 0.95
 
 
 def train_twice(groups, run: Path) -> None:
@@ -136,13 +138,13 @@ def test_a_run_writes_the_table(finished, tmp_path):
     table = pd.read_csv(finished / "accuracy.csv")
     assert table.length.tolist() == [4, 8] and table.times_train.tolist() == [1.0, 2.0]
     assert table.examples.tolist() == [40, 40]
-    assert ((table.accuracy_low <= table.accuracy) & (table.accuracy <= table.accuracy_high)).all()
+    assert ((table.exact_low <= table.exact) & (table.exact <= table.exact_high)).all()
     assert (finished / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
     said: list[str] = []
     config = load_config([finished / "config.yml"], ["train_batch_size=4"])
     again = evaluate_checkpoint(config, finished, [8, 4], out=tmp_path, say=said.append)
-    assert [(row.accuracy, row.token_accuracy) for row in again] == list(
-        zip(table.accuracy, table.token_accuracy, strict=True)
+    assert [(row.exact, row.token) for row in again] == list(
+        zip(table.exact, table.token, strict=True)
     )
     assert "copy, kerple_log, trained at 1 to 4\n length  times_train  examples" in said[-1]
     record = newest(finished).record
@@ -191,3 +193,15 @@ def test_mistakes_in_the_configuration(overrides, text, tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_config([config], overrides)
     assert text in str(raised.value)
+
+
+def test_the_documented_numbers_are_the_measured_ones():
+    found = pd.read_csv(ROOT / "docs" / "length_tasks" / "results.csv")
+    values = found.set_index(["task", "embedding", "length", "metric"])["value"]
+    text = (ROOT / "docs" / "length_tasks.md").read_text()
+    rows_shown = re.findall(r"^\| (\w+) \| `(\w+)` \|(.*)\|$", text, re.M)
+    assert len(rows_shown) == len(found) / 6 == 10
+    for task, embedding, cells in rows_shown:
+        for length, cell in zip((10, 20, 40), cells.split("|"), strict=True):
+            keys = [(task, embedding, length, name) for name in ("exact", "token")]
+            assert cell.strip() == " / ".join(f"{100 * values[key]:.1f}" for key in keys)
