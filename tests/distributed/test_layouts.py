@@ -51,6 +51,7 @@ def all_cells(groups, folder, prefix):
                 "save_interval": 3,
                 "train_micro_batch_size_per_gpu": micro,
                 "gradient_accumulation_steps": accumulation,
+                "eval_iters": 1,  # two micro-batches
                 "hidden_dropout": dropout,
                 "attention_dropout": dropout,
             }
