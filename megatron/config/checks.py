@@ -165,6 +165,17 @@ def _context_baseline(lengths: tuple[int, ...], context: int) -> Found | None:
         return "eval_context_baseline", f"{text}; write a small context such as 16, or 0 for none"
 
 
+@relation("eval_lengths", "eval_lengths_interval", "eval_interval")
+def _lengths_interval(lengths: tuple[int, ...], interval: int, validation: int) -> Found | None:
+    if interval and not lengths:
+        return "eval_lengths_interval", f"{interval} without eval_lengths; write the lengths there"
+    if interval % validation:
+        text = (
+            f"{interval} is no multiple of eval_interval {validation}, at which train.py validates"
+        )
+        return "eval_lengths_interval", f"{text}; write e.g. {validation}, or 0 for none"
+
+
 @relation("seed")
 def _seed(seed: int) -> Found | None:
     if seed >= 2**32:

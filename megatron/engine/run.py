@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
-from megatron.engine.evaluation.held_out import held_out_loss, log_final_losses
+from megatron.engine.evaluation.held_out import log_final_losses, validation
 from megatron.engine.evaluation.losses import loss_function
 from megatron.engine.evaluation.published_losses import log_published_losses
 from megatron.engine.job.agreement import require_agreement, settings_of
@@ -246,12 +247,6 @@ class Job:
     def _train_on(self, loader: TrainLoader, log: RunLog) -> None:
         c = self.config
 
-        def validate(step: int) -> float | None:
-            if not c.training.eval_iters:
-                return None
-            before = step // c.training.eval_interval - 1
-            return held_out_loss(c, self.data, self.engine, self.groups, "valid", before)
-
         carried, saver = self.progress.interval, self._saver
         preemption.begin()
         with saver or nullcontext():
@@ -259,7 +254,7 @@ class Job:
             TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
                 loader,
                 self.progress.step,
-                validate=validate,
+                validate=partial(validation, c, self.data, self.engine, self.groups),
                 save=lambda step, interval: self._save(step, interval, loader),
                 check=saver.check if saver else lambda: None,
             )

@@ -31,6 +31,12 @@ REFUSED = [
     ({"hidden_dropout": 1.0}, "hidden_dropout", "below 1"),
     ({"attention_dropout": 1.0}, "attention_dropout", "below 1"),
     ({"seed": 2**32}, "seed", "smaller"),
+    ({"eval_lengths_interval": 1000}, "eval_lengths_interval", "without eval_lengths"),
+    (
+        {"eval_lengths": [16], "eval_lengths_interval": 300, "eval_interval": 200},
+        "eval_lengths_interval",
+        "300 is no multiple of eval_interval 200",
+    ),
     ({"eval_lengths": [16], "eval_context_baseline": 16}, "eval_context_baseline", "small context"),
     ({"finetune": True, "save": "a", "load": "a/"}, "finetune", "; add -o save=a-tuned"),
     ({"pos_emb": "rpe", "rpe_num_buckets": 1}, "rpe_num_buckets", "at least 2"),

@@ -21,6 +21,7 @@ BASE = {
     "num_layers": 3,
     "seq_length_val": 24,
     "eval_lengths": [16, 40],
+    "eval_lengths_interval": 4,
     "eval_tokens": 240,
 }
 ONE_STEP = {  # weights move by exactly their gradient
@@ -139,7 +140,8 @@ def test_a_pipeline_trains_and_evaluates_the_plain_model(jobs, variant):
     folder, *_ = jobs
     plain, pipe = folder / f"{variant}-plain", folder / f"{variant}-pipe"
     tolerance = 1e-2 if variant == "fp32 sums" else 2e-6
-    for name in ("train/loss", "train/grad_norm", "validation/loss"):
+    by_length = ("validation/loss_at_16", "validation/loss_at_40")
+    for name in ("train/loss", "train/grad_norm", "validation/loss", *by_length):
         ours, truth = rows(pipe, name), rows(plain, name)
         assert ours.keys() == truth.keys() and truth
         for step, value in truth.items():

@@ -52,6 +52,7 @@ class EvaluationConfig(Section):
     """
 
     eval_lengths: Lengths = ()
+    eval_lengths_interval: Count = 0  # steps between measurements during training; 0 = none
     eval_tokens: Positive = 65536  # number of predicted tokens for each length
     eval_examples: Positive = 500  # number of examples of a length task for each length
     eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline

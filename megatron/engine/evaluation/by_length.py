@@ -186,21 +186,8 @@ def evaluate_lengths(
             config, groups, model.loss_fn, model.pos.name, text, lengths, run_dir, say
         )
     chosen, lengths = config.evaluation, sorted(set(lengths))
-    documents = text.splits[SPLITS.index(chosen.eval_split)]
-    span = eval_span(text.shards, documents, lengths, chosen.eval_tokens)
-    if span == 0:
-        raise DataError(
-            f"the {chosen.eval_split} split ({documents[1] - documents[0]} documents) is shorter "
-            f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
-            "larger part of `split`"
-        )
-    measurement = Measurement(
-        model.loss_fn,
-        lambda length: eval_sequences(text.shards, documents, length, span),
-        model.tokenizer.token_bytes,
-        chosen.eval_batch_tokens,
-        groups,
-        model.tokenizer.eod if config.training.eod_mask_loss else None,
+    measurement, span = measurement_of(
+        config, groups, model.loss_fn, model.tokenizer, text, lengths, chosen.eval_tokens
     )
     scale = chosen.eval_distance_scale
     results = [replace(r, distance_scale=scale) for r in measurement.at_lengths(lengths, say)]
@@ -221,6 +208,43 @@ def evaluate_lengths(
             _draw_kernels(model, config, max(lengths), run_dir / report.KERNELS_FILE)
         say(f"written to {run_dir}: {report.CSV_FILE} and pictures")
     return results
+
+
+def measurement_of(
+    config: Config,
+    groups: Groups,
+    loss_fn: LossFn,
+    tokenizer: Tokenizer,
+    text: Text,
+    lengths: Sequence[int],
+    tokens: int,
+) -> tuple[Measurement, int]:
+    """Return the measurement of `eval_split` at `lengths`, and the number of targets at each.
+
+    Args:
+        tokens: the largest number of targets.
+
+    Raises:
+        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+    """
+    chosen = config.evaluation
+    documents = text.splits[SPLITS.index(chosen.eval_split)]
+    span = eval_span(text.shards, documents, lengths, tokens)
+    if span == 0:
+        raise DataError(
+            f"the {chosen.eval_split} split ({documents[1] - documents[0]} documents) is shorter "
+            f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
+            "larger part of `split`"
+        )
+    measurement = Measurement(
+        loss_fn,
+        lambda length: eval_sequences(text.shards, documents, length, span),
+        tokenizer.token_bytes,
+        chosen.eval_batch_tokens,
+        groups,
+        tokenizer.eod if config.training.eod_mask_loss else None,
+    )
+    return measurement, span
 
 
 def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path) -> None:

@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import deepspeed
+import torch
 
 from megatron.config import Config
-from megatron.engine.evaluation.losses import loss_of_batches
+from megatron.data.tasks.base import Task
+from megatron.engine.evaluation.accuracy import accuracy_at
+from megatron.engine.evaluation.by_length import measurement_of
+from megatron.engine.evaluation.losses import loss_function, loss_of_batches
 from megatron.engine.text import JobData
 from megatron.engine.training.log import RunLog
+from megatron.engine.training.pipeline import PipelineLosses
 from megatron.parallel.groups import Groups
+
+
+def validation(
+    config: Config,
+    data: JobData,
+    engine: deepspeed.DeepSpeedEngine,
+    groups: Groups,
+    step: int,
+) -> dict[str, float]:
+    """Return the metrics of the validation after `step`. Every rank must call this function.
+
+    They are `validation/loss` and, at multiples of `eval_lengths_interval`, those by length.
+    """
+    t, interval = config.training, config.evaluation.eval_lengths_interval
+    found = {}
+    if t.eval_iters:
+        before = step // t.eval_interval - 1
+        loss = held_out_loss(config, data, engine, groups, "valid", before)
+        found = {} if loss is None else {"validation/loss": loss}
+    if interval and step % interval == 0:
+        engine.eval()
+        found |= _by_length(config, data, loss_function(engine, groups), groups)
+        engine.train()
+    return found
+
+
+def _by_length(
+    config: Config, data: JobData, model: Callable[..., torch.Tensor], groups: Groups
+) -> dict[str, float]:
+    """Return `validation/loss_at_L` for each length L of `eval_lengths`.
+
+    As many tokens are read at each length as in a validation (`eval_iters` batches), but at least
+    one sequence. The results of a length task are its exact accuracies, `validation/exact_at_L`; a
+    pipeline gives none.
+
+    Raises:
+        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+    """
+    chosen, batch = config.evaluation, config.batch.train_batch_size
+    lengths = sorted(set(chosen.eval_lengths))
+    if isinstance(data.text, Task):
+        if isinstance(model, PipelineLosses):
+            return {}
+        sizes = (chosen.eval_examples, groups, chosen.eval_batch_tokens)
+        exact = {n: accuracy_at(model, data.text, n, *sizes).exact for n in lengths}
+        return {f"validation/exact_at_{length}": each for length, each in exact.items()}
+    tokens = max(config.training.eval_iters * batch * config.model.seq_length, *lengths)
+    measurement, _ = measurement_of(
+        config, groups, model, data.tokenizer, data.text, lengths, tokens
+    )
+    return {f"validation/loss_at_{n}": measurement.at_length(n).loss for n in lengths}
 
 
 def held_out_loss(

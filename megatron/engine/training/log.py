@@ -226,7 +226,7 @@ def _is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
         return False
     if any(name.startswith("final/") for name in row):  # a resumed run measures these again
         return False
-    if step == validated_again and "validation/loss" in row:
+    if step == validated_again and any(name.startswith("validation/") for name in row):
         return False
     return step <= last_step
 

@@ -27,10 +27,11 @@ from megatron.engine.training.log import RunLog
 from megatron.engine.training.meter import Meter
 from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
 from megatron.engine.training.pipeline import train_batch
+from megatron.engine.training.rows import described
 from megatron.engine.training.settings import LoopSettings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss, perplexity
+from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss
 
 STEEP = 3.0
 """The log warns if the mean loss rises by more nats than this from one log line to the next."""
@@ -136,7 +137,7 @@ class TrainingLoop:
         batches: TrainLoader,
         first_step: int,
         *,
-        validate: Callable[[int], float | None],
+        validate: Callable[[int], dict[str, float]],
         save: Callable[[int, dict[str, Any]], None],
         check: Callable[[], None],
     ) -> None:
@@ -148,8 +149,8 @@ class TrainingLoop:
         Args:
             batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
             first_step: the number of steps that were taken before.
-            validate: a function from step to validation loss (None if there is none), called every
-                `eval_interval` steps. If it raises `preemption.Leave`, the loop ends.
+            validate: a function from step to a validation's metrics, called every `eval_interval`
+                steps. If it raises `preemption.Leave`, the loop ends.
             save: a function of (step, the loop's state) that writes a checkpoint with both. It is
                 called every `save_interval` steps, after `extra_save_iters`, and at the end.
             check: a function to call before each step. An error that it raises ends the run.
@@ -212,7 +213,7 @@ class TrainingLoop:
             self._meter.add(loss)
         return norm
 
-    def _validates(self, step: int, validate: Callable[[int], float | None]) -> bool:
+    def _validates(self, step: int, validate: Callable[[int], dict[str, float]]) -> bool:
         """Log the validation loss; return False if the job ends before that loss is computed."""
         try:
             self._log_validation(step, validate(step))
@@ -282,10 +283,10 @@ class TrainingLoop:
         text += " | theta " + ", ".join(shown) if shown else ""
         self.log.metrics(step, values, text=text)
 
-    def _log_validation(self, step: int, loss: float | None) -> None:
-        if loss is not None:
-            text = f"  validation at step {step}: loss {loss:.4f}, ppl {perplexity(loss):.3f}"
-            self.log.metrics(step, {"validation/loss": loss}, text=text)
+    def _log_validation(self, step: int, found: dict[str, float]) -> None:
+        if found:
+            text = f"  validation at step {step}: {described(found)}"
+            self.log.metrics(step, found, text=text)
 
 
 def _samples(batches: TrainLoader, count: int) -> str:

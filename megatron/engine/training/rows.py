@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
+from megatron.parallel.loss import perplexity
+
 Metric = Any
 """A number, a tensor with one element, or a (nested) list of these."""
 
@@ -33,6 +35,16 @@ def json_line(row: Mapping[str, Metric]) -> str:
         for name, metric in row.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def described(metrics: Mapping[str, float]) -> str:
+    """Return metrics as a text such as `loss 1.5000, ppl 4.482; loss_at_256 1.4900, ppl 4.437`."""
+    shown = []
+    for path, value in metrics.items():
+        name = path.rpartition("/")[2]
+        ppl = f", ppl {perplexity(value):.3f}" if name.startswith("loss") else ""
+        shown.append(f"{name} {value:.4f}{ppl}")
+    return "; ".join(shown)
 
 
 def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:

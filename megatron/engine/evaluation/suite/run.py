@@ -93,7 +93,7 @@ def run_suite(
         folder = out or load / FOLDER
         if groups.is_main:
             write_report(report, folder, sample.train_length)
-        say("\n".join([title, *(f"  {m.title}: {m.says}" for m in measures), *report.verdict]))
+        say("\n".join([title, *(f"  {m.says}" for m in measures), *report.verdict]))
         say(f"written to {folder}: {PAGE}, and tables and pictures")
         return report
 
