@@ -143,7 +143,7 @@ def test_on_a_model_with_induction_it_finds_the_induction(induction):
     assert "predicted better" in found["induction"].says
     assert found["copy"].rows[0].estimate.low > 0.05 and "helps in" in found["copy"].says
     (swap,) = found["far_swap"].rows
-    assert swap.estimate.low > 0 and "used that text" in found["far_swap"].says
+    assert swap.estimate.low > 0 and "the far text matters" in found["far_swap"].says
     assert found["windowed_twin"].rows[0].estimate.low > 0
     keys = {row.at["model"]: row for row in found["key_tokens"].rows}
     assert keys["full"].estimate.high < keys["windowed twin"].estimate.low

@@ -55,7 +55,7 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     found = mean_of(changed_nT[:, -sample.tail :], sample.documents)
     effect = "no effect is seen"
     if found.excludes_zero:
-        effect = "the model used that text" if found.low > 0 else "that text did harm"
+        effect = "the far text matters" if found.low > 0 else "the far text did harm"
     says = (
         f"With another document's text beyond {sample.train_length:,} tokens, the loss of the last "
         f"{sample.tail} tokens changes by {found} nats: {effect}."
