@@ -6,7 +6,6 @@ The expected numbers are computed here, from float64 logits of whole texts, one 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
 import os
@@ -21,10 +20,12 @@ import torch
 import evaluate as command
 from megatron.config import load_config
 from megatron.data.errors import DataError
+from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.harness.packages import harness_packages
 from megatron.engine.hub import run as hub_run
 from megatron.engine.hub.export import export
+from megatron.model import GPT
 from megatron.parallel.groups import ALONE, build_groups
 from tests.engine.harness.conftest import BYTES, log_likelihood, log_probabilities
 from tests.helpers.paths import FIXTURES, ROOT
@@ -94,24 +95,23 @@ def test_the_tool_scores_a_run_without_network(run, model, tmp_path):
     assert [path.name for path in tmp_path.glob("*.json*")] == [out.name]
 
 
-def test_imports_mean_the_installed_packages(monkeypatch):
-    for name in ("lm_eval", "evaluate"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    for name in ("lm_eval", "evaluate"):
-        found = importlib.util.find_spec(name)
-        assert Path(found.origin).parent in (ROOT, ROOT / "tools")
-        with harness_packages():
-            found = importlib.util.find_spec(name)
-            assert Path(found.origin).name == "__init__.py"
-    own = importlib.import_module("evaluate")
+@pytest.mark.parametrize(
+    "keys, longest",
+    [
+        (["pos_emb=kerple_log"], sys.maxsize),
+        (["pos_emb=none"], sys.maxsize),
+        (["pos_emb=rotary"], 48),
+        (["pos_emb=sinusoidal"], 48),
+        (["pos_emb=rotary+kerple_log"], 48),
+        (["pos_emb=learned", "opt_pos_emb_offset=2"], 46),
+    ],
+)
+def test_the_longest_context(run, keys, longest):
+    config = load_config([run / "config.yml"], [*keys, "max_position_embeddings=48"])
+    plan = plan_of(config, BYTES.vocab_size, device_type="cpu", eod=BYTES.eod, training=False)
     with harness_packages():
-        assert "evaluate" not in sys.modules
-    assert sys.modules["evaluate"] is own
-    monkeypatch.setattr(sys, "path", [str(ROOT), str(ROOT / "tools")])
-    with pytest.raises(DataError, match="pip install -r requirements-hub.txt"), harness_packages():
-        pass
+        from megatron.engine.harness.run import longest_context
+    assert longest_context(GPT(plan), config) == longest
 
 
 @pytest.fixture
