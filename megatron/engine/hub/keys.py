@@ -36,9 +36,9 @@ def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
         raise HubError("quantization_config: quantised weights cannot be imported")
     *_, heads = sizes = [_entry(given, name, int) for name in _SIZES]
     if given.get("head_dim") not in (None, sizes[1] // max(1, heads)):
-        text = f"hidden_size / num_attention_heads = {sizes[1] / heads:g}"
+        text = f"hidden_size / num_attention_heads, {sizes[1]} / {heads}"
         raise HubError(f"head_dim is {given['head_dim']!r}; here it is always {text}")
-    act, gated = given["hidden_act"], kind is not NEOX
+    act, gated = str(given["hidden_act"]), kind is not NEOX
     if act not in kind.activations:
         known = ", ".join(kind.activations)
         raise HubError(f"hidden_act is {act!r}; only {known} can be imported")
@@ -115,8 +115,9 @@ def _yarn(scaling: dict[str, Any]) -> None:
     ratio = [scaling.pop(name, 0) for name in ("mscale", "mscale_all_dim")]
     factor: Any = scaling.get("factor")
     if all(ratio) and "attention_factor" not in scaling:
-        if not all(isinstance(each, int | float) for each in (*ratio, factor)):
-            raise HubError("rope_parameters: mscale, mscale_all_dim and factor are numbers")
+        numbers = (*ratio, factor)
+        if not all(isinstance(each, int | float) and 0 < each < 1e6 for each in numbers):
+            raise HubError("rope_parameters: mscale, mscale_all_dim or factor is out of range")
         above, below = (0.1 * each * math.log(max(1, factor)) + 1.0 for each in ratio)
         scaling["attention_factor"] = above / below
 
@@ -187,6 +188,7 @@ def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
         "hidden_act": TANH[0] if act == "gelu" and m.bias_gelu_fusion and kind is NEOX else act,
         "max_position_embeddings": m.seq_length,
         "initializer_range": m.init_method_std,
+        "bos_token_id": None,
         "attention_dropout": m.attention_dropout,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", "rope_theta": base} | scaling,

@@ -138,13 +138,16 @@ BROKEN = {
     "its class is ['LlamaForTokenClass": edited(architectures=["LlamaForTokenClassification"]),
     "hidden_size is '32', and must be a whole number": edited(hidden_size="32"),
     "mlp_bias is 'no', and must be true or false": edited(mlp_bias="no"),
-    "head_dim is 16; here it is always hidden_size / num_attention_heads = 8": edited(head_dim=16),
+    "head_dim is 16; here it is always hidden_size / num_attention_heads, 32 / 4": edited(
+        head_dim=16
+    ),
     "hidden_act is 'quick_gelu'; only silu": edited(hidden_act="quick_gelu"),
+    "hidden_act is \"['silu']\"; only": edited(hidden_act=["silu"]),
     "quantised weights": edited(quantization_config={"bits": 4}),
     "partial_rotary_factor is 0.5": edited(partial_rotary_factor=0.5, rope_parameters=None),
     "its angles change with the length": edited(rope_scaling={"type": "dynamic", "factor": 2.0}),
     "truncate: false has": edited(rope_scaling={"rope_type": "yarn", "truncate": False}),
-    "mscale_all_dim and factor are numbers": edited(
+    "mscale_all_dim or factor is out of range": edited(
         rope_scaling={"rope_type": "yarn", "factor": "4", "mscale": 1.0, "mscale_all_dim": 1.0}
     ),
     "only one mapping for all layers": edited(rope_scaling={"full_attention": {"factor": 2.0}}),
