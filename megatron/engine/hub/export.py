@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -17,6 +18,7 @@ from megatron.config import Config
 from megatron.config.per_layer import layers_of, values_of
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
 from megatron.engine.build import positional_options
+from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.errors import HubError
 from megatron.engine.hub.bundle import bundle
 from megatron.engine.hub.keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
@@ -174,7 +176,10 @@ def _write(hub: HubModel, run: Run, folder: Path) -> None:
         (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     if hub.code:
         (folder / f"{CODE}.py").write_text(hub.code, encoding="utf-8")
-    save_torch_state_dict(hub.weights, folder, max_shard_size=_SHARD)
+    try:
+        save_torch_state_dict(hub.weights, folder, max_shard_size=_SHARD)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"the weights: {why_not_written(folder, error)}") from None
     for path in folder.glob("*.safetensors"):  # written for their owner alone
         path.chmod((folder / "config.json").stat().st_mode)
 

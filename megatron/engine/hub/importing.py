@@ -21,6 +21,7 @@ from megatron.config.flat import to_yaml
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import positional_of, tokenizer_of
 from megatron.engine.checkpoint.checksums import FORMAT, RECORD, describe_files, sealed
+from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.checkpoint.saved import tag_of
 from megatron.engine.errors import HubError
 from megatron.engine.hub.classes import class_of
@@ -74,7 +75,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
         rows = config.model.make_vocab_size_divisible_by
         shape, tokenizer = shape_of(config, rows), None
         if "tokenizer_type" in keys:
-            tokenizer = _tokenizer_in(folder, config, rows)
+            tokenizer = _tokenizer_in(source, config, rows)
         kind, pos = None if own else class_of(described), positional_of(config)
         layout, name = layout_of(kind, shape, pos), kind.name if kind else OWN_CLASS
         if own and pos.parameters:
@@ -105,7 +106,10 @@ def _write_checkpoint(
     }
     checkpoint = folder / tag_of(0)
     checkpoint.mkdir()
-    torch.save({"module": weights}, checkpoint / "mp_rank_00_model_states.pt")
+    try:
+        torch.save({"module": weights}, checkpoint / "mp_rank_00_model_states.pt")
+    except RuntimeError as error:  # such as a full disk
+        raise OSError(f"the weights: {why_not_written(folder, error)}") from None
     record["files"] = describe_files(checkpoint, build_groups(torch.device("cpu")))
     (checkpoint / RECORD).write_text(sealed(record))
     (folder / "latest").write_text(checkpoint.name)

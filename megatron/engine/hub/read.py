@@ -61,7 +61,7 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
         if name not in wanted:
             tied = name in _OUTPUT and "output.weight" not in layout
             if not _BUFFERS.fullmatch(name) and not (tied and _equals_words(found, layout, name)):
-                problems.append(f"{name}: not in the model that config.json describes")
+                problems.append(f"{name!r}: not in the model that config.json describes")
         elif shape != wanted[name]:
             problems.append(f"{name}: {shape}, but config.json describes {wanted[name]}")
         elif dtype not in _FLOATS:
@@ -92,7 +92,7 @@ def _open(folder: Path) -> dict[str, Any]:
             raise HubError(f"{path}: cannot be read ({error})") from None
         there = set(file.keys())
         if lost := sorted((names or there) - there):
-            raise HubError(f"{path}: has no {lost[0]}, which the index places there")
+            raise HubError(f"{path}: has no {lost[0]!r}, which the index places there")
         tensors |= {each: file.get_slice(each) for each in names or there}
     return dict(sorted(tensors.items()))
 
@@ -117,7 +117,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     files: dict[Path, set[str]] = {}
     for tensor, name in places.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
-            raise HubError(f"{index}: {tensor} is in {name!r}, which names no file beside it")
+            raise HubError(f"{index}: {tensor!r} is in {name!r}, which names no file beside it")
         files.setdefault(folder / name, set()).add(tensor)
     return files
 

@@ -255,6 +255,13 @@ def test_what_an_ended_export_leaves(run, call, tmp_path, monkeypatch, end):
     assert contents(tmp_path) == ["modules", "out", "run"]
 
 
+def test_an_export_to_a_full_disk(run, call, tmp_path, full_disk):
+    with full_disk(60_000):
+        text = call(run, tmp_path / "out", "--dtype", "float64", code=1)
+    assert "error: the weights: " in text and "File too large" in text
+    assert contents(tmp_path) == ["run"]
+
+
 def test_what_cannot_be_exported_is_refused_at_once(run, call, tmp_path, monkeypatch):
     assert "no such folder; name the `save` folder" in call(tmp_path / "no", "out", code=2)
     target = tmp_path / "out"

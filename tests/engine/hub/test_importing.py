@@ -104,11 +104,11 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def place(folder, name):
-    """Let the index say that the first tensor is in the file `name`."""
+def place(folder, name, tensor="model.norm.weight"):
+    """Let the index say that the tensor is in the file `name`."""
     index = folder / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
-    edit(index, weight_map=places | {"model.norm.weight": name})
+    edit(index, weight_map=places | {tensor: name})
 
 
 def cut(folder, size):
@@ -152,12 +152,12 @@ BROKEN = {
     ),
     "only one mapping for all layers": edited(rope_scaling={"full_attention": {"factor": 2.0}}),
     "num_layers: 99999999 is above": edited(num_hidden_layers=99999999),
-    "lm_head.weight: not in the model": edited(tie_word_embeddings=True),
+    "lm_head.weight': not in the model": edited(tie_word_embeddings=True),
     "mlp.down_proj.weight: (32, 44), but config.json describes (32, 45)": edited(
         intermediate_size=45
     ),
     "layers.2.input_layernorm.weight: missing": edited(num_hidden_layers=3),
-    "layers.1.mlp.up_proj.weight: not in the model": edited(num_hidden_layers=1),
+    "layers.1.mlp.up_proj.weight': not in the model": edited(num_hidden_layers=1),
     "tokenizer.json has 257 ids, but the model embeds only 40": edited(vocab_size=40),
     "config.json: cannot be read": lambda folder: (folder / "config.json").unlink(),
     "config.json: is not a JSON object": lambda folder: (folder / "config.json").write_text("[]"),
@@ -171,8 +171,8 @@ BROKEN = {
     ),
     "is in '/etc/passwd', which names": lambda folder: place(folder, "/etc/passwd"),
     "there is no such file": lambda folder: place(folder, "model-9.safetensors"),
-    "model.norm.weight, which the index places there": lambda folder: place(
-        folder, max(folder.glob("*.safetensors")).name
+    r"has no 'a\x1b[31m\nb', which the index places there": lambda folder: place(
+        folder, max(folder.glob("*.safetensors")).name, "a\x1b[31m\nb"
     ),
     "I64 numbers; only": lambda folder: change_tensors(
         folder, lambda tensors: tensors.update({k: v.long() for k, v in tensors.items()})
@@ -193,8 +193,17 @@ def test_a_folder_that_cannot_be_imported(message, llama, tmp_path, monkeypatch,
     BROKEN[message](folder)
     monkeypatch.setattr("sys.argv", ["import_hf.py", str(folder), str(run)])
     assert import_hf.main() == 1
-    assert message in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert message in text and "unfinished" not in text
     assert not run.parent.exists() or not list(run.parent.iterdir())
+
+
+def test_an_import_to_a_full_disk(llama, tmp_path, monkeypatch, capsys, full_disk):
+    monkeypatch.setattr("sys.argv", ["import_hf.py", str(llama), str(tmp_path / "run")])
+    with full_disk(20_000):
+        assert import_hf.main() == 1
+    assert "error: the weights: a file could not be written to its end" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_of_other_versions_are_read(tmp_path):
