@@ -20,6 +20,9 @@ from megatron.config.command_line import (
     sharing_layout,
 )
 
+LENGTHS = "--lengths L1,L2,... (or `eval_lengths` in the config)"
+TASKS = "--eval_tasks TASK ... (or `eval_tasks` in the config)"
+
 
 def main() -> int:
     """Evaluate the checkpoint that the command line names, and return the exit code.
@@ -42,19 +45,19 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.judge and not args.suite:
         parser.error("--judge chooses the key tokens of --suite; write --suite too")
+    if args.eval_tasks and args.suite:
+        parser.error("--suite measures no tasks; give --eval_tasks in a command of its own")
     if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
         parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
     overrides = asked(args)
     # Each rank holds the full model, even if the model was trained with another parallel layout.
     config = load_or_exit(args, *sharing_layout(1), *overrides)
     load = args.load or config.checkpoint.load or config.checkpoint.save
-    lengths, tasks = config.evaluation.eval_lengths, config.evaluation.eval_tasks
+    lengths = config.evaluation.eval_lengths
+    tasks = () if args.suite else config.evaluation.eval_tasks
     missing = [] if load else ["--load DIR (or `load` in the config)"]
-    if not lengths and (args.suite or not tasks):
-        missing.append(
-            "--lengths L1,L2,... (or `eval_lengths` in the config) or --eval_tasks TASK ... (or "
-            "`eval_tasks` in the config)"
-        )
+    if not lengths and not tasks:
+        missing.append(LENGTHS if args.suite else f"{LENGTHS} or {TASKS}")
     if missing or not load:
         entry.refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
     if lengths and tasks and int(launch.world_size()) > 1:
@@ -91,7 +94,7 @@ def asked(args):
     prefix = args.eval_results_prefix
     overrides = [f"eval_results_prefix={json.dumps(prefix)}"] if prefix else []
     if args.lengths or args.eval_tasks:
-        tasks = [name for text in args.eval_tasks or [] for name in text.split(",")]
+        tasks = [name for text in args.eval_tasks or [] for name in text.split(",") if name]
         overrides += [f"eval_lengths=[{args.lengths or ''}]", f"eval_tasks={json.dumps(tasks)}"]
     return overrides
 
@@ -118,13 +121,15 @@ def score_tasks(args, load, out, overrides):
     config = load_for_use_or_exit(args, load, *overrides)
     name = f"eval_results_{datetime.now():%m-%d-%Y-%H-%M-%S}.json"
     prefix = config.evaluation.eval_results_prefix
+    path = Path(f"{prefix}_{name}") if prefix else out / name
+    path.parent.mkdir(parents=True, exist_ok=True)  # now, because tasks may take hours
     from megatron.engine.harness.packages import harness_packages
 
     with harness_packages():
         from megatron.engine.harness.run import Request, score
 
         request = Request(config.evaluation.eval_tasks, args.include_path)
-        score(config, load, request, Path(f"{prefix}_{name}") if prefix else out / name)
+        score(config, load, request, path)
 
 
 if __name__ == "__main__":

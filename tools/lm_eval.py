@@ -76,6 +76,10 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and not low <= value < float("inf"):
             parser.error(f"--{name} must be at least {low}, not {value}")
+    if args.limit == 0:
+        parser.error("--limit must be above 0")
+    if args.output_path and args.output_path.is_dir():
+        parser.error(f"--output_path {args.output_path} is a folder; name a file in it")
     if args.output_path and not args.output_path.absolute().parent.is_dir():
         parser.error(f"--output_path {args.output_path}: there is no such folder")
     return args

@@ -74,10 +74,12 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
 
     Raises:
         DataError: the shards cannot be read or were made with another tokenizer, or the config's
-            `split` cannot be applied to them.
+            `split` cannot be applied to them, or the task has no examples of an `eval_lengths`.
     """
     task, data = task_of(config), config.data
     if task is not None:
+        for length in config.evaluation.eval_lengths:
+            task.require(length)
         return task
     if not data.train_data_paths:
         readers = open_each(_data_prefix(config, tokenizer), tokenizer)

@@ -80,8 +80,8 @@ class Task(ABC):
         """The tokenizer of the task's vocabulary."""
         return TaskTokenizer(self.words)
 
-    def row(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """Draw an example as a row of ids (see the module docstring), without the end.
+    def require(self, length: int) -> None:
+        """Refuse a length that the task does not have.
 
         Raises:
             TaskError: the options do not allow this length.
@@ -91,6 +91,14 @@ class Task(ABC):
                 f"{self.name} has no examples of length {length}: task_options allow "
                 f"{self.longest} ({self})"
             )
+
+    def row(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        """Draw an example as a row of ids (see the module docstring), without the end.
+
+        Raises:
+            TaskError: the options do not allow this length.
+        """
+        self.require(length)
         words, is_answer = self.example(rng, length)
         ids = np.array([self.tokenizer.ids[word] for word in words], np.int64)
         return np.where(is_answer, ids, ~ids)

@@ -23,6 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.errors import DivergedError
 from megatron.engine.generation.loop import Speed, continue_texts
 from megatron.engine.generation.sampling import Sampling
 from megatron.engine.generation.text import Continuation
@@ -112,6 +113,10 @@ class RunModel(TemplateLM):
         Args:
             greedy: Whether to find out if each token of the target is the most likely one. If
                 false, the logits are never held as a whole, and the second result means nothing.
+
+        Raises:
+            DataError: A target is longer than `max_length`.
+            DivergedError: A log-likelihood is infinite or not a number.
         """
         longest = max((len(target) for _, target in pairs), default=0)
         if longest > self._max_length:
@@ -141,6 +146,9 @@ class RunModel(TemplateLM):
                     total = logs_TV.gather(1, target_T[:, None]).sum()
                 else:
                     likely, total = True, -losses_BT[row, part].double().sum()
+                if not total.isfinite():
+                    text = "log-likelihoods are not finite; -o precision=fp32 may help"
+                    raise DivergedError(f"the model's {text}")
                 answers[n] = (total.item(), likely)
         return answers
 

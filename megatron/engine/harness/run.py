@@ -135,15 +135,17 @@ def find_tasks(request: Request) -> tuple[TaskManager, list[Any]]:
     The harness's own tasks are listed only if `include_path` lacks a name, because that takes long.
 
     Raises:
-        DataError: `include_path` is no folder, or there is no task of a name.
+        DataError: No task is named, `include_path` is no folder, or there is no task of a name.
     """
-    folder = request.include_path
+    folder, names = request.include_path, [each.strip() for each in request.tasks if each.strip()]
+    if not names:
+        raise DataError("no task is named; give e.g. lambada_openai")
     if folder and not folder.is_dir():
         raise DataError(f"--include_path {folder}: there is no such folder")
     for with_defaults in (False, True):
         manager = _Tasks(include_path=folder, include_defaults=with_defaults)
         found, missing = dict[str, None](), []
-        for name in request.tasks:
+        for name in names:
             matches = [name] if name.endswith((".yaml", ".yml")) else manager.match_tasks([name])
             found.update(dict.fromkeys(sorted(matches)))
             missing += [] if matches else [name]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import ConfigError, load_config
+from megatron.data.errors import TaskError
 from megatron.data.samples.loader import TrainLoader
 from megatron.data.tasks.registry import build_task
 from megatron.data.tasks.samples import TaskSamples, examples_at
@@ -167,6 +168,13 @@ def test_a_pipeline_says_what_to_run_instead(tmp_path):
     model = object.__new__(PipelineLosses)
     assert evaluate_task(None, GROUPS, model, "", COPY, [4], tmp_path, said.append) == []
     assert "measure the accuracy by evaluate.py" in said[0]
+
+
+def test_a_run_refuses_a_length_before_it_trains(tmp_path):
+    keys = KEYS | {"task_options": {"keys": 8, "max_length": 4}, "eval_lengths": [4, 9]}
+    config = load_config([write_config(tmp_path / "config.yml", "builtin:mqar", **keys)])
+    with pytest.raises(TaskError, match="mqar has no examples of length 9: task_options allow 8"):
+        JobData(config, SimpleNamespace(data_rank=0, data_size=1))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Give a stored run and its model, and compute log-likelihoods one text at a time."""
+"""Give a stored run and its model, call commands, and compute log-likelihoods of single texts."""
 
 from __future__ import annotations
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +43,22 @@ def log_likelihood(model, context, text):
     ids = [*context, *text]
     logs = log_probabilities(model, ids)
     return sum(logs[at - 1, ids[at]].item() for at in range(len(context), len(ids)))
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Return a function that runs a command here, and returns stdout and stderr."""
+
+    def run_here(module, *args, code=0):
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
+        monkeypatch.setenv("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+        found = 0
+        try:
+            found = module.main()
+        except SystemExit as end:
+            found = end.code
+        out, err = capsys.readouterr()
+        assert found == code, err
+        return out, err
+
+    return run_here

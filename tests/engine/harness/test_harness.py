@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy
 import pytest
@@ -29,7 +28,6 @@ from megatron.model import GPT
 from megatron.parallel.groups import ALONE, build_groups
 from tests.engine.harness.conftest import BYTES, log_likelihood, log_probabilities
 from tests.helpers.paths import FIXTURES, ROOT
-from tools import lm_eval as tool
 
 TASKS = FIXTURES / "harness"
 # Put on Python's import path as sitecustomize.py, this ends a command that uses the network.
@@ -242,25 +240,6 @@ def test_an_export_has_the_scores_of_its_run(run, tmp_path, monkeypatch):
             assert numpy.allclose(found, expected, rtol=1e-6), kind
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Return a function that runs a command here, and returns stdout and stderr."""
-
-    def run_here(module, *args, code=0):
-        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
-        monkeypatch.setenv("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-        found = 0
-        try:
-            found = module.main()
-        except SystemExit as end:
-            found = end.code
-        out, err = capsys.readouterr()
-        assert found == code, err
-        return out, err
-
-    return run_here
-
-
 def test_the_key_eval_tasks(run, model, call, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     expected = {"local_perplexity": expected_scores(model)["local_perplexity"]}
@@ -277,21 +256,3 @@ def test_the_key_eval_tasks(run, model, call, tmp_path, monkeypatch):
     (path,) = tmp_path.glob("mine_eval_results_*.json")
     assert scores(path, expected)["local_perplexity"] == found
     assert "local_perplexity" in text and "extrapolation" not in text
-
-
-def test_mistakes(run, call, tmp_path):
-    (tmp_path / "broken.yaml").write_text("task: broken\ncustom_dataset: !function absent.data\n")
-    for args, code, message in [
-        ((run,), 2, "--tasks"),
-        (("--tasks", "a"), 2, "name the run folder: RUN"),
-        ((tmp_path / "no", "--tasks", "a"), 1, "no: there is no such folder"),
-        ((tmp_path, "--tasks", "a"), 1, "has no config.yml; name the config files: lm_eval.py"),
-        ((run, "--tasks", "a", "--batch_size", 0), 2, "--batch_size must be at least 1, not 0"),
-        ((run, "--tasks", "a", "--limit", "nan"), 2, "--limit must be at least 0, not nan"),
-        ((run, "--tasks", "a", "--output_path", "no/x.json"), 2, "there is no such folder"),
-        ((run, "--tasks", "a", "--include_path", "no"), 1, "--include_path no: there is no such"),
-        ((run, "--tasks", tmp_path / "broken.yaml"), 1, "a task cannot be loaded: "),
-        ((run, "--tasks", tmp_path / "absent.yaml"), 1, "a task cannot be loaded: "),
-    ]:
-        _, err = call(tool, *args, code=code)
-        assert message in err and "Traceback" not in err

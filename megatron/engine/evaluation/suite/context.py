@@ -23,7 +23,7 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
     """
     title, name = "Gain over the windowed twin", "windowed_twin"
     if sample.longest <= sample.train_length:
-        return Measure(name, title, NATS, _too_short(sample), [])
+        return Measure(name, title, NATS, sample.too_short, [])
     gain_nT, first = twin_nT - full_nT, sample.train_length + 1
     spans = [(first, sample.longest + 1, "all"), *((*b, "doubling") for b in sample.bins(first))]
     rows = [
@@ -48,7 +48,7 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     title, name = "Far-swap", "far_swap"
     far = sample.longest + 1 - sample.tail - sample.train_length
     if far < 1:
-        return Measure(name, title, NATS, _too_short(sample), [])
+        return Measure(name, title, NATS, sample.too_short, [])
     swapped_nT = sample.sequences_nT.copy()
     swapped_nT[:, :far] = sample.sequences_nT[_of_other_documents(sample.documents), :far]
     changed_nT = subject.losses(swapped_nT) - full_nT
@@ -122,7 +122,3 @@ def _of_other_documents(documents: np.ndarray) -> np.ndarray:
     offset = np.arange(count) - np.searchsorted(documents, documents)
     other = (later + offset) % count
     return np.where(documents[other] == documents, later % count, other)
-
-
-def _too_short(sample: Sample) -> str:
-    return f"Not measured: {sample.longest:,} tokens hardly exceed the training length."

@@ -11,6 +11,7 @@ import torch
 
 from megatron.data.errors import DataError
 from megatron.data.shards.interface import Shards
+from megatron.engine.errors import DivergedError
 from megatron.engine.evaluation.losses import LossFn, scores_of_sequences
 from megatron.engine.evaluation.suite.statistics import Estimate
 from megatron.model.block import limited_window
@@ -79,6 +80,12 @@ class Sample:
     def tail(self) -> int:
         """The tokens at the end of a sequence that far-swap and the receptive field score."""
         return max(1, min(128, self.longest // 8))
+
+    @property
+    def too_short(self) -> str:
+        """What a measure says if it needs longer sequences."""
+        length = self.train_length
+        return f"Not measured: {self.longest:,} tokens are too few after training at {length:,}."
 
     def bins(self, first: int) -> list[tuple[int, int]]:
         """Return bins (c, end) of numbers of tokens read, c to end - 1, from c = `first` on.
@@ -172,9 +179,12 @@ class Subject:
             sequences_nT: int64 [n, T].
             window: each layer sees only so many tokens, the current one included. None sets no
                 limit beyond the model's own.
+
+        Raises:
+            DivergedError: a loss is infinite or not a number.
         """
         with limited_window(self.model, window):
-            return scores_of_sequences(
+            losses_nT = scores_of_sequences(
                 self.loss_fn,
                 sequences_nT,
                 self.groups,
@@ -183,3 +193,6 @@ class Subject:
                 width=sequences_nT.shape[1] - 1,
                 tick=self.tick,
             )
+        if not np.isfinite(losses_nT).all():
+            raise DivergedError("the model's losses are not finite; -o precision=fp32 may help")
+        return losses_nT

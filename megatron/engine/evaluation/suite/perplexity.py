@@ -85,6 +85,9 @@ def key_tokens(
         gain_nT: the judge's gain at each token, and -inf where its loss is above `KEY_LOSS`.
         judge: who the judge is, for the report.
     """
+    name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"
+    if sample.longest <= sample.train_length:
+        return Measure(name, title, unit, sample.too_short, [])
     far = slice(sample.train_length, None)
     is_key = gain_nT[:, far] > KEY_GAIN
     rows, counts = [], is_key.sum(1)
@@ -100,7 +103,7 @@ def key_tokens(
             f"is {rows[0].estimate.value:.2f}, and {rows[1].estimate.value:.1f} within the window"
         )
     says += f" (the judge is {judge})."
-    return Measure("key_tokens", "Key-token perplexity", "perplexity", says, rows)
+    return Measure(name, title, unit, says, rows)
 
 
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
