@@ -21,6 +21,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,7 +74,7 @@ def only_safe_loads() -> Iterator[None]:
 
     plain = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     with (
-        torch.serialization.safe_globals(plain),
+        torch.serialization.safe_globals([*plain, (_enum_member, "builtins.getattr")]),
         mock.patch.object(torch, "load", _load),
     ):
         before = os.environ.get(_FORCE)
@@ -85,6 +86,17 @@ def only_safe_loads() -> Iterator[None]:
                 del os.environ[_FORCE]
             else:
                 os.environ[_FORCE] = before
+
+
+def _enum_member(cls: type[Enum], name: str) -> Enum:
+    """Return a member of an enumeration: Python before 3.11.4 writes it as a call of `getattr`.
+
+    Raises:
+        UnpicklingError: `cls` is no enumeration.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Enum)):
+        raise pickle.UnpicklingError(f"GLOBAL getattr of {cls!r}")
+    return cls[name]
 
 
 def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored: Any) -> Any:

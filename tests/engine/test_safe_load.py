@@ -133,3 +133,31 @@ def test_changed_bytes_give_an_error_or_content(tmp_path):
         except CheckpointError as error:
             refused += str(path) in str(error)
     assert 100 < refused < 300
+
+
+class Written:
+    """Pickled as a call of `getattr`, the way Python before 3.11.4 writes members of enums."""
+
+    def __init__(self, cls, name):
+        self.cls, self.name = cls, name
+
+    def __reduce__(self):
+        return getattr, (self.cls, self.name)
+
+
+def test_members_of_enums_are_read_as_older_pythons_write_them(tmp_path):
+    """DeepSpeed's optimizer states have the ZeRO stage, a member of an enum."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    torch.save({"zero_stage": Written(ZeroStageEnum, "gradients")}, tmp_path / "states.pt")
+    with only_safe_loads():
+        loaded = torch.load(tmp_path / "states.pt")
+    assert loaded["zero_stage"] is ZeroStageEnum.gradients
+
+
+def test_getattr_gives_nothing_but_members_of_enums(tmp_path):
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    torch.save(Written(LossScaler, "backward"), tmp_path / "states.pt")
+    with only_safe_loads(), pytest.raises(CheckpointError, match="asks for getattr"):
+        torch.load(tmp_path / "states.pt")
