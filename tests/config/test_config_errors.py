@@ -137,7 +137,7 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("save_interval: 10\ncheckpoint_factor: 20", "they are the same; keep one"),
         ("lr_decay_fraction: 2", "above 0, up to 1, got 2"),
         ("pos_emb_options: 3", "got 3; input should be a valid dictionary"),
-        ("batch_size: 4", "write train_micro_batch_size_per_gpu instead"),
+        ("batch_size: 3", "write train_micro_batch_size_per_gpu instead"),
         ("lr: 1e-3", "write optimizer: {params: {lr: ...}} instead"),
         ("warmup_iters: 10", "warmup: warmup_iters / lr_decay_iters"),
         ("apply_query_key_layer_scaling: true", "not built yet; write false"),

@@ -243,6 +243,7 @@ def test_what_an_ended_export_leaves(run, call, tmp_path, monkeypatch, end):
     """Nothing at DIR; what a killed one leaves beside it is removed by the next."""
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under `nohup` and `&`
         monkeypatch.setattr(export, "write_tokenizer", lambda *_: os.kill(os.getpid(), end))
         try:
             call(run, tmp_path / "out")
