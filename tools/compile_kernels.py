@@ -76,9 +76,10 @@ SIZES, USUAL = (16, 32, 64, 80, 96, 128, 256), (64, 128)
 KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "kerple_power_add_mul",
            "alibi", "rpe", "none")  # fmt: skip
 # These for fewer head sizes. Others compile to the same code as a listed one, as alibi or none.
-OTHERS = "kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich", "fire"
+OTHERS = ("kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich",
+          "fire", "log_n")  # fmt: skip
 # Terms beside the distance kernel, and the tensors that they need. A window is like documents, and
-# rotary embeddings and temperatures are not in the Triton kernels.
+# rotary embeddings are not in the Triton kernels.
 TERMS = {"documents": ("first", "end"), "sink": ("sink",), "forget_gate": ("high", "low", "ddecay")}
 CROSSES = ("kerple_log + forget_gate + documents", "kerple_power_mul + sink + documents",
            "log_n + forget_gate + sink")  # fmt: skip
@@ -119,7 +120,7 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str
     """
     names = name.split(" + ")
     whole = load(" + ".join(x for x in names if x != "documents") or "none")
-    pos, _ = whole.kernel_part(None)
+    pos, _ = whole.kernel_part(None, tempered=True)
     return pos, functions_of(pos)[0], [tensor for x in names for tensor in TERMS.get(x, ())]
 
 

@@ -52,10 +52,12 @@ class Backend:
         name: The name, as in the config key `attention_backend`.
         function: Computes the output [batch, heads, queries, head size] of a `Call` that
             `call.lowered` has returned. In such a call, the last key is at the last query's
-            position, and `pos` is a distance kernel or has no effect.
+            position, and `pos` is a distance kernel or has no effect (see `tempers`).
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log about a served request. The text may be empty.
         grouped: Whether k and v may have fewer heads than q.
+        tempers: Returns whether the backend multiplies the scores by the embedding's temperature.
+            If so, `pos` contains the temperature.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Backend:
     refusal: Callable[[Request], str | None] = lambda request: None
     remark: Callable[[Request], str] = lambda request: ""
     grouped: bool = False
+    tempers: Callable[[PositionalEmbedding], bool] = lambda pos: False
 
 
 def weighted(pos: PositionalEmbedding) -> bool:

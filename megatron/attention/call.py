@@ -1,6 +1,6 @@
 """Hold the inputs of one attention call, check them, and simplify them for a backend.
 
-For example, a backend does not apply a temperature, because `Call.lowered` multiplies it into q.
+For example, most backends do not apply a temperature, because `lowered` multiplies it into q.
 
 Legend: see `choice`.
 """
@@ -85,13 +85,17 @@ class Call:
 
     def positions(self) -> Tensor:
         """Return the position of each query in its document, [B or 1, T]."""
+        if self.positions_BT is not None or self.starts_BS is None:
+            return self.absolute_positions()
+        first, end = self.query_offset, self.query_offset + self.q_BHTE.shape[2]
+        return self.absolute_positions() - self.starts_BS[:, first:end]
+
+    def absolute_positions(self) -> Tensor:
+        """Return the position of each query for a temperature, [B or 1, T]."""
         if self.positions_BT is not None:
             return self.positions_BT
         end = self.query_offset + self.q_BHTE.shape[2]
-        row_T = torch.arange(self.query_offset, end, device=self.q_BHTE.device)
-        if self.starts_BS is None:
-            return row_T[None]
-        return row_T - self.starts_BS[:, self.query_offset : end]
+        return torch.arange(self.query_offset, end, device=self.q_BHTE.device)[None]
 
     def bias(self, theta_HN: Tensor, distance_TS: Tensor) -> Tensor | None:
         """Return the distance kernel's bias [B or 1, H, T, S], or None if it is 0 everywhere."""
@@ -187,7 +191,7 @@ def check(call: Call) -> None:
             raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")
 
 
-def lowered(call: Call, *, grouped: bool) -> Call:
+def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return an equivalent call that is simpler to compute for a backend.
 
     The temperature is multiplied into q, and the sink is computed from theta. The returned call's
@@ -196,6 +200,8 @@ def lowered(call: Call, *, grouped: bool) -> Call:
 
     Args:
         grouped: Whether k and v may keep fewer heads than q. Otherwise their heads are repeated.
+        tempered: Whether the temperature stays a part of `pos`. In 16 bits, its product with q is
+            rounded, and the error of theta's gradient would be several percent.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
@@ -207,19 +213,18 @@ def lowered(call: Call, *, grouped: bool) -> Call:
         k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
     if k_BKSE is not call.k_BKSE:
         call = replace(call, k_BKSE=k_BKSE, v_BKSE=v_BKSE, decay_BHS=decay_BHS)
-    if call.pos.has("temperature"):
+    if call.pos.reads_position and call.starts_BS is not None and call.positions_BT is None:
+        tempered = False  # biases and the temperature then count from different positions
+    if call.pos.has("temperature") and not tempered:
         call = replace(call, q_BHTE=_tempered(call))
     if call.pos.has("sink"):
         call = replace(call, sink_H=call.pos.sink(call.theta))
-    pos, theta_HN = call.pos.kernel_part(call.theta_HN)
+    pos, theta_HN = call.pos.kernel_part(call.theta_HN, tempered=tempered)
     return call if pos is call.pos else replace(call, pos=pos, theta_HN=theta_HN)
 
 
 def _tempered(call: Call) -> Tensor:
     """Return the queries, each multiplied by the temperature of its position."""
-    q_BHTE, positions_BT = call.q_BHTE, call.positions_BT
-    if positions_BT is None:
-        first, length = call.query_offset, q_BHTE.shape[2]
-        positions_BT = torch.arange(first, first + length, device=q_BHTE.device)[None]
-    t_HBT = call.pos.temperature(call.theta, positions_BT)
+    q_BHTE = call.q_BHTE
+    t_HBT = call.pos.temperature(call.theta, call.absolute_positions())
     return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)

@@ -258,4 +258,5 @@ def _name_of_choice(backend: str, pos: PositionalEmbedding, **conditions: Any) -
 def _computed(backend: Backend, call: Call) -> Tensor:
     """Return the attention output of a call that has been checked."""
     with torch.autocast(call.q_BHTE.device.type, enabled=False):
-        return backend.function(lowered(call, grouped=backend.grouped))
+        tempered = call.pos.has("temperature") and backend.tempers(call.pos)
+        return backend.function(lowered(call, grouped=backend.grouped, tempered=tempered))

@@ -89,6 +89,12 @@ def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
     return code, functions.tabulated, functions.layer and functions.layer.columns
 
 
+@constant
+def tempers(pos: PositionalEmbedding) -> bool:
+    """Return whether the Triton kernels apply the embedding's temperature; a table cannot."""
+    return not functions_of(pos.kernel_part(None, tempered=True)[0])[0].tabulated
+
+
 def fused(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     numbers = (call.scale, call.query_offset, call.dropout_p)
@@ -114,7 +120,8 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
     """
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]
-    if not call.has_kernel:
+    tempered = call.pos.has("temperature")
+    if not (call.has_kernel or tempered):
         rows_HW = q_BHTE.new_zeros(heads, 1, dtype=torch.float32)
     elif tabulated:
         rows_HW = tabulate(call.pos, call.theta.float(), offset + queries, call.scale)
@@ -130,8 +137,9 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
     if first_BT is not None:
         first_BT = first_BT.int().expand(len(q_BHTE), -1).contiguous()
     position_BT = None
-    if call.pos.reads_position:
-        position_BT = call.positions().int().expand(len(q_BHTE), -1).contiguous()
+    if call.pos.reads_position or tempered:
+        positions = call.positions if call.pos.reads_position else call.absolute_positions
+        position_BT = positions().int().expand(len(q_BHTE), -1).contiguous()
     inputs = (q_BHTE, call.k_BKSE, call.v_BKSE, rows_HW, call.sink_H, call.decay_BHS)
     return *inputs, first_BT, position_BT, seed
 
@@ -226,4 +234,4 @@ def remark(request: Request) -> str:
     return ", ".join([*how, *(["in Triton's slow interpreter"] if INTERPRETED else [])])
 
 
-BACKEND = Backend("fused", fused, refusal, remark, grouped=True)
+BACKEND = Backend("fused", fused, refusal, remark, grouped=True, tempers=tempers)

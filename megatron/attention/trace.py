@@ -6,7 +6,8 @@ recorded operations to sympy. The result has one symbol for the distance and one
 theta. From this expression `megatron.kernels.codegen` generates Triton device functions with their
 derivatives, and `flex` makes FlexAttention's score_mod.
 
-A bias may also depend on the query's position i, a further symbol. A layer of hidden units (as in
+A bias may also depend on the query's position i, a further symbol. So may the factor, if there is a
+temperature. A layer of hidden units (as in
 FIRE) becomes a single sympy function.
 
 A formula has a symbolic expression only if it treats each distance and each head separately. A
@@ -58,7 +59,8 @@ class Formula:
 def read(pos: PositionalEmbedding) -> Formula:
     """Return the embedding's formula as symbolic expressions.
 
-    If the embedding is not a distance kernel, the returned formula has bias 0 and factor 1.
+    A temperature is part of the factor. If the embedding has neither a distance kernel nor a
+    temperature, the returned formula has bias 0 and factor 1.
 
     Raises:
         Unreadable: The formula has no expression. Its values can still be tabulated.
@@ -66,7 +68,7 @@ def read(pos: PositionalEmbedding) -> Formula:
     import sympy
 
     distance, position = (sympy.Symbol(name, nonnegative=True) for name in ("d", "i"))
-    if not pos.has("distance"):
+    if not (pos.has("distance") or pos.has("temperature")):
         return Formula(None, None, distance, (), position)
     theta = tuple(
         sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)
@@ -81,7 +83,7 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ...]:
     """Return the functions of (theta, distances d, positions i) that compute bias and factor."""
-    return pos.bias_at, lambda theta_HN, d, i: pos.weight(theta_HN, d)
+    return pos.bias_at, pos.weight_at
 
 
 def assumed(low: float) -> dict[str, bool]:

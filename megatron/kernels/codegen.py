@@ -6,7 +6,7 @@ y = x / scale = s w + b / scale, the slope dy/ds = w, and one term for each thet
 dx/dtheta_k without the factors that depend on neither s nor d. The Triton kernels sum the terms
 over scores, and `finish` multiplies the sums by these factors.
 
-A bias may also depend on the query's position i in its document. `evaluate` gets i as the argument
+b and w may also depend on the query's position i in its document. `evaluate` gets i as the argument
 `row`. A bias may also contain one layer of hidden units (see `hidden`). The layer's parameters have
 no terms. Instead, `evaluate` then returns (y, w, u, terms), where u is the layer's input.
 
@@ -99,7 +99,7 @@ def device_functions(
     """Generate the device functions for a bias (None means 0) and a factor (None means 1).
 
     Args:
-        position: The symbol of the query's position in its document, if the bias may contain it.
+        position: The symbol of the query's position in its document, if one of both may contain it.
 
     Raises:
         NotExpressible: The bias or the factor cannot be expressed in the generated code.
@@ -130,7 +130,7 @@ def device_functions(
         weighted=weight is not None,
         source=source,
         layer=layer,
-        reads_position=b.has(i),
+        reads_position=b.has(i) or w.has(i),
     )
 
 

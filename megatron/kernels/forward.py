@@ -4,8 +4,8 @@
     out_i = sum_j p_ij v_j              p_ij = softmax_j(scale y_ij)
 
 w and b are the factor and the bias of the distance kernel. They depend on the query-key distance d.
-Some biases also depend on the query's position i. `codegen` describes how w and b are computed at
-low cost per score.
+Some biases also depend on the query's position i. w contains the temperature t(i) if there is one.
+`codegen` describes how w and b are computed at low cost per score.
 
 One program computes M query rows of one head, N keys at a time. It updates the running maximum and
 sum of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2205.14135) to base

@@ -132,11 +132,15 @@ class PositionalEmbedding:
         """Return the embedding of the model's layer `index` and the slice of its theta columns."""
         return self, slice(None)
 
-    def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
-        """Return the distance kernel without the other terms, and the kernel's columns of theta."""
-        if self.kind == "distance" or not self.parameters:
-            return self, theta_HN
-        return NOTHING, None
+    def kernel_part(
+        self, theta_HN: Tensor | None, *, tempered: bool = False
+    ) -> tuple[PositionalEmbedding, Tensor | None]:
+        """Return the distance kernel without the other terms, and the kernel's columns of theta.
+
+        With `tempered`, a temperature stays a part of what is returned.
+        """
+        kept = self.kind == "distance" or (tempered and self.kind == "temperature")
+        return (self, theta_HN) if kept or not self.parameters else (NOTHING, None)
 
     @property
     def name(self) -> str:
@@ -146,8 +150,7 @@ class PositionalEmbedding:
     def scaled(self, distance_scale: float) -> PositionalEmbedding:
         """Return a copy of this embedding that multiplies every distance by `distance_scale`.
 
-        Formulas get the scaled distance from the method `columns`. A subclass that does not use
-        `columns` must scale its distances itself, or raise an error.
+        `columns` does this. A subclass that does not use `columns` must do it, or raise an error.
 
         Raises:
             PositionalError: The embedding has no distances that can be scaled.
@@ -174,10 +177,10 @@ class PositionalEmbedding:
         return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the bias b_h(d) as [heads, *d.shape], or None if b is 0 everywhere.
+        """Return the bias b_h(d) [heads, *d.shape], at least fp32, or None if b is 0 everywhere.
 
-        The dtype is that of theta, but at least fp32. If `reads_position` is true, there is a third
-        argument, the positions i, and the result is b_h(d, i).
+        If `reads_position` is true, there is a third argument, the positions i, and the result is
+        b_h(d, i).
         """
         return None
 
@@ -193,16 +196,16 @@ class PositionalEmbedding:
         return self.bias(theta_HN, d, i)  # pyright: ignore[reportCallIssue] see `reads_position`
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the factor w_h(d) as [heads, *d.shape], or None if w is 1 everywhere.
-
-        The dtype is that of theta, but at least fp32.
-        """
+        """Return the factor w_h(d) [heads, *d.shape], at least fp32, or None if it is always 1."""
         return None
 
-    def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return the factor t_h(i) as [heads, *position.shape], for the kind `temperature`.
+    def weight_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
+        """Return the factor w_h(d) t_h(i), or None if it is always 1; `i` is as in `bias_at`."""
+        tempers = self.kind == "temperature"
+        return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
-        The dtype is that of theta, but at least fp32.
+    def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
+        """Return the factor t_h(i) [heads, *position.shape], at least fp32, of a temperature.
 
         Args:
             position: The positions i, whole numbers >= 0.

@@ -46,7 +46,8 @@ class Combination(PositionalEmbedding):
         )
         self.learnable = bool(self.trained_parameters)
         self.reads_position = any(term.reads_position for term in terms)
-        self._kernel = self._distance_part()
+        self._kernel = self._part("distance")
+        self._tempered_kernel = self._part("distance", "temperature")
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
@@ -72,6 +73,10 @@ class Combination(PositionalEmbedding):
         values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN).items())
         return _joined(values, torch.mul)
 
+    def weight_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
+        parts = self._with_theta(theta_HN).items()
+        return _joined((term.weight_at(own_HN, d, i) for term, own_HN in parts), torch.mul)
+
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
         term = self._only("temperature")
         return term.temperature(self._with_theta(theta_HN)[term], position)
@@ -93,11 +98,11 @@ class Combination(PositionalEmbedding):
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._only("input").table(positions, dim, dtype)
 
-    def _distance_part(self) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the distance kernel alone, and the indices of its columns in theta."""
+    def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
+        """Return the terms of these kinds alone, and the indices of their columns in theta."""
         terms, columns, start = [], [], 0
         for term in self._terms:
-            if term.kind == "distance":
+            if term.kind in kinds:
                 terms.append(term)
                 columns += range(start, start + len(term.parameters))
             start += len(term.parameters)
@@ -107,8 +112,10 @@ class Combination(PositionalEmbedding):
             return terms[0], columns
         return Combination(terms) if terms else NOTHING, columns
 
-    def kernel_part(self, theta_HN: Tensor | None) -> tuple[PositionalEmbedding, Tensor | None]:
-        kernel, columns = self._kernel
+    def kernel_part(
+        self, theta_HN: Tensor | None, *, tempered: bool = False
+    ) -> tuple[PositionalEmbedding, Tensor | None]:
+        kernel, columns = self._tempered_kernel if tempered else self._kernel
         if kernel is self:
             return self, theta_HN
         return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None

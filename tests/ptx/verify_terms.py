@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     driver.install(args.target)
     from megatron.attention.call import Call, lowered
-    from megatron.attention.fused import fused
+    from megatron.attention.fused import fused, tempers
 
     case = case_of(args)
     inputs = case.rounded(DTYPES[args.dtype])
@@ -74,7 +74,7 @@ def main() -> None:
     options = case.options | {"decay_BHS": decay, "dropout_p": args.dropout}
     call = Call(q, k, v, case.pos, theta, **options)
     torch.manual_seed(0)
-    out = fused(lowered(call, grouped=True))
+    out = fused(lowered(call, grouped=True, tempered=tempers(call.pos)))
     got = [out, *torch.autograd.grad(out, inputs, case.grad.to(out.dtype))]
     wrong = findings()
     for name, x, y in zip(names, got, exact, strict=True):
