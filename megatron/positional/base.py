@@ -137,7 +137,7 @@ class PositionalEmbedding:
     ) -> tuple[PositionalEmbedding, Tensor | None]:
         """Return the distance kernel without the other terms, and the kernel's columns of theta.
 
-        With `tempered`, a temperature stays a part of what is returned.
+        If `tempered` is true, the returned embedding also contains the temperature.
         """
         kept = self.kind == "distance" or (tempered and self.kind == "temperature")
         return (self, theta_HN) if kept or not self.parameters else (NOTHING, None)

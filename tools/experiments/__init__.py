@@ -1,1 +1,1 @@
-"""Run grids of training runs, test what they show, and write tables and a report of the results."""
+"""Run grids of training runs, test claims about them, and write tables and a report."""

@@ -77,7 +77,7 @@ class Description(_Strict):
 
 
 def values_of(about: Description, axis: str) -> dict[str, Value]:
-    """Return a dict from the names of an axis's values to what they add."""
+    """Return a dict from each value's name on an axis to its configs, overrides and seeds."""
     given = about.axes[axis]
     if isinstance(given, list):
         return {name: Value() for name in given}

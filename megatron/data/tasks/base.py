@@ -6,7 +6,7 @@ loss and in the accuracy. A row that trains or measures a model is an int64 arra
     id     for a token that is an answer        (0, 1, ...)
     ~id    for any other token                  (-1, -2, ...)
 
-so that one array says both what the model reads and what it is asked. The row ends with
+so that one array holds the tokens and marks the answer. The row ends with
 `END_OF_DOCUMENT`, id 0, repeated up to the row's width. The end is no answer: a task tells the
 length of its answer, and models that need not learn where to stop extrapolate better (Newman et al.
 2020, arXiv 2010.07174).

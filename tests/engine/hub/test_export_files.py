@@ -34,7 +34,7 @@ from tools import export_hf
 
 
 def test_all_positional_embeddings_fit_into_one_file():
-    """No two files define one name, and what is imported is not defined."""
+    """Each name is defined in one file only, and no file imports a name that it defines."""
     tree = ast.parse(bundle(names()))
     imported, defined = set(), Counter()
     for node in tree.body:
@@ -135,7 +135,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Return a function that runs export_hf.py here, and returns what it printed."""
+    """Return a function that runs export_hf.py in this process and returns its output."""
     for key in ("HF_HUB_OFFLINE", "HF_MODULES_CACHE"):
         monkeypatch.setenv(key, "")  # so that the values that the tool sets are removed again
 

@@ -1,4 +1,4 @@
-"""What the suite's measures get, and what they return."""
+"""Define the inputs and the results of the suite's measures."""
 
 from __future__ import annotations
 
