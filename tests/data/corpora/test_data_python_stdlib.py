@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from itertools import permutations
+
 import numpy as np
 import pytest
 
@@ -52,6 +55,23 @@ def test_the_whole_library(tmp_path, capsys):
     # The order is mixed: each split has files of many packages.
     for start, end in splits[:2]:
         assert len({path.parts[0] for path in files[start:end]}) > 20
+
+
+def test_no_file_repeats_half_of_another():
+    """Compare the sets of five-word sequences of all pairs of files."""
+    files = [(stdlib_root() / path).read_text("utf-8", "ignore").split() for path in stdlib_files()]
+    runs = [set(zip(*(words[i:] for i in range(5)), strict=False)) for words in files]
+    users = defaultdict(list)
+    for number, words in enumerate(runs):
+        for run in words:
+            users[run].append(number)
+    shared = Counter(pair for found in users.values() for pair in permutations(found, 2))
+    repeated = {
+        f"{stdlib_files()[one]} in {stdlib_files()[other]}"
+        for (one, other), count in shared.items()
+        if count > len(runs[one]) / 2
+    }
+    assert not repeated
 
 
 def test_selection_and_order(library, tmp_path, capsys):
