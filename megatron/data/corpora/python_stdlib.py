@@ -2,10 +2,11 @@
 
 The documents are the `.py` files of the standard library, about 10 MB in total. Not included are
 tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, files that
-differ between machines, and files that mostly repeat another file. The documents are ordered by a hash of their path. This order is the same
-on every machine. The config key `split` divides the documents into consecutive ranges. Because of
-the hashed order, each range is a random sample of the library. The file names of the shards contain
-the version of Python, the revision of this selection, and the tokenizer's fingerprint.
+differ between machines, and files that mostly repeat another file. The documents are ordered by a
+hash of their path. This order is the same on every machine. The config key `split` divides the
+documents into consecutive ranges. Because of the hashed order, each range is a random sample of the
+library. The file names of the shards contain the version of Python, the revision of this selection,
+and the tokenizer's fingerprint.
 """
 
 from __future__ import annotations
