@@ -150,7 +150,8 @@ class EmbeddingLayer(nn.Module):
         if words:
             self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, tp)
         if any(term.kind == "input" and term.learnable for term in pos.terms):
-            table = skip_init(nn.Embedding, shape.max_positions, hidden)
+            device = torch.get_default_device()
+            table = skip_init(nn.Embedding, shape.max_positions, hidden, device=device)
             self.position_embeddings = cast(nn.Embedding, table)
         trained, fixed = (columns_of(pos, trained=which) for which in (True, False))
         start_HN = initial_theta(plan)

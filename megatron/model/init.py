@@ -64,11 +64,12 @@ def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, 
 
     The values depend only on `seed`, on the model's shape and on the names of the parameters. The
     distance kernel's parameters are skipped, because the embedding layer initialises them.
+    Parameters on the meta device are skipped, because they have no values.
     """
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
-        if is_theta(name):
-            continue  # drawn by the embedding itself
+        if is_theta(name) or param.is_meta:
+            continue  # theta is drawn by the embedding itself
         if leaf == "bias":
             param.zero_()
         elif param.ndim == 1:

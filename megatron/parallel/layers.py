@@ -15,6 +15,7 @@ slice.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,7 +47,7 @@ class ColumnLinear(nn.Linear):
         *, bias: bool = True, blocks: int = 1, numerics: Numerics = WIDE,
     ):  # fmt: skip
         super().__init__(in_features, out_features // tp.size, bias=bias, device="meta")
-        self.to_empty(device="cpu")
+        self.to_empty(device=torch.get_default_device())
         self.tp, self.numerics = tp, numerics
         for param in self.parameters():
             mark_sharding(param, Sharding(0, blocks), tp)
@@ -68,7 +69,7 @@ class RowLinear(nn.Linear):
         *, bias: bool = True, scatter: bool = False, numerics: Numerics = WIDE,
     ):  # fmt: skip
         super().__init__(in_features // tp.size, out_features, bias=bias, device="meta")
-        self.to_empty(device="cpu")
+        self.to_empty(device=torch.get_default_device())
         self.tp, self.scatter, self.numerics = tp, scatter, numerics
         mark_sharding(self.weight, Sharding(1), tp)
 
@@ -100,7 +101,7 @@ class VocabEmbedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
         super().__init__(vocab_size // tp.size, hidden_size, device="meta")
-        self.to_empty(device="cpu")
+        self.to_empty(device=torch.get_default_device())
         self.tp = tp
         mark_sharding(self.weight, Sharding(0), tp)
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron.config import load_config
 from megatron.engine.build import plan_of
-from megatron.model import GPT, gpt
+from megatron.model import GPT
 from tests.helpers.paths import ROOT
 
 TRAINING = ["paper/train.yml", "cluster/cpu.yml"]
@@ -46,34 +46,27 @@ LLAMA = {  # parameters of the models' published weights
 }
 
 
-@pytest.fixture
-def count(monkeypatch):
-    """Return count(vocabulary, files, overrides): (all parameters, those beside embeddings)."""
-    monkeypatch.setattr(torch.nn.Module, "to_empty", lambda module, **_: module)  # stay on meta
-    monkeypatch.setattr(gpt, "initialise", lambda *arguments: None)
-
-    def _count(vocabulary, *files, **overrides):
-        changes = [f"{key}={value}" for key, value in overrides.items()]
-        config = load_config([ROOT / "configs" / file for file in files], changes)
-        with torch.device("meta"):
-            model = GPT(plan_of(config, vocabulary, device_type="cpu"))
-        assert all(parameter.is_meta for parameter in model.parameters())
-        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        embeddings = ("embedding.", "output.")
-        return sum(sizes.values()), sum(n for k, n in sizes.items() if not k.startswith(embeddings))
-
-    return _count
+def count(vocabulary, *files, **overrides):
+    """Return (all parameters, those beside embeddings)."""
+    changes = [f"{key}={value}" for key, value in overrides.items()]
+    config = load_config([ROOT / "configs" / file for file in files], changes)
+    with torch.device("meta"):
+        model = GPT(plan_of(config, vocabulary, device_type="cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    embeddings = ("embedding.", "output.")
+    return sum(sizes.values()), sum(n for k, n in sizes.items() if not k.startswith(embeddings))
 
 
 @pytest.mark.parametrize(("size", "divisible_by"), PYTHIA)
-def test_pythia(count, size, divisible_by):
+def test_pythia(size, divisible_by):
     files = (f"model/{size}.yml", *TRAINING, "family/pythia.yml")
     found = count(50257, *files, make_vocab_size_divisible_by=divisible_by)
     assert found == PYTHIA[size, divisible_by]
 
 
 @pytest.mark.parametrize("size", [*GPT3, *BESIDE_EMBEDDINGS])
-def test_gpt_neox(count, size):
+def test_gpt_neox(size):
     files = (f"model/{size}.yml", *TRAINING, "family/neox.yml")
     tied = {"no_weight_tying": "false", "pos_emb": "learned"} if size in GPT3 else {}
     total, beside = count(50257, *files, **tied)
@@ -82,6 +75,6 @@ def test_gpt_neox(count, size):
 
 
 @pytest.mark.parametrize("size", LLAMA)
-def test_llama(count, size):
+def test_llama(size):
     total, _ = count(32_000, *TRAINING, "family/llama.yml", f"llama/{size}.yml")
     assert total == LLAMA[size]

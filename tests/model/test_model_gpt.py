@@ -287,3 +287,13 @@ def test_published_rounding_is_that_of_each_operation(activation):
     gate = torch.sigmoid(x) if activation == "swish" else torch.tanh(F.softplus(x))
     assert torch.equal(mlp.activate(x), x * gate)
     assert not torch.equal(build(activation=activation).layers[0].mlp.activate(x), x * gate)
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "fire + learned", "alibi"])
+def test_meta_model(pos_emb):
+    """A model on the meta device has the same names and shapes, and no values."""
+    with torch.device("meta"):
+        empty = build(pos_emb).state_dict()
+    full = build(pos_emb).state_dict()
+    assert all(value.is_meta for value in empty.values())
+    assert {k: v.shape for k, v in empty.items()} == {k: v.shape for k, v in full.items()}

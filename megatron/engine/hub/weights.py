@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.config.sizes import GATED
+from megatron.attention import choose
 from megatron.engine.hub.classes import HubClass
-from megatron.model import GPTShape
+from megatron.model import GPT, GPTShape, LayerAttention, Plan
+from megatron.model.embedding import is_theta
 from megatron.positional import PositionalEmbedding
 
 
@@ -69,37 +70,13 @@ def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) 
 
 def _weights(shape: GPTShape, pos: PositionalEmbedding) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape of each of our weights, except theta's."""
-    block, hidden = shape.block, shape.block.hidden_size
-    key_heads, halves = block.num_heads // block.group, 2 if block.activation in GATED else 1
-    norm = {
-        "layernorm": {"weight": (hidden,), "bias": (hidden,)},
-        "rmsnorm": {"scale": (hidden,)},
-        "scalenorm": {"g": (1,)},
-    }[block.norm]
-    fused = (block.group + 2) * key_heads * block.head_size
-    linear = {
-        "attention.query_key_value": (fused, hidden, block.attention_bias),
-        "attention.dense": (hidden, hidden, block.attention_bias),
-        "mlp.dense_h_to_4h": (halves * block.mlp_size, hidden, block.mlp_bias),
-        "mlp.dense_4h_to_h": (hidden, block.mlp_size, block.mlp_bias),
-    }
-    gate = {"attention.gate": (block.num_heads, hidden, True)}
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += ["attention.qk_layernorm"] if block.qk_norm else []
-    yield "embedding.word_embeddings.weight", (shape.vocab_size, hidden)
-    if any(term.kind == "input" and term.learnable for term in pos.terms):
-        yield "embedding.position_embeddings.weight", (shape.max_positions, hidden)
-    for layer in range(shape.num_layers):
-        for name in norms:
-            yield from ((f"layers.{layer}.{name}.{leaf}", size) for leaf, size in norm.items())
-        gated = pos.of_layer(layer)[0].has("gate")
-        for name, (rows, columns, bias) in (linear | (gate if gated else {})).items():
-            yield f"layers.{layer}.{name}.weight", (rows, columns)
-            if bias:
-                yield f"layers.{layer}.{name}.bias", (rows,)
-    yield from ((f"final_norm.{leaf}", size) for leaf, size in norm.items())
-    if not shape.tie_weights:
-        yield "output.weight", (shape.vocab_size, hidden)
+    gated = pos.has("gate")
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32, decays=gated)
+    parts = (pos.of_layer(index) for index in range(shape.num_layers))
+    layers = tuple(LayerAttention(own, attend, columns) for own, columns in parts)
+    with torch.device("meta"):  # names and shapes without values
+        model = GPT(Plan(shape, pos, attend, seed=0, layers=layers))
+    yield from ((k, tuple(v.shape)) for k, v in model.named_parameters() if not is_theta(k))
 
 
 def _parts(kind: HubClass | None, shape: GPTShape, name: str, size: tuple[int, ...]) -> Parts:
