@@ -5,7 +5,7 @@
 
 A grid file also gives its endpoints a verdict each, over the seeds. Cells that are not finished are
 named and left out. DIR then holds report.html (one file with the plots), tables.md, tables.tex,
-results.csv, verdicts.csv and the plots.
+results.csv, verdicts.csv, theta.csv (how far the kernels' parameters moved) and the plots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.config import ConfigError
-from tools.experiments import report, results
+from tools.experiments import report, results, theta
 from tools.experiments.description import METRICS
 from tools.experiments.grid import read_grid
 from tools.experiments.statistics import verdicts
@@ -55,9 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     metric = args.metric or (measured or ["a length"])[0]
     if metric not in measured:
         entry.refuse(f"error: no finished run has measured {metric}; {'; '.join(remarks)}", 1)
-    parts = report.sections(found, rows, metric, grid, args.against == "paper")
+    moved, unknown = theta.of_runs(found)
+    parts = report.sections(found, moved, rows, metric, grid, args.against == "paper")
     title = args.runs[0].stem if grid else "Runs"
-    written = report.write(args.out, title, parts, judged, remarks, found)
+    tables = {"results.csv": found, "theta.csv": moved}
+    written = report.write(args.out, title, parts, judged, [*remarks, *unknown], tables)
     print((args.out / "tables.md").read_text(), end="")
     print(f"written: {', '.join(map(str, written))}")
     return 0

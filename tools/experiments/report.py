@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,11 @@ from tools.experiments.results import CURVES, Frame
 from tools.experiments.statistics import Verdict, significant
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
+MOVED_NOTE = (
+    "What training did to the kernels' parameters: means over heads and seeds. Change: the root "
+    "mean square over heads of end minus start. Of the start: this change, divided by the root "
+    "mean square of the start."
+)
 _LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
 
 
@@ -32,22 +37,25 @@ class Section:
 
     Attributes:
         table: a row for each value of the axis of rows, a column for each length, formatted.
+        moved: how far training moved the parameters of the kernels, formatted; may be empty.
         pictures: maps a caption to a PNG file's content.
     """
 
     title: str
     table: Frame
     note: str
+    moved: Frame
     pictures: dict[str, bytes] = field(default_factory=dict)
 
 
 def sections(
-    results: Frame, rows: str, metric: str, grid: Grid | None, against_paper: bool
+    results: Frame, moved: Frame, rows: str, metric: str, grid: Grid | None, against_paper: bool
 ) -> list[Section]:
     """Return a section for each combination of the axes other than `rows`.
 
     Args:
         results: the table of `results.of_grid` or `results.of_folders`.
+        moved: the table of `theta.of_runs`.
         grid: the grid of the results; None for single run folders.
         against_paper: whether the paper's numbers stand beside the cells.
     """
@@ -67,7 +75,8 @@ def sections(
         if paper:
             note += "; in brackets: the paper's"
         title = ", ".join(known.values()) or "all runs"
-        section = Section(title, _table(part, rows, marked, paper), note)
+        own = moved[moved["folder"].isin(part["folder"])]
+        section = Section(title, _table(part, rows, marked, paper), note, _moved(own, rows))
         section.pictures[f"{metric} by length"] = _by_length(part, rows, metric)
         for curve in CURVES.values():
             if len(values := measured[measured["metric"] == curve]):
@@ -85,14 +94,19 @@ def write(
     found: Sequence[Section],
     verdicts: Sequence[Verdict],
     remarks: Sequence[str],
-    results: Frame,
+    tables: Mapping[str, Frame],
 ) -> list[Path]:
-    """Write `report.html`, `tables.md`, `tables.tex`, `results.csv`, `verdicts.csv` and plots."""
+    """Write `report.html`, `tables.md`, `tables.tex`, `verdicts.csv` and plots, and CSV files.
+
+    Args:
+        tables: maps the name of each CSV file to its content. Empty tables are not written.
+    """
     out.mkdir(parents=True, exist_ok=True)
     judged = pd.DataFrame([_row(each) for each in verdicts])
     markdown, latex = [f"# {title}"], []
     for each in found:
         markdown += [f"## {each.title}", _markdown(each.table), each.note + "."]
+        markdown += [_markdown(each.moved), MOVED_NOTE] if len(each.moved) else []
         text = each.table.to_latex(index=False, escape=True, caption=f"{each.title}: {each.note}.")
         for sign, command in _LATEX.items():
             text = text.replace(sign, command)
@@ -104,13 +118,11 @@ def write(
     files = {
         "tables.md": "\n\n".join(markdown) + "\n",
         "tables.tex": "\n".join(latex),
-        "results.csv": results.to_csv(index=False),
         "report.html": _html(title, found, judged, verdicts, remarks),
     }
-    if verdicts:
-        files["verdicts.csv"] = pd.DataFrame([asdict(each) for each in verdicts]).to_csv(
-            index=False
-        )
+    verdicts_csv = pd.DataFrame([asdict(each) for each in verdicts])
+    for name, table in {**tables, "verdicts.csv": verdicts_csv}.items():
+        files |= {name: table.to_csv(index=False)} if len(table) else {}
     for name, text in files.items():
         write_text(out / name, text)
     for number, each in enumerate(found):
@@ -169,6 +181,18 @@ def _table(
             line[f"{length:,}"] = text
         lines.append(line)
     return pd.DataFrame(lines).fillna("")
+
+
+def _moved(moved: Frame, rows: str) -> Frame:
+    """Return a line for each row and parameter, with means over the seeds."""
+    lines = []
+    for (row, parameter), part in moved.groupby([rows, "parameter"], sort=False):
+        mean = part[["start", "end", "change", "relative"]].mean()
+        line = {rows: row, "parameter": parameter, "seeds": str(part["seed"].nunique())}
+        line |= {"start": f"{mean['start']:.3g}", "end": f"{mean['end']:.3g}"}
+        line |= {"change": f"{mean['change']:.2g}", "of the start": f"{mean['relative']:.0%}"}
+        lines.append(line)
+    return pd.DataFrame(lines)
 
 
 def _number(value: float, like: float | None = None) -> str:
@@ -232,4 +256,5 @@ def _html(
         judged=judged,
         lines=[verdict_line(each) for each in verdicts],
         remarks=remarks,
+        moved_note=MOVED_NOTE,
     )

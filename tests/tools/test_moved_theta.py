@@ -1,0 +1,89 @@
+"""Test tools/experiments/theta.py: the start values are those with which training began."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from megatron.engine.job import join
+from megatron.files import parse_json
+from tests.helpers.jobs import run_job, write_config, write_shards
+from tools import table
+from tools.experiments import theta
+
+KEYS = {"train_micro_batch_size_per_gpu": 4, "train_iters": 2, "eval_iters": 0}
+TERMS = {"pos_emb": "rotary + kerple_log", "theta_init": {"kerple_log.bias_a": 0.3}}
+FROZEN = {
+    "bf16": {"precision": "bfloat16", **TERMS},
+    "shared": {"pos_emb": "fire"},
+    "layers": {"theta_per_layer": True, "reset_attention_mask": True},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Return a folder with a run for each key of FROZEN, and one that moves theta."""
+    folder = tmp_path_factory.mktemp("runs")
+    prefix = write_shards(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.setenv(name, "0")  # restored afterwards
+            patch.delenv(name)
+        groups = join.join_job()
+        for name, keys in {**FROZEN, "moved": {"eval_lengths": [16], "eval_tokens": 64}}.items():
+            run = str(folder / name)
+            config = folder / f"{name}.yml"
+            frozen = {"theta_frozen": name in FROZEN}
+            write_config(config, prefix, **KEYS, **frozen, **keys, save=run, load=run)
+            run_job(groups, config)
+        join.leave_job()
+    return folder
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_theta_has_not_moved(trained, name):
+    rows = theta.of_run(trained / name)
+    assert rows and {row["change"] for row in rows} == {0.0}
+    assert all(row["start"] == row["end"] and row["step"] == 2 for row in rows)
+    expected = {
+        "bf16": {"kerple_log.bias_p", "kerple_log.bias_a"},
+        "shared": {"table", "shared"},
+        "layers": {"bias_p", "bias_a"},
+    }
+    assert {row["parameter"] for row in rows} == expected[name]
+    if name == "bf16":
+        assert rows[1]["start"] == torch.tensor(0.3).bfloat16().item()
+
+
+def test_the_report_shows_what_moved(trained, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert table.main([str(trained / "moved"), "--out", str(out)]) == 0
+    moved = pd.read_csv(out / "theta.csv").set_index("parameter")
+    lines = (trained / "moved" / "metrics.jsonl").read_text().splitlines()
+    [last] = [row for row in map(parse_json, lines) if row["step"] == 2 and "theta/bias_p" in row]
+    end = np.array(last["theta/bias_p"])
+    row = moved.loc["bias_p"]
+    assert row["end"] == pytest.approx(end.mean()) and row["step"] == 2
+    assert 0.001 < row["change"] < 0.02 and row["relative"] > row["change"] / 2
+    printed = capsys.readouterr().out
+    text = f"| kerple_log | bias_p | 1 | {row['start']:.3g} | {row['end']:.3g} | "
+    assert text in printed and "| of the start |" in printed
+    assert "What training did" in (out / "report.html").read_text()
+
+
+def test_runs_whose_start_is_unknown(trained, tmp_path):
+    shutil.copy(trained / "moved" / "metrics.jsonl", tmp_path)
+    keys = yaml.safe_load((trained / "moved" / "config.yml").read_text())
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(keys | {"load": "elsewhere"}))
+    assert theta.of_run(tmp_path) == []
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(keys | {"num_layer": 1}))
+    about = {"cell": "c", "embedding": "e", "seed": 1, "folder": str(tmp_path)}
+    results = pd.DataFrame([about | {"length": 16, "metric": "loss", "value": 1.0}])
+    found, remarks = theta.of_runs(results)
+    assert found.empty and "c: theta's start is unknown: " in remarks[0]
