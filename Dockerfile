@@ -38,7 +38,7 @@ RUN pip install --no-cache-dir torch==2.13.0
 
 # --build-arg REQUIREMENTS=requirements-dev.txt adds the tests' packages and Hugging Face's.
 ARG REQUIREMENTS=requirements.txt
-COPY --chown=kerple:kerple requirements.txt requirements-optional.txt requirements-hub.txt requirements-dev.txt ./
+COPY --chown=kerple:kerple requirements.txt requirements-optional.txt requirements-hub.txt requirements-docs.txt requirements-dev.txt ./
 RUN pip install --no-cache-dir -r "${REQUIREMENTS}"
 
 COPY --chown=kerple:kerple . .

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+
+from megatron.version import __version__
 
 TESTS = "pytest -q -n 3 --dist loadfile"
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && PATH=$PWD/.venv/bin:$PATH "
@@ -55,6 +58,7 @@ REQUIREMENTS = [
     "requirements.txt",
     "requirements-optional.txt",
     "requirements-hub.txt",
+    "requirements-docs.txt",
     "requirements-dev.txt",
 ]
 
@@ -74,11 +78,14 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
     [
         "README.md",
         "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
         "SECURITY.md",
         "configs/README.md",
         "tools/README.md",
         "docs/attention.md",
         "docs/cluster.md",
+        "docs/configuration.md",
         "docs/data.md",
         "docs/evaluation.md",
         "docs/experiments.md",
@@ -88,9 +95,12 @@ def test_every_requirement_is_pinned_exactly(repo_root, name):
         "docs/layouts.md",
         "docs/length_tasks.md",
         "docs/moving_from_kerple.md",
+        "docs/performance.md",
+        "docs/quickstart.md",
         "docs/results.md",
         "docs/results/plan.md",
         "docs/training.md",
+        "docs/troubleshooting.md",
         "tests/fixtures/parity/README.md",
     ],
 )
@@ -199,6 +209,12 @@ def test_gpu_tests_are_collected_where_there_is_little_more_than_torch(repo_root
     engine = {"tests/gpu/test_gpu_engine.py", "tests/gpu/test_gpu_optimizers.py"}
     assert files == present - engine
     assert "needs requirements.txt (deepspeed" in done.stdout
+
+
+def test_citation_and_changelog_have_the_version(repo_root):
+    citation = yaml.safe_load((repo_root / "CITATION.cff").read_text())
+    assert citation["version"] == __version__ and citation["license"] == "Apache-2.0"
+    assert f"\n## {__version__} " in (repo_root / "CHANGELOG.md").read_text()
 
 
 def test_the_licence_is_apache_2(repo_root: Path):

@@ -22,26 +22,27 @@ from megatron.config.sections.base import Section
 
 
 class DataConfig(Section):
-    # A prefix (the path of shards without .bin or .idx), a glob of prefixes, a list of prefixes and
-    # globs, builtin:python-stdlib, or a length task such as builtin:copy.
+    # a prefix (the path of shards without .bin or .idx), a glob of prefixes, a list of prefixes and
+    # globs, builtin:python-stdlib, or a length task such as builtin:copy
     data_path: Paths | None = None
-    # Options of the length task, such as {max_length: 20}. Each task has its own defaults.
+    # options of the length task, such as {max_length: 20}; each task has its own defaults
     task_options: Frozen = Field(default_factory=FrozenDict)
-    # An alternative to data_path and split: the corpora of each split. Samples are taken from them
-    # in proportion to the weights, which are equal by default.
+    # an alternative to data_path and split: the corpora of each split, whose samples are taken in
+    # proportion to the weights
     train_data_paths: PathList = ()
-    valid_data_paths: PathList = ()
-    test_data_paths: PathList = ()
-    train_data_weights: Weights = ()
-    valid_data_weights: Weights = ()
-    test_data_weights: Weights = ()
-    weight_by_num_documents: Flag = False
-    weighted_sampler_alpha: PositiveNumber = 1.0  # gpt-neox's default; published code: 0.3
+    valid_data_paths: PathList = ()  # the same for validation
+    test_data_paths: PathList = ()  # the same for the test split
+    train_data_weights: Weights = ()  # a number for each of train_data_paths; equal by default
+    valid_data_weights: Weights = ()  # the same for validation
+    test_data_weights: Weights = ()  # the same for the test split
+    weight_by_num_documents: Flag = False  # derive the weights from the numbers of documents
+    # the exponent of these weights; gpt-neox's default, published code: 0.3
+    weighted_sampler_alpha: PositiveNumber = 1.0
     data_dir: Text = "data"  # folder for the token shards of builtin corpora
-    split: Split = "969, 30, 1"
-    tokenizer_type: Tokenizer = "GPT2BPETokenizer"
-    vocab_file: Text | None = None
-    merge_file: Text | None = None
+    split: Split = "969, 30, 1"  # proportions of the documents in train, valid and test
+    tokenizer_type: Tokenizer = "GPT2BPETokenizer"  # the tokenizer of the data
+    vocab_file: Text | None = None  # the tokenizer's file: vocab.json, tokenizer.json or NAME.model
+    merge_file: Text | None = None  # merges.txt of `GPT2BPETokenizer`
 
 
 class EvaluationConfig(Section):
@@ -51,23 +52,25 @@ class EvaluationConfig(Section):
     in GPT-NeoX.
     """
 
-    eval_lengths: Lengths = ()
+    eval_lengths: Lengths = ()  # sequence lengths to measure; of a length task, its lengths
     eval_lengths_interval: Count = 0  # steps between measurements during training; 0 = none
     eval_tokens: Positive = 65536  # number of predicted tokens for each length
     eval_examples: Positive = 500  # number of examples of a length task for each length
     eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline
-    eval_split: EvalSplit = "valid"
+    eval_split: EvalSplit = "valid"  # the split that is measured
     eval_batch_tokens: Positive = 4096  # tokens in a batch
     eval_suite_tokens: Positive = 65536  # tokens that `evaluate.py --suite` reads for each result
     eval_distance_scale: PositiveNumber = 1.0  # the kernel sees every distance times this factor
-    eval_tasks: Names = ()  # names of tasks, or paths of their YAML files
-    eval_results_prefix: Text | None = None  # the results: PREFIX_eval_results_TIME.json
+    # tasks of lm-evaluation-harness: their names, or paths of their YAML files
+    eval_tasks: Names = ()
+    # the results of tasks are in PREFIX_eval_results_TIME.json
+    eval_results_prefix: Text | None = None
 
 
 class LoggingConfig(Section):
-    use_wandb: Flag = False
-    wandb_project: Text | None = None
-    wandb_team: Text | None = None
-    wandb_group: Text | None = None
-    wandb_host: Text | None = None
-    wandb_mode: WandbMode | None = None
+    use_wandb: Flag = False  # log to Weights & Biases
+    wandb_project: Text | None = None  # project in Weights & Biases
+    wandb_team: Text | None = None  # team in Weights & Biases
+    wandb_group: Text | None = None  # group of the run
+    wandb_host: Text | None = None  # address of a server of your own
+    wandb_mode: WandbMode | None = None  # default: the environment variable WANDB_MODE, or online

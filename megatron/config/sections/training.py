@@ -31,68 +31,81 @@ class BatchConfig(Section):
     data_parallel_size.
     """
 
-    train_batch_size: Positive
-    train_micro_batch_size_per_gpu: Positive
+    train_batch_size: Positive  # sequences in a step, of all processes
+    train_micro_batch_size_per_gpu: Positive  # sequences that one process reads at once
+    # micro-batches in a step; default: 1, or what follows from the others
     gradient_accumulation_steps: Positive
 
 
 class OptimizerConfig(Section):
-    type: Annotated[OptimizerType, Key("optimizer.type")] = "adam"
-    lr: Annotated[Amount, Key("optimizer.params.lr")]
+    type: Annotated[OptimizerType, Key("optimizer.type")] = "adam"  # `adam` is AdamW
+    lr: Annotated[Amount, Key("optimizer.params.lr")]  # peak learning rate
+    # decay of Adam's averages
     betas: Annotated[Betas, Key("optimizer.params.betas")] = (0.9, 0.999)
-    eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8
+    eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8  # epsilon of Adam
     # of sgd (default: 0) and muon (0.95, as in torch)
     momentum: Annotated[Amount, Key("optimizer.params.momentum")] = DERIVED
-    weight_decay: Amount = 0.01  # the published code's default; gpt-neox: 0.1
-    # Not in GPT-NeoX: whether weight decay applies to theta, the parameters of KERPLE and T5; its
-    # learning rate; whether it is trained.
-    weight_decay_positional: Flag = False
-    theta_lr_multiplier: PositiveNumber = 1.0  # theta's learning rate, as a multiple of `lr`
-    theta_frozen: ThetaFrozen = False  # true, or the parameters that keep their start values
-    gradient_clipping: Amount = 1.0  # 0 = off; gpt-neox's default; published code: off
+    weight_decay: Amount = 0.01  # decay of the weights; the published code's default, gpt-neox: 0.1
+    weight_decay_positional: Flag = False  # not in GPT-NeoX: weight decay applies to theta, too
+    # not in GPT-NeoX: theta's learning rate, as a multiple of `lr`
+    theta_lr_multiplier: PositiveNumber = 1.0
+    # not in GPT-NeoX: true, or the parameters of theta that keep their start values
+    theta_frozen: ThetaFrozen = False
+    # largest norm of the gradient; 0 = off; gpt-neox's default, published code: off
+    gradient_clipping: Amount = 1.0
 
 
 class LrConfig(Section):
-    decay_style: Annotated[DecayStyle, Key("lr_decay_style")] = "linear"
-    decay_iters: Annotated[Positive, Key("lr_decay_iters")] = DERIVED  # train_iters
+    decay_style: Annotated[DecayStyle, Key("lr_decay_style")] = "linear"  # form of the decay
+    # step at which the decay ends; default: train_iters
+    decay_iters: Annotated[Positive, Key("lr_decay_iters")] = DERIVED
+    # fraction of lr_decay_iters in which the learning rate rises
     warmup: Annotated[
         float,
         BeforeValidator(number(0, 1, write="the fraction of lr_decay_iters to warm up, e.g. 0.01")),
     ] = 0.01
-    min_lr: Amount = 0.0
-    # Only for lr_decay_style wsd: the part of lr_decay_iters that decays (gpt-neox's PR 1375), and
-    # the form of the decay (Megatron-LM's key; gpt-neox's PR has cosine).
+    min_lr: Amount = 0.0  # learning rate at the end of the decay
+    # of wsd: the fraction of lr_decay_iters that decays (gpt-neox's PR 1375)
     wsd_decay_ratio: Annotated[
         float,
         BeforeValidator(number(0, 1, above=True, write="the fraction of lr_decay_iters, e.g. 0.1")),
     ] = 0.1
+    # of wsd: form of the decay (Megatron-LM's key; gpt-neox's PR: cosine)
     wsd_decay_style: Annotated[WsdDecay, Key("lr_wsd_decay_style")] = "cosine"
-    use_checkpoint_lr_scheduler: Flag = False
+    use_checkpoint_lr_scheduler: Flag = False  # a resumed run keeps its checkpoint's schedule
 
 
 class TrainingConfig(Section):
-    train_iters: Count  # 0: do not train, only evaluate
+    train_iters: Count  # steps; 0: do not train, only evaluate
     eod_mask_loss: Flag = False  # the first token of a document does not count in the loss
-    z_loss: Amount = 0.0  # factor of log(softmax's denominator)^2, which training adds to the loss
-    eval_interval: Positive = 1000
-    eval_iters: Count = 100
-    log_interval: Positive = 100
+    # not in GPT-NeoX: factor of log(softmax's denominator)^2, added to the training loss
+    z_loss: Amount = 0.0
+    eval_interval: Positive = 1000  # steps between validations
+    eval_iters: Count = 100  # batches of a validation
+    log_interval: Positive = 100  # steps between log lines
+    # save and leave at the next multiple of this number of steps
     exit_interval: Positive | None = None
-    exit_duration_in_mins: PositiveNumber | None = None  # Megatron-LM's name: save and leave then
-    # Not in GPT-NeoX: the exit code of a job that saves and leaves early (after SIGTERM, SIGUSR1,
-    # Ctrl-C or exit_duration_in_mins), for schedulers that restart only failed jobs.
+    # Megatron-LM's name: minutes after which to save and leave
+    exit_duration_in_mins: PositiveNumber | None = None
+    # not in GPT-NeoX: the exit code of a job that saves and leaves early (after SIGTERM, SIGUSR1,
+    # Ctrl-C or exit_duration_in_mins), for schedulers that restart only failed jobs
     preemption_exit_code: ExitCode = 0
-    # Not in GPT-NeoX: what to do after a step whose loss or gradient is not finite, or whose loss
-    # is more than this many nats above the average of the steps before it.
+    # not in GPT-NeoX: what to do after a step whose loss or gradient is not finite
     on_bad_loss: OnBadLoss = "stop"
+    # not in GPT-NeoX: nats above the average loss from which on a step is bad
     loss_spike_threshold: PositiveNumber | None = None
-    seed: Count = 1234
-    precision: Precision = "fp32"
-    loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic
+    seed: Count = 1234  # seed of weights, sample order and dropout
+    precision: Precision = "fp32"  # fp32, or the type of 16 bits in which the model computes
+    loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic loss scale
+    # the first dynamic loss scale is 2 to this power
     initial_scale_power: Annotated[
         int, Key("fp16.initial_scale_power"), BeforeValidator(whole_number(0, 127))
     ] = 16
+    # steps without overflow after which the loss scale doubles
     loss_scale_window: Annotated[Positive, Key("fp16.loss_scale_window")] = 1000
+    # overflows before the loss scale is halved
     hysteresis: Annotated[Positive, Key("fp16.hysteresis")] = 2
+    # the smallest dynamic loss scale
     min_loss_scale: Annotated[Positive, Key("fp16.min_loss_scale")] = 1
+    # type in which gradients are summed over micro-batches
     grad_accum_dtype: Annotated[Precision | None, Key("data_types.grad_accum_dtype")] = None

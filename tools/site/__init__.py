@@ -1,0 +1,1 @@
+"""Build the documentation site: what `mkdocs.yml` and `docs/configuration.md` need."""

@@ -1,0 +1,48 @@
+"""Choose the files of the documentation site; `mkdocs.yml` names this module as a hook.
+
+The site has the folders of the repository, so a relative link works on the site and on the
+repository's own pages. It has README.md, all pages of docs/, and every file that one of these pages
+links to, wherever that file is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+_LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace the files of docs/ by the files of the repository that the pages need."""
+    root = Path(config.config_file_path).parent
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
+        files.remove(file)
+    for name in sorted(_reached(root)):
+        files.append(File.generated(config, name, abs_src_path=str(root / name)))
+    return files
+
+
+def _reached(root: Path) -> set[str]:
+    """Return the paths, relative to `root`, of all pages and of the files that they link to."""
+    found: set[str] = set()
+    ahead = [root / "README.md", *(root / "docs").rglob("*.md")]
+    while ahead:
+        path = ahead.pop()
+        name = path.relative_to(root).as_posix()
+        if name in found:
+            continue
+        found.add(name)
+        if path.suffix == ".md":
+            ahead += _targets(path)
+    return found
+
+
+def _targets(page: Path) -> list[Path]:
+    """Return the files that a page links to. MkDocs itself reports links that lead to no file."""
+    links = _LINK.findall(page.read_text("utf-8"))
+    targets = [(page.parent / link).resolve() for link in links if "://" not in link]
+    return [target for target in targets if target.is_file()]

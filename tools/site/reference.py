@@ -1,0 +1,132 @@
+"""Write docs/configuration.md, the reference of all config keys, from the schema.
+
+    python tools/site/reference.py
+
+The meaning of a key is its field's comment in `megatron/config/sections/`. The accepted values are
+those that the key's own error message names.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron import files
+from megatron.config.fields import key_of
+from megatron.config.neox.no_effect import NO_EFFECT
+from megatron.config.neox.refused import REFUSED
+from megatron.config.neox.spellings import OFFLOAD_KEYS, OTHER_KEYS
+from megatron.config.schema import SECTIONS
+from megatron.config.sections.base import Section
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+_INTRODUCTION = """\
+# Configuration reference
+
+Every key with its default, the values that it accepts, and its meaning. This page is made from
+`megatron/config/` by `python tools/site/reference.py`. [configs/README.md](../configs/README.md)
+has the rules of the files, and `python train.py CONFIG.yml --check` prints all values of a
+configuration.
+
+A key with dots stands in a mapping: `optimizer.params.lr` is `optimizer: {params: {lr: ...}}`. A
+default that is "derived" follows from other keys. One of the three batch sizes is enough.
+"""
+_TOGETHER = {
+    "fp16.enabled fp16.type bf16.enabled": "`precision`",
+    "checkpoint_factor": "`save_interval`",
+    "lr_decay_fraction": "`lr_decay_iters`, as a fraction of `train_iters`",
+    "expansion_factor": "`intermediate_size`, as a multiple of `hidden_size`",
+    "attention_config": "a check that every layer is `global` or `flash`; no choice of a backend",
+    " ".join(sorted(OFFLOAD_KEYS)): "a check that nothing is offloaded, which is not built",
+    " ".join(
+        sorted(key for key in OTHER_KEYS - OFFLOAD_KEYS if key.startswith("zero_optimization."))
+    ): "sizes and switches for DeepSpeed",
+}
+"""Maps keys without a field of their own to what they are read as."""
+
+
+def main() -> None:
+    """Write the page."""
+    files.write_text(PAGE, page())
+
+
+def page() -> str:
+    """Return the text of the page."""
+    parts = [_INTRODUCTION]
+    for title, section in SECTIONS.items():
+        parts += _table(title, ("key", "default", "values", "meaning"), _rows(section))
+    spellings = {key: (text,) for keys, text in _TOGETHER.items() for key in keys.split()}
+    parts += _table("Other keys of GPT-NeoX", ("keys", "read as"), _grouped(spellings))
+    refused = _grouped({key: (each.reason, each.instead) for key, each in REFUSED.items()})
+    parts += _table("Refused keys of GPT-NeoX", ("keys", "reason", "write instead"), refused)
+    unused = _grouped({key: (reason,) for key, reason in NO_EFFECT.items()})
+    parts += _table("Keys of GPT-NeoX without effect", ("keys", "reason"), unused)
+    return "\n".join(parts) + "\n"
+
+
+def meanings(section: type[Section]) -> dict[str, str]:
+    """Return the comment of each field: the lines above it, or the end of its line."""
+    lines = inspect.getsource(section).splitlines()
+    [tree] = ast.parse("\n".join(lines)).body
+    found = {}
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)):
+        above = node.lineno - 1
+        while lines[above - 1].strip().startswith("#"):
+            above -= 1
+        last = lines[(node.end_lineno or 0) - 1].encode()[node.end_col_offset :].decode()
+        texts = [line.strip().lstrip("# ") for line in [*lines[above : node.lineno - 1], last]]
+        found[ast.unparse(node.target)] = " ".join(filter(None, texts))
+    return found
+
+
+def _rows(section: type[Section]) -> list[tuple[str, ...]]:
+    texts = meanings(section)
+    return [
+        (f"`{key}`", _default(info), _values(section, name), texts[name])
+        for name, info in section.model_fields.items()
+        if (key := key_of(section, name))
+    ]
+
+
+def _default(info: FieldInfo) -> str:
+    """Return a field's default as it is written in YAML, or how the value comes about."""
+    if info.is_required():
+        return "required"
+    value = info.get_default(call_default_factory=True)
+    if value is None:
+        return "derived" if info.annotation in (int, float) else "none"
+    return "`" + json.dumps(value).strip('"') + "`"
+
+
+def _values(section: type[Section], name: str) -> str:
+    """Return the values that the key accepts, in the words of its error message."""
+    try:
+        section.__pydantic_validator__.validate_assignment(section.model_construct(), name, object)
+    except ValidationError as error:
+        found = re.search("expected (?:one of )?(.*), got", error.errors()[0]["msg"])
+        return found[1] if found else "a mapping"
+    raise AssertionError(f"{name} accepts everything")
+
+
+def _grouped(notes: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return one row for all keys with the same notes: the keys, then the notes."""
+    keys: dict[tuple[str, ...], list[str]] = {}
+    for key, note in notes.items():
+        keys.setdefault(note, []).append(f"`{key}`")
+    return [(", ".join(same), *note) for note, same in keys.items()]
+
+
+def _table(title: str, head: Sequence[str], rows: list[tuple[str, ...]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"\n## {title}\n", *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+if __name__ == "__main__":
+    main()
