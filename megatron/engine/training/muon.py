@@ -1,9 +1,15 @@
-"""Train hidden matrices with torch's Muon, and all other parameters with AdamW, in one optimizer.
+"""Train hidden matrices with Muon, and all other parameters with AdamW, in one optimizer.
 
-As Muon's author recommends (kellerjordan.github.io/posts/muon), AdamW trains the embeddings, the
-output layer, norms and biases. The update of a matrix is scaled to the size of an AdamW update
-(arXiv 2502.16982, `match_rms_adamw`), so Muon and AdamW use the same learning rate and weight
-decay.
+    m <- momentum m + (1 - momentum) g
+    u  = momentum m + (1 - momentum) g
+    W <- (1 - lr weight_decay) W - 0.2 lr sqrt(max(rows, columns)) orthogonal(u)
+
+g is the gradient of the matrix W. As Muon's author recommends (kellerjordan.github.io/posts/muon),
+AdamW trains the embeddings, the output layer, norms and biases. The factor 0.2 sqrt(...) scales the
+update of a matrix to the size of an AdamW update (arXiv 2502.16982), so Muon and AdamW use the same
+learning rate and weight decay. The formulas are those of `torch.optim.Muon` with
+`adjust_lr_fn="match_rms_adamw"`. Unlike torch's, this Muon accepts ZeRO's slices, and computes in
+fp32 on a CPU, because bf16 products are many times slower on most CPUs.
 
 Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
 But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may
@@ -13,13 +19,36 @@ gather the slices, and each rank computes the update of every matrix that its sl
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.parallel.groups import Groups
+
+CPU_DTYPE = torch.float32
+"""The dtype in which matrices on a CPU are orthogonalized; on a GPU it is bf16."""
+
+_ITERATION = (3.4445, -4.7750, 2.0315)  # coefficients of the author's polynomial of degree 5
+_ITERATIONS = 5
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return roughly U V^T for a matrix U S V^T, with singular values between 0.5 and 1.5.
+
+    Five Newton-Schulz iterations X <- a X + b (X X^T) X + c (X X^T)^2 X are computed in the dtype
+    of the matrix (Jordan et al., kellerjordan.github.io/posts/muon).
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    a, b, c = _ITERATION
+    x = matrix / matrix.norm().clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -45,9 +74,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ranks: Groups,
     ):
         self.adamw = torch.optim.AdamW([g for g in groups if not g["muon"]], lr=lr, fused=True)
-        self.muon = torch.optim.Muon(
-            [g for g in groups if g["muon"]], lr=lr, adjust_lr_fn="match_rms_adamw"
-        )
         self.shapes = {g["name"]: [p.shape for p in g["params"]] for g in groups if g["muon"]}
         self.ranks = ranks
         own = {"betas": betas, "eps": eps, "fused": True}
@@ -58,36 +84,40 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update all parameters that have a gradient."""
         assert closure is None
-        for part, is_muon in ((self.adamw, False), (self.muon, True)):
-            # DeepSpeed replaces parameters, and loading a checkpoint replaces groups and state.
-            groups = [{**part.defaults, **g} for g in self.param_groups if g["muon"] is is_muon]
-            if is_muon:
-                for group in [g for g in groups if g["params"][0].ndim == 1]:
-                    self._step_slice(group)
-                groups = [g for g in groups if g["params"][0].ndim == 2]
-            part.param_groups, part.state = groups, self.state
-            part.step()
+        # DeepSpeed replaces parameters, and loading a checkpoint replaces groups and state.
+        self.adamw.param_groups = [
+            {**self.adamw.defaults, **g} for g in self.param_groups if not g["muon"]
+        ]
+        self.adamw.state = self.state
+        self.adamw.step()
+        for group in [g for g in self.param_groups if g["muon"]]:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_muon(parameter, parameter.grad, group)
 
-    def _step_slice(self, group: dict[str, Any]) -> None:
-        """Update a flat slice of several matrices, by the formulas of `torch.optim.Muon`."""
-        (slice_,) = group["params"]
-        if slice_.grad is None:
-            return
-        state = self.state[slice_]
+    def _step_muon(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a matrix, or ZeRO's flat slice of all matrices of the group."""
+        state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(slice_.grad)
-        momentum = state["momentum_buffer"].lerp_(slice_.grad, 1 - group["momentum"])
-        update = slice_.grad.lerp(momentum, group["momentum"])
-        whole = self._gather(update.to(torch.bfloat16))  # Muon orthogonalizes in bf16
-        start, size = self.ranks.replica_rank * slice_.numel(), slice_.numel()
-        slice_.mul_(1 - group["lr"] * group["weight_decay"])
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"])
+        update = update.to(torch.bfloat16 if update.is_cuda else CPU_DTYPE)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        if parameter.ndim == 2:
+            parameter.add_(orthogonal(update), alpha=_scale(parameter.shape, group["lr"]))
+            return
+        whole = self._gather(update)
+        start, size = self.ranks.replica_rank * parameter.numel(), parameter.numel()
         offset = 0
         for shape in self.shapes[group["name"]]:
             first, last = max(offset, start), min(offset + shape.numel(), start + size)
             if first < last:
-                matrix = whole[offset : offset + shape.numel()].view(shape)
-                change = self._orthogonal(matrix, group["lr"], slice_.dtype).flatten()
-                slice_[first - start : last - start] += change[first - offset : last - offset]
+                change = orthogonal(whole[offset : offset + shape.numel()].view(shape)).flatten()
+                change = change[first - offset : last - offset]
+                parameter[first - start : last - start].add_(
+                    change, alpha=_scale(shape, group["lr"])
+                )
             offset += shape.numel()
 
     def _gather(self, piece: Tensor) -> Tensor:
@@ -97,11 +127,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         dist.all_gather_into_tensor(whole, piece, group=self.ranks.replicas)
         return whole
 
-    @staticmethod
-    def _orthogonal(matrix: Tensor, lr: float, dtype: torch.dtype) -> Tensor:
-        """Return the change that Muon makes to a weight matrix whose momentum is `matrix`."""
-        change = nn.Parameter(torch.zeros_like(matrix, dtype=dtype))
-        change.grad = matrix.to(dtype)
-        settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-        torch.optim.Muon([change], lr, adjust_lr_fn="match_rms_adamw", **settings).step()
-        return change.detach()
+
+def _scale(shape: torch.Size, lr: float) -> float:
+    """Return the factor that gives an orthogonal matrix the size of an AdamW update."""
+    return -0.2 * lr * math.sqrt(max(shape))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.engine.checkpoint.saved import newest
-from megatron.engine.training.muon import MuonWithAdamW
+from megatron.engine.training import muon
+from megatron.engine.training.muon import MuonWithAdamW, orthogonal
 from megatron.engine.training.optimizer import parameter_groups
 from megatron.model import GPT
 from tests.engine.training.test_optimizer_groups import model, names
@@ -68,6 +69,26 @@ def torchs_own():
     return [*matrices, other]
 
 
+def test_orthogonal_maps_each_singular_value_by_the_polynomial():
+    left, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(9, 9, dtype=torch.float64))
+    values = torch.tensor([3.0, 1.0, 0.5, 0.1, 0.02], dtype=torch.float64)
+    mapped = values / values.norm()
+    for _ in range(5):
+        mapped = 3.4445 * mapped - 4.7750 * mapped**3 + 2.0315 * mapped**5
+    matrix, expected = (left @ each.diag() @ right[:5] for each in (values, mapped))
+    torch.testing.assert_close(orthogonal(matrix), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonal(matrix.T), expected.T, rtol=0, atol=1e-12)
+    assert mapped.min() > 0.5 and mapped.max() < 1.5
+
+
+@pytest.fixture
+def in_bf16(monkeypatch):
+    """Compute in bf16, as torch's Muon does everywhere."""
+    monkeypatch.setattr(muon, "CPU_DTYPE", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("in_bf16")
 def test_steps_on_whole_matrices_are_torchs_own_and_resume():
     *matrices, other = parameters()
     alone = SimpleNamespace(replica_rank=0, replica_size=1)
@@ -83,6 +104,7 @@ def test_steps_on_whole_matrices_are_torchs_own_and_resume():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.usefixtures("in_bf16")
 def test_a_step_on_a_slice_is_that_on_whole_matrices():
     """The slice holds all matrices, one behind the other, and padding, as under ZeRO-1."""
     *matrices, other = parameters()
