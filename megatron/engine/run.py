@@ -23,7 +23,7 @@ from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.errors import BadLossError, DivergedError
-from megatron.engine.evaluation.by_length import MeasuredModel, evaluate_lengths
+from megatron.engine.evaluation.by_length import MeasuredModel, draw_kernels, evaluate_lengths
 from megatron.engine.evaluation.held_out import log_final_losses, validation
 from megatron.engine.evaluation.losses import loss_function
 from megatron.engine.evaluation.published_losses import log_published_losses
@@ -37,7 +37,7 @@ from megatron.engine.training.log import RunLog
 from megatron.engine.training.loop import TrainingLoop
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.pipeline import build_local_shard, count_parameters
-from megatron.engine.training.settings import loop_settings
+from megatron.engine.training.settings import loop_settings, open_log
 from megatron.engine.training.theta import TrainedTheta
 from megatron.files import write_text
 from megatron.model.embedding import scale_distances
@@ -46,7 +46,6 @@ from megatron.parallel.groups import Groups
 
 UNSAVED = Path("runs/unsaved")
 """The folder for logs and plots of a run whose config names no `save` folder."""
-WANDB_KEYS = ("wandb_project", "wandb_team", "wandb_group", "wandb_host", "wandb_mode")
 MOST_ROLL_BACKS = 3
 """How many times a run may go back to the same checkpoint after a bad loss."""
 
@@ -135,15 +134,11 @@ class Job:
     def run(self) -> None:
         """Train up to step `train_iters`, then evaluate as the config asks."""
         c, step = self.config, self.progress.step
-        trains = c.training.train_iters > 0
-        with RunLog(
+        with open_log(
+            c,
             self.run_dir,
             is_main=self.groups.is_main,
-            use_wandb=c.logging.use_wandb,
-            wandb_options={key: getattr(c.logging, key) for key in WANDB_KEYS},
-            config=c.to_flat_dict(),
-            append=step > 0 or not trains,
-            last_step=step if trains else None,
+            step=step,
             validates_again=bool(self.progress.interval.get("owes_validation")),
             confirm=self.confirm,
         ) as log:
@@ -245,19 +240,29 @@ class Job:
         )
 
     def _train_on(self, loader: TrainLoader, log: RunLog) -> None:
-        c = self.config
-
-        carried, saver = self.progress.interval, self._saver
+        c, carried, saver = self.config, self.progress.interval, self._saver
         preemption.begin()
         with saver or nullcontext():
-            settings = loop_settings(c, self.data.uncounted_after)
+            settings = loop_settings(c, self.data.uncounted_after, self.model.shape, self.groups)
             TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
                 loader,
                 self.progress.step,
-                validate=partial(validation, c, self.data, self.engine, self.groups),
+                validate=partial(self._validate, log),
                 save=lambda step, interval: self._save(step, interval, loader),
                 check=saver.check if saver else lambda: None,
             )
+
+    def _validate(self, log: RunLog, step: int) -> dict[str, float]:
+        """Return the metrics of the validation after `step`; show the kernels if by length."""
+        c, pos = self.config, self.model.pos
+        found = validation(c, self.data, self.engine, self.groups, step)
+        by_length = any(name.rpartition("_at_")[1] for name in found)
+        if by_length and (c.logging.tensorboard_dir or c.logging.use_wandb):
+            theta_HN = self.theta.master_of_all_heads()
+            if self.groups.is_main and pos.has("distance"):
+                draw_kernels(pos, theta_HN, c, self.run_dir)
+                log.pictures(step, self.run_dir)
+        return found
 
     def _saver_to(self, log: RunLog) -> Saver | None:
         c = self.config.checkpoint
@@ -277,7 +282,6 @@ class Job:
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()
         scale_distances(self.model, self.config.evaluation.eval_distance_scale)
-        theta_HN = self.theta.master_of_all_heads()
         evaluate_lengths(
             self.config,
             self.groups,
@@ -285,10 +289,11 @@ class Job:
                 loss_function(self.engine, self.groups),
                 self.model.pos,
                 self.data.tokenizer,
-                None if theta_HN is None else theta_HN.cpu(),
+                self.theta.master_of_all_heads(),
             ),
             self.data.text,
             self.config.evaluation.eval_lengths,
             self.run_dir,
             log.line,
         )
+        log.pictures(self.progress.step, self.run_dir)

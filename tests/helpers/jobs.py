@@ -89,9 +89,10 @@ def rows(run: Path, name: str = "train/loss") -> dict[int, float]:
 
 
 def all_but_speed(run: Path) -> list[str]:
-    """The rows of metrics.jsonl to the last digit, without the one number that may differ."""
+    """The rows of metrics.jsonl to the last digit, without the numbers that may differ."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [re.sub(r'"train/tokens_per_second": [^,}]*', "", line) for line in lines]
+    speed = r'"train/(tokens_per_second|tflops_per_device|memory_gb)": [^,}]*'
+    return [re.sub(speed, "", line) for line in lines]
 
 
 def rewind(source: Path, target: Path, step: int) -> None:

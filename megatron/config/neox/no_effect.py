@@ -34,7 +34,7 @@ _KEYS: dict[str, str] = {
         log_grad_pct_zeros log_optimizer_states log_gradient_noise_scale
         gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload memory_profiling
         memory_profiling_path profile profile_step_start profile_step_stop
-        peak_theoretical_tflops git_hash config_files
+        git_hash config_files
     """,
     "text generation does not read it yet": """
         text_gen_type precompute_model_name temperature top_p top_k return_logits
@@ -88,7 +88,6 @@ _KEYS: dict[str, str] = {
     "rotary frequencies are never stored": "rotary_save_freqs_buffer",
     "every rank reads or builds the index for itself": "use_shared_fs",
     "metrics are written to the run folder, `save`": "log_dir",
-    "TensorBoard is not written; metrics.jsonl and wandb are": "tensorboard_dir",
     "DeepSpeed's timers are not printed": "wall_clock_breakdown",
     "log_interval sets how often a line is printed": "steps_per_print",
     "the softmax always accumulates in fp32": "attention_softmax_in_fp32",
@@ -113,7 +112,6 @@ CHECKS: dict[str, Check] = {
     "log_dir": text,
     "padded_vocab_size": whole_number(1),
     "use_bias_in_norms": flag,
-    "tensorboard_dir": text,
     "wall_clock_breakdown": flag,
     "steps_per_print": whole_number(1),
     "attention_softmax_in_fp32": flag,

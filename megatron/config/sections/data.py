@@ -74,3 +74,5 @@ class LoggingConfig(Section):
     wandb_group: Text | None = None  # group of the run
     wandb_host: Text | None = None  # address of a server of your own
     wandb_mode: WandbMode | None = None  # default: the environment variable WANDB_MODE, or online
+    tensorboard_dir: Text | None = None  # TensorBoard's files go into its folder named like `save`
+    peak_theoretical_tflops: PositiveNumber | None = None  # of one device, for train/mfu

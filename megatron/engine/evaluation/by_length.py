@@ -50,8 +50,8 @@ class MeasuredModel:
         loss_fn: the function that returns the loss of each target token.
         pos: the model's positional embedding. It is plotted if it depends on query-key distances.
         tokenizer: the tokenizer with which the text was made.
-        theta_HN: the learned parameters of `pos` [heads, parameters per head], in fp32 on the CPU;
-            None if `pos` has no learned parameters.
+        theta_HN: the learned parameters of `pos` [heads, parameters per head], in fp32; None if
+            `pos` has no learned parameters.
     """
 
     loss_fn: LossFn
@@ -205,7 +205,7 @@ def evaluate_lengths(
         title = f"{model.pos.name}, trained at {train_length}{stretched}"
         say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
         if model.pos.has("distance"):
-            _draw_kernels(model, config, max(lengths), run_dir / report.KERNELS_FILE)
+            draw_kernels(model.pos, model.theta_HN, config, run_dir, max(lengths))
         say(f"written to {run_dir}: {report.CSV_FILE} and pictures")
     return results
 
@@ -247,25 +247,36 @@ def measurement_of(
     return measurement, span
 
 
-def _draw_kernels(model: MeasuredModel, config: Config, longest: int, path: Path) -> None:
-    """Plot the bias b_h(d) and the weight w_h(d) of each head h for distances d up to `longest`.
+def draw_kernels(
+    pos: PositionalEmbedding,
+    trained_HN: torch.Tensor | None,
+    config: Config,
+    run_dir: Path,
+    longest: int | None = None,
+) -> None:
+    """Plot the bias b_h(d) and the weight w_h(d) of each head h into `kernels.png` in `run_dir`.
 
     If layers have different kernels, there is one picture for each kernel. Its file is named after
     the first layer with this kernel.
 
     If a bias depends on the query's position, it is plotted for a query at position `longest`.
+
+    Args:
+        trained_HN: the learned parameters [heads, parameters per head]; None if there are none.
+        longest: the largest distance d; None is the largest of `eval_lengths`.
     """
-    theta_HN = model.pos.initial_theta(config.model.num_attention_heads, torch.Generator())
-    if model.theta_HN is not None:
-        theta_HN[:, columns_of(model.pos, trained=True)] = model.theta_HN
+    path, longest = run_dir / report.KERNELS_FILE, longest or max(config.evaluation.eval_lengths)
+    theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
+    if trained_HN is not None:
+        theta_HN[:, columns_of(pos, trained=True)] = trained_HN.cpu()
     distances = torch.logspace(0, math.log10(longest), 400).long().unique()
     position = torch.full_like(distances, longest)
     kernels = {}
     for index in range(config.model.num_layers):
-        pos, columns = model.pos.of_layer(index)
-        kernels.setdefault((pos, columns.start), (index, pos, theta_HN[:, columns]))
-    for index, pos, own_HN in kernels.values():
-        kernel, kernel_HN = pos.kernel_part(own_HN)
+        layer_pos, columns = pos.of_layer(index)
+        kernels.setdefault((layer_pos, columns.start), (index, layer_pos, theta_HN[:, columns]))
+    for index, layer_pos, own_HN in kernels.values():
+        kernel, kernel_HN = layer_pos.kernel_part(own_HN)
         if kernel_HN is None or not kernel.has("distance"):
             continue
         bias = kernel.bias_at(kernel_HN, distances, position)

@@ -1,39 +1,36 @@
-"""Log a run to the console, to `metrics.jsonl` and to Weights & Biases, from the main rank only.
+"""Log a run to the console, to `metrics.jsonl`, TensorBoard and wandb, from the main rank only.
 
 `metrics.jsonl` has one JSON object per line, `{"step": 100, "loss": 1.52, ...}`. Each line is
 flushed at once, so that a killed process loses no line that it has logged. JSON has no NaN and no
-infinity, so the file contains `null` for both; the console and wandb show them as they are.
+infinity, so the file contains `null` for both; the console and the sinks (TensorBoard and wandb,
+see `sinks`) show them as they are.
 
 A resumed run appends to the file. The file may contain rows of steps after the checkpoint from
 which the run resumes, and an incomplete last line. The resumed run first removes both, so that each
 step occurs once. A run that starts at step 0 in a used folder renames the old file to
 `metrics.jsonl.previous`.
 
-wandb is imported only if the config sets `use_wandb`. The file `wandb_id` beside the metrics
-records the id of an online wandb run, and a resumed run continues the wandb run with this id. In
-offline mode each start is a new wandb run, because two offline folders with one id overwrite each
-other when they are uploaded. `step` is logged as a metric, because a resumed run may go back to an
-earlier step, and wandb's internal step counter cannot go back.
+On a terminal, a progress line below the other lines is rewritten after each step.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.engine.errors import RunLogError
-from megatron.engine.training.rows import Metric, flat, json_line, plain
+from tqdm import tqdm
+
+from megatron.engine.training.rows import Metric, json_line, plain
+from megatron.engine.training.sinks import TensorBoard, Wandb, checked_options
 from megatron.files import parse_json, write_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 METRICS_FILE = "metrics.jsonl"
-WANDB_ID_FILE = "wandb_id"
-WANDB_OPTIONS = ("project", "team", "group", "host", "mode")
-WANDB_MODES = ("online", "offline", "disabled")
 
 
 class RunLog:
@@ -46,7 +43,8 @@ class RunLog:
         use_wandb: whether metrics also go to wandb.
         wandb_options: any of project, team, group, host, mode (online | offline | disabled), with
             or without the prefix `wandb_`; an option that is None or absent has wandb's default.
-        config: the resolved flat configuration, which wandb shows with the run.
+        tensorboard: the folder for TensorBoard's event files of this run; None writes none.
+        config: the resolved flat configuration, which TensorBoard and wandb show with the run.
         append: whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
             from `metrics.jsonl`. With None, rows are only added, because another job may be writing
@@ -58,7 +56,7 @@ class RunLog:
 
     Raises:
         ValueError: a wandb option or the wandb mode is unknown.
-        RunLogError: wandb could not be started.
+        RunLogError: wandb could not be started, or the package tensorboard is missing.
     """
 
     def __init__(
@@ -68,24 +66,29 @@ class RunLog:
         is_main: bool,
         use_wandb: bool = False,
         wandb_options: Mapping[str, Any] | None = None,
+        tensorboard: Path | None = None,
         config: Mapping[str, Any] | None = None,
         append: bool = False,
         last_step: int | None = None,
         validates_again: bool = False,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        options = _checked_options(wandb_options or {})
+        options = checked_options(wandb_options or {})
         self.is_main = is_main
         self._path: Path | None = None
         self._unwritten: list[str] = []
-        self._wandb = None
+        self._sinks: list[TensorBoard | Wandb] = []
+        self._bar: tqdm | None = None
         self._confirm = confirm
         if not is_main:
             return
         folder = None if run_dir is None else Path(run_dir)
-        # Start wandb first, so that no metrics file has changed if wandb cannot be started.
+        # Start the sinks first, so that no metrics file has changed if one cannot be started.
+        if tensorboard is not None:
+            lines = [f"    {key}: {value}" for key, value in (config or {}).items()]
+            self._sinks.append(TensorBoard(tensorboard, "\n".join(lines)))
         if use_wandb:
-            self._wandb = _start_wandb(folder, options, dict(config or {}), append)
+            self._sinks.append(Wandb(folder, options, config or {}, append))
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / METRICS_FILE
@@ -97,21 +100,41 @@ class RunLog:
             self._path = path
             if path.read_bytes()[-1:] not in (b"", b"\n"):  # of a job killed while it wrote
                 self._unwritten = ["\n"]
-        if self._wandb is not None:
-            self.line(_location(self._wandb))
+        self._restart_tensorboard(last_step if append else 0)
+        for sink in self._sinks:
+            self.line(sink.about)
 
     def line(self, text: str) -> None:
         """Print one line on stdout. If stdout is a file on a full disk, the line is lost."""
         if not self.is_main:
             return
+        if self._bar is not None:
+            self._bar.clear()
         try:
             print(text, flush=True)
         except OSError as error:
             if error.errno not in FULL:
                 raise
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def progress(self, step: int, steps: int) -> None:
+        """Rewrite the progress line: `step` of `steps`, the rate, and the time that is left.
+
+        Nothing is printed if stdout is not a terminal.
+        """
+        if not self.is_main or not sys.stdout.isatty():
+            return
+        if self._bar is None:
+            form = "step {n_fmt}/{total_fmt} |{bar}| {rate_fmt} | ETA {remaining}"
+            self._bar = tqdm(
+                total=steps, initial=step, file=sys.stdout, bar_format=form, unit=" steps",
+                leave=False, dynamic_ncols=True,
+            )  # fmt: skip
+        self._bar.update(step - self._bar.n)
 
     def metrics(self, step: int, values: Mapping[str, Metric], *, text: str | None = None) -> None:
-        """Record values at a step, in `metrics.jsonl` and wandb.
+        """Record values at a step, in `metrics.jsonl` and the sinks.
 
         Args:
             values: maps each metric's name to a number, a 0-d tensor, or a nested list of these.
@@ -122,10 +145,33 @@ class RunLog:
         row = {"step": step} | {name: plain(metric) for name, metric in values.items()}
         if self._path is not None:
             self._append(self._path, json_line(row))
-        if self._wandb is not None:
-            self._wandb.log(dict(pair for name in row for pair in flat(name, row[name])))
+        self._send("log", row)
         if text is not None:
             self.line(text)
+
+    def pictures(self, step: int, folder: Path) -> None:
+        """Show the PNG files in `folder`, drawn after `step`, in TensorBoard and wandb."""
+        for path in sorted(folder.glob("*.png")) if self._sinks else ():
+            self._send("picture", step, path)
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        """Call a method of every sink. A sink whose files cannot be written is left out later."""
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, method)(*arguments)
+            except OSError as error:
+                self._sinks.remove(sink)
+                self.line(f"{sink.about}: not written any more, training goes on: {error}")
+
+    def _restart_tensorboard(self, step: int | None) -> None:
+        """Make TensorBoard show what `metrics.jsonl` contains, after a start at `step`.
+
+        All events from `step` on are hidden, and the rows of `step` itself are written again.
+        """
+        lines = [] if self._path is None else self._path.read_text(encoding="utf-8").splitlines()
+        rows = [parse_json(text) for text in lines if text.startswith(f'{{"step": {step},')]
+        for board in (sink for sink in self._sinks if isinstance(sink, TensorBoard)):
+            board.restart(step, rows)
 
     def go_back(self, step: int, validates_again: bool) -> None:
         """Remove the rows of steps after `step`, because the run continues from `step`.
@@ -138,9 +184,10 @@ class RunLog:
             again = step if validates_again else None
             self._unwritten = [row for row in self._unwritten if _is_kept(row, step, again)]
             _keep_complete_rows(self._path, step, validates_again)
+        self._restart_tensorboard(step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close `metrics.jsonl` and finish the wandb run. A second call does nothing.
+        """Close `metrics.jsonl` and the sinks. A second call does nothing.
 
         Args:
             failed: whether wandb marks the run as failed.
@@ -148,9 +195,11 @@ class RunLog:
         if self._unwritten and self._path is not None and not self._append(self._path):
             self.line(f"{len(self._unwritten)} rows are missing at the end of {self._path}")
         self._path = None
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=int(failed))
-            self._wandb = None
+        self._send("close", failed)
+        self._sinks = []
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def _append(self, path: Path, row: str = "") -> bool:
         """Append `row` to the file `path`. Return whether `row` was written.
@@ -187,16 +236,6 @@ class RunLog:
         self.close(failed=kind is not None)
 
 
-def _location(run: Any) -> str:
-    """Return a line that tells the user where to find the wandb run."""
-    if run.disabled:
-        return "wandb: disabled, nothing is recorded"
-    if run.offline:
-        folder = Path(run.dir).parent
-        return f"wandb: offline run {run.id}; upload it later with `wandb sync {folder}`"
-    return f"wandb: {run.url}"
-
-
 def _keep_complete_rows(path: Path, last_step: int, validates_again: bool) -> None:
     """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
 
@@ -229,56 +268,3 @@ def _is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
     if step == validated_again and any(name.startswith("validation/") for name in row):
         return False
     return step <= last_step
-
-
-def _checked_options(wandb_options: Mapping[str, Any]) -> dict[str, Any]:
-    options = {key.removeprefix("wandb_"): value for key, value in wandb_options.items()}
-    unknown = sorted(set(options) - set(WANDB_OPTIONS))
-    if unknown:
-        known = ", ".join(WANDB_OPTIONS)
-        raise ValueError(f"unknown wandb option {', '.join(unknown)}; known: {known}")
-    mode = options.get("mode")
-    if mode is not None and mode not in WANDB_MODES:
-        raise ValueError(f"wandb_mode: {mode!r} is not one of {', '.join(WANDB_MODES)}")
-    return options
-
-
-def _start_wandb(
-    folder: Path | None, options: dict[str, Any], config: dict[str, Any], append: bool
-) -> Any:
-    """Start and return a wandb run; with `append`, continue the online run recorded in `folder`."""
-    import wandb
-
-    settings = {"silent": True, "console": "off"}
-    if options.get("host") is not None:
-        settings["base_url"] = options["host"]
-    mode: Any = options.get("mode") or os.environ.get("WANDB_MODE", "online")
-    run_id = None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        id_file = folder / WANDB_ID_FILE
-        if append and mode == "online" and id_file.exists():
-            run_id = id_file.read_text(encoding="utf-8").strip() or None
-    try:
-        run = wandb.init(
-            project=options.get("project"),
-            entity=options.get("team"),
-            group=options.get("group"),
-            mode=mode,
-            dir=folder,
-            id=run_id,
-            resume=None if run_id is None else "allow",
-            config=config,
-            settings=wandb.Settings(**settings),
-        )
-    except wandb.Error as error:
-        raise RunLogError(
-            f"Weights & Biases could not be started: {error}\n"
-            "Log in (`wandb login`, or set WANDB_API_KEY), or write `wandb_mode: offline` to "
-            "record on disk and upload later with `wandb sync`, or `use_wandb: false`."
-        ) from error
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
-    if folder is not None and mode == "online":
-        write_text(id_file, run.id + "\n")
-    return run

@@ -27,7 +27,7 @@ from megatron.engine.training.log import RunLog
 from megatron.engine.training.meter import Meter
 from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
 from megatron.engine.training.pipeline import train_batch
-from megatron.engine.training.rows import described
+from megatron.engine.training.rows import clock, described, perplexities
 from megatron.engine.training.settings import LoopSettings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
@@ -179,7 +179,7 @@ class TrainingLoop:
                 raise BadLossError(f"weights are no longer finite after step {step}; {ADVICE}")
             meter.seconds += time.monotonic() - start
             if logs:
-                self._log_step(step, mean, lr, norm)
+                self._log_step(step, mean, lr, norm, batches.consumed_samples)
                 meter.reset()
             owes = step % settings.eval_interval == 0
             if owes and not leaves:
@@ -211,6 +211,7 @@ class TrainingLoop:
         self.theta.project()
         if not guard.acts or self._is_good(step, loss, norm, batches):
             self._meter.add(loss)
+        self.log.progress(step, self.settings.train_iters)
         return norm
 
     def _validates(self, step: int, validate: Callable[[int], dict[str, float]]) -> bool:
@@ -258,7 +259,7 @@ class TrainingLoop:
         return mean
 
     def _log_step(
-        self, step: int, loss: float, lr: float, norm: float | torch.Tensor | None
+        self, step: int, loss: float, lr: float, norm: float | torch.Tensor | None, samples: int
     ) -> None:
         settings = self.settings
         seconds = self._meter.seconds_per_step
@@ -267,13 +268,18 @@ class TrainingLoop:
             "train/loss": loss,
             "train/lr": lr,
             "train/tokens_per_second": rate,
+            **settings.speed.metrics(rate, self.groups.device),
+            "train/samples": samples,
+            "train/tokens": samples * settings.seq_length,
         }
+        if settings.skips_overflow:
+            values["train/loss_scale"] = getattr(self.engine.optimizer, "loss_scale", 1.0)
         text = f"step {step}/{settings.train_iters} | loss {loss:.4f} | lr {lr:.2e}"
         if norm is not None:
             values["train/grad_norm"] = float(norm)
             text += f" | grad norm {float(norm):.3f}"
         eta = (settings.train_iters - step) * seconds
-        text += f" | {rate:,.0f} tokens/s | ETA {_clock(eta)}"
+        text += f" | {rate:,.0f} tokens/s | ETA {clock(eta)}"
         shown = []
         for name, column in self.theta.columns().items():
             low, high = column.min().item(), column.max().item()
@@ -286,15 +292,9 @@ class TrainingLoop:
     def _log_validation(self, step: int, found: dict[str, float]) -> None:
         if found:
             text = f"  validation at step {step}: {described(found)}"
-            self.log.metrics(step, found, text=text)
+            self.log.metrics(step, found | perplexities(found), text=text)
 
 
 def _samples(batches: TrainLoader, count: int) -> str:
     last = batches.consumed_samples - 1
     return f"samples {last + 1 - count} to {last} of the split train"
-
-
-def _clock(seconds: float) -> str:
-    total = round(seconds)
-    hours, minutes = divmod(total // 60, 60)
-    return f"{hours}:{minutes:02d}:{total % 60:02d}"

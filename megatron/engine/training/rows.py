@@ -47,5 +47,17 @@ def described(metrics: Mapping[str, float]) -> str:
     return "; ".join(shown)
 
 
+def perplexities(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the perplexity of each loss: `validation/perplexity_at_64` of `loss_at_64`."""
+    losses = {name: value for name, value in metrics.items() if "/loss" in name}
+    return {name.replace("/loss", "/perplexity"): perplexity(x) for name, x in losses.items()}
+
+
+def clock(seconds: float) -> str:
+    total = round(seconds)
+    hours, minutes = divmod(total // 60, 60)
+    return f"{hours}:{minutes:02d}:{total % 60:02d}"
+
+
 def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:
     return [_mapped(change, x) for x in metric] if isinstance(metric, list) else change(metric)

@@ -132,7 +132,8 @@ class PlainOptimizer(FP16_Optimizer):
 
 def run_loop(engine, settings):
     theta = SimpleNamespace(project=lambda: None)
-    training = loop.TrainingLoop(engine, build_groups(torch.device("cpu")), theta, settings, None)
+    log, groups = SimpleNamespace(progress=lambda *_: None), build_groups(torch.device("cpu"))
+    training = loop.TrainingLoop(engine, groups, theta, settings, log)
     training.run(iter(()), 0, validate=None, save=None, check=lambda: None)
 
 

@@ -1,0 +1,185 @@
+"""Send a run's metrics and pictures to TensorBoard and to Weights & Biases.
+
+Both packages are imported only if the config asks for them. Only the main rank has sinks.
+
+wandb: the file `wandb_id` beside the metrics records the id of an online wandb run, and a resumed
+run continues the wandb run with this id. In offline mode each start is a new wandb run, because two
+offline folders with one id overwrite each other when they are uploaded. `step` is logged as a
+metric, because a resumed run may go back to an earlier step, and wandb's internal step counter
+cannot go back.
+
+TensorBoard: each start of a run writes one more event file into the same folder. Its first event
+(`purge_step`) hides the events of earlier files from that step on, so that each step occurs once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.engine.errors import RunLogError
+from megatron.engine.training.rows import flat
+from megatron.files import write_text
+
+WANDB_ID_FILE = "wandb_id"
+WANDB_OPTIONS = ("project", "team", "group", "host", "mode")
+WANDB_MODES = ("online", "offline", "disabled")
+Row = Mapping[str, Any]
+"""The type of a row of metrics: `step`, and the value (a number or nested list) of each metric."""
+
+
+class TensorBoard:
+    """Event files for TensorBoard in one folder. Call `restart` before any other method.
+
+    Args:
+        folder: the folder of the run's event files, created if it does not exist.
+        settings: a text in Markdown that describes the run.
+
+    Raises:
+        RunLogError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, settings: str = ""):
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise RunLogError(
+                f"tensorboard_dir: {folder} needs the package tensorboard ({error}); install it "
+                "with `pip install tensorboard==2.21.0`, or leave the key out"
+            ) from error
+        self._create, self._settings = SummaryWriter, settings
+        self._folder = folder
+        self._writer: Any = None
+        self.about = (
+            f"tensorboard: {folder}; look at it with `tensorboard --logdir {folder.parent}`"
+        )
+
+    def restart(self, purge_step: int | None, rows: Iterable[Row]) -> None:
+        """Hide all events of `purge_step` and later steps, and write `rows` again.
+
+        Args:
+            purge_step: the first step that is hidden; None hides nothing.
+        """
+        self.close()
+        self._writer = self._create(str(self._folder), purge_step=purge_step)
+        if self._settings:
+            self._writer.add_text("config", self._settings, purge_step)
+        for row in rows:
+            self.log(row)
+
+    def log(self, row: Row) -> None:
+        for name in row.keys() - {"step"}:
+            for tag, number in flat(name, row[name]):
+                if number is not None:  # in a row of `metrics.jsonl`: NaN or infinity
+                    self._writer.add_scalar(tag, number, row["step"])
+        self._writer.flush()
+
+    def picture(self, step: int, path: Path) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(path) as image:
+            pixels_HWC = np.asarray(image.convert("RGB"))
+        self._writer.add_image(f"pictures/{path.stem}", pixels_HWC, step, dataformats="HWC")
+        self._writer.flush()
+
+    def close(self, failed: bool = False) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class Wandb:
+    """A run of Weights & Biases.
+
+    Args:
+        folder: the folder for wandb's files and `wandb_id`; None is wandb's default folder.
+        options: any of project, team, group, host and mode; see `checked_options`.
+        config: the resolved flat configuration, which wandb shows with the run.
+        append: whether to continue the online run that `folder` records.
+
+    Raises:
+        RunLogError: wandb could not be started.
+    """
+
+    def __init__(
+        self, folder: Path | None, options: Mapping[str, Any], config: Row, append: bool
+    ) -> None:
+        self._run = _start_wandb(folder, dict(options), dict(config), append)
+        self.about = _location(self._run)
+
+    def log(self, row: Row) -> None:
+        self._run.log(dict(pair for name in row for pair in flat(name, row[name])))
+
+    def picture(self, step: int, path: Path) -> None:
+        import wandb
+
+        self._run.log({"step": step, f"pictures/{path.stem}": wandb.Image(str(path))})
+
+    def close(self, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def checked_options(wandb_options: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key.removeprefix("wandb_"): value for key, value in wandb_options.items()}
+    unknown = sorted(set(options) - set(WANDB_OPTIONS))
+    if unknown:
+        known = ", ".join(WANDB_OPTIONS)
+        raise ValueError(f"unknown wandb option {', '.join(unknown)}; known: {known}")
+    mode = options.get("mode")
+    if mode is not None and mode not in WANDB_MODES:
+        raise ValueError(f"wandb_mode: {mode!r} is not one of {', '.join(WANDB_MODES)}")
+    return options
+
+
+def _location(run: Any) -> str:
+    """Return a line that tells the user where to find the wandb run."""
+    if run.disabled:
+        return "wandb: disabled, nothing is recorded"
+    if run.offline:
+        folder = Path(run.dir).parent
+        return f"wandb: offline run {run.id}; upload it later with `wandb sync {folder}`"
+    return f"wandb: {run.url}"
+
+
+def _start_wandb(
+    folder: Path | None, options: dict[str, Any], config: dict[str, Any], append: bool
+) -> Any:
+    """Start and return a wandb run; with `append`, continue the online run recorded in `folder`."""
+    import wandb
+
+    settings = {"silent": True, "console": "off"}
+    if options.get("host") is not None:
+        settings["base_url"] = options["host"]
+    mode: Any = options.get("mode") or os.environ.get("WANDB_MODE", "online")
+    run_id = None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / WANDB_ID_FILE
+        if append and mode == "online" and id_file.exists():
+            run_id = id_file.read_text(encoding="utf-8").strip() or None
+    try:
+        run = wandb.init(
+            project=options.get("project"),
+            entity=options.get("team"),
+            group=options.get("group"),
+            mode=mode,
+            dir=folder,
+            id=run_id,
+            resume=None if run_id is None else "allow",
+            config=config,
+            settings=wandb.Settings(**settings),
+        )
+    except wandb.Error as error:
+        raise RunLogError(
+            f"Weights & Biases could not be started: {error}\n"
+            "Log in (`wandb login`, or set WANDB_API_KEY), or write `wandb_mode: offline` to "
+            "record on disk and upload later with `wandb sync`, or `use_wandb: false`."
+        ) from error
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    if folder is not None and mode == "online":
+        write_text(id_file, run.id + "\n")
+    return run

@@ -1,0 +1,77 @@
+"""Count a training step's arithmetic, and compare it with what the device can do.
+
+The floating-point operations of a token, forward and backward, as in appendix B of PaLM (arXiv
+2204.02311): 6 for each weight of a matrix product, and 12 L H E T for the attention of L layers of
+H heads of size E over T tokens. The causal mask does not halve the latter. Blocks that are computed
+again in the backward pass do not count, so the model FLOPs utilization (MFU) is that of useful
+work.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.sizes import GATED
+from megatron.model.shape import GPTShape
+
+_PEAKS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "A100": 312,
+    "B200": 2250,
+    "V100": 125,
+}
+"""Maps a part of a GPU's name to its dense 16-bit TFLOP/s, from NVIDIA's data sheets."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What turns tokens per second into TFLOP/s and MFU.
+
+    Attributes:
+        flops_per_token: the floating-point operations of one token, forward and backward.
+        devices: the number of devices that share the work.
+        peak_tflops: the peak TFLOP/s of one device; None if it is not known.
+    """
+
+    flops_per_token: float = 0.0
+    devices: int = 1
+    peak_tflops: float | None = None
+
+    def metrics(self, tokens_per_second: float, device: torch.device) -> dict[str, float]:
+        """Return the TFLOP/s of each device, the MFU if the peak is known, and the peak memory."""
+        tflops = tokens_per_second * self.flops_per_token / self.devices / 1e12
+        mfu = {"train/mfu": tflops / self.peak_tflops} if self.peak_tflops else {}
+        return {"train/tflops_per_device": tflops, **mfu, "train/memory_gb": _peak_memory(device)}
+
+
+UNKNOWN = Speed()
+
+
+def flops_per_token(shape: GPTShape, length: int) -> float:
+    """Return the operations of one token of a sequence of `length` tokens, forward and backward."""
+    b = shape.block
+    attention = 2 * b.hidden_size**2 * (1 + 1 / b.group)
+    mlp = b.hidden_size * b.mlp_size * (3 if b.activation in GATED else 2)
+    weights = shape.num_layers * (attention + mlp) + shape.vocab_size * b.hidden_size
+    return 6 * weights + 12 * shape.num_layers * b.hidden_size * length
+
+
+def known_peak(device: torch.device, precision: str) -> float | None:
+    """Return the peak TFLOP/s of a known GPU in 16-bit precision, otherwise None."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Return the largest memory that this process has used, in GB: tensors on a GPU, or all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
