@@ -25,6 +25,8 @@ FROZEN = {
     "layers": {"theta_per_layer": True, "reset_attention_mask": True},
 }
 
+MOVED = {"pos_emb": "sink + kerple_log", "eval_lengths": [16], "eval_tokens": 64}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
@@ -36,7 +38,7 @@ def trained(tmp_path_factory) -> Path:
             patch.setenv(name, "0")  # restored afterwards
             patch.delenv(name)
         groups = join.join_job()
-        for name, keys in {**FROZEN, "moved": {"eval_lengths": [16], "eval_tokens": 64}}.items():
+        for name, keys in {**FROZEN, "moved": MOVED}.items():
             run = str(folder / name)
             config = folder / f"{name}.yml"
             frozen = {"theta_frozen": name in FROZEN}
@@ -66,13 +68,18 @@ def test_the_report_shows_what_moved(trained, tmp_path, capsys):
     assert table.main([str(trained / "moved"), "--out", str(out)]) == 0
     moved = pd.read_csv(out / "theta.csv").set_index("parameter")
     lines = (trained / "moved" / "metrics.jsonl").read_text().splitlines()
-    [last] = [row for row in map(parse_json, lines) if row["step"] == 2 and "theta/bias_p" in row]
-    end = np.array(last["theta/bias_p"])
-    row = moved.loc["bias_p"]
+    [last] = [
+        row for row in map(parse_json, lines) if row["step"] == 2 and "theta/sink.sink" in row
+    ]
+    end = np.array(last["theta/kerple_log.bias_p"])
+    row = moved.loc["kerple_log.bias_p"]
     assert row["end"] == pytest.approx(end.mean()) and row["step"] == 2
     assert 0.001 < row["change"] < 0.02 and row["relative"] > row["change"] / 2
     printed = capsys.readouterr().out
-    text = f"| kerple_log | bias_p | 1 | {row['start']:.3g} | {row['end']:.3g} | "
+    sink = moved.loc["sink.sink"]  # it starts at 0
+    assert sink["start"] == 0 < sink["change"] and np.isnan(sink["relative"])
+    assert f"| 0 | {sink['end']:.3g} | {sink['change']:.2g} |  |" in printed
+    text = f"| sink + kerple_log | kerple_log.bias_p | 1 | {row['start']:.3g} | {row['end']:.3g} | "
     assert text in printed and "| of the start |" in printed
     assert "What training did" in (out / "report.html").read_text()
 

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config
+from megatron.config import Config, load_config
 from megatron.data.tokenizers.build import build_tokenizer
+from megatron.engine.build import plan_of
 from megatron.files import parse_json
 from tests.helpers.paths import CONFIGS, FIXTURES, GRIDS, ROOT
 from tools import sweep, table, train_tokenizer
 from tools.experiments import runner
-from tools.experiments.grid import Cell, read_grid
+from tools.experiments.grid import Cell, filled, read_grid
 from tools.experiments.report import PAPER
 
 COUNTS = {
-    "table3.yml": 90, "xl.yml": 90, "table5.yml": 75, "table6.yml": 75, "released.yml": 6,
+    "table3.yml": 90, "xl.yml": 45, "table5.yml": 45, "table6.yml": 75, "released.yml": 6,
     "stand_in.yml": 24, "stand_in_lr.yml": 18, "stand_in_backends.yml": 10,
+    "stand_in_terms.yml": 45, "length_tasks.yml": 231,
 }  # fmt: skip
 
 
@@ -40,13 +42,16 @@ def test_every_grid_is_counted():
         assert len(found) == len({cell.name for cell in found}) == count
 
 
-@pytest.mark.parametrize("name", [name for name in COUNTS if name != "released.yml"])
+@pytest.mark.parametrize("name", sorted(COUNTS.keys() - {"released.yml", "length_tasks.yml"}))
 def test_every_cell_composes(name):
     found = cells(name)
     for cell in [cell for cell in found if cell.seed == found[0].seed]:
         config = cell.config()
         embedding = cell.axes.get("embedding", "kerple_log")
-        assert config.model.pos_emb == embedding and config.training.seed == cell.seed
+        assert (
+            config.model.pos_emb == embedding.replace("+", " + ")
+            and config.training.seed == cell.seed
+        )
         assert cell.axes.get("corpus", "") in str(config.data.data_path)
         assert config.checkpoint.save == config.checkpoint.load == str(cell.folder)
         assert config.batch.train_batch_size == 32
@@ -62,13 +67,47 @@ def test_table_3_is_the_papers_training():
     assert (longer.model.seq_length, longer.model.max_position_embeddings) == (1024, 1024)
     large = cells("xl.yml")[0].config()
     assert (large.model.num_layers, large.model.hidden_size) == (24, 2048)
-    numbers = parse_json(PAPER.read_text())["tables"]["table3-small-512"]
-    assert {len(v) for by_row in numbers.values() for v in by_row.values()} == {6}
-    assert numbers["openwebtext2"]["kerple_log"]["16384"] == [21.4, 0.6]
-    assert numbers["github"]["rotary"]["1024"] == [3.86, 0.25]
-    axes = read_grid(CONFIGS / "paper" / "table3.yml").about.axes
-    assert numbers.keys() == set(axes["corpus"])
-    assert all(by_row.keys() == set(axes["embedding"]) for by_row in numbers.values())
+    assert (large.training.train_iters, large.training.precision) == (150_000, "fp16")
+    assert large.to_flat_dict()["optimizer"]["params"]["lr"] == 2e-4
+
+
+def test_the_papers_numbers_cover_its_tables():
+    numbers = parse_json(PAPER.read_text())["tables"]
+    lengths = {"small-512": {5, 6}, "small-1024": {5}, "xl-512": {6}}
+    for name, counts in lengths.items():
+        assert {len(v) for by_row in numbers[name].values() for v in by_row.values()} == counts
+    assert numbers["small-512"]["openwebtext2"]["kerple_log"]["16384"] == [21.4, 0.6]
+    assert numbers["small-512"]["github"]["rotary"]["1024"] == [3.86, 0.25]
+    assert numbers["small-512"]["arxiv"]["kerple_log3"]["8192"] == [5.0, 0.11]
+    assert numbers["small-512"]["github"]["gaussian3"]["2048"] == [20.0, 4.8]
+    assert numbers["small-1024"]["arxiv"]["rpe"]["16384"] == [16.0, 4.77]
+    assert numbers["xl-512"]["openwebtext2"]["alibi"]["16384"] == [16.5, 0.3]
+    shown: dict[str, set[str]] = {name: set() for name in numbers}
+    for name in ("table3.yml", "table5.yml", "table6.yml", "xl.yml"):
+        grid = read_grid(CONFIGS / "paper" / name)
+        assert grid.about.paper
+        key = filled(grid.about.paper.table, grid.variables)
+        assert numbers[key].keys() == set(grid.about.axes["corpus"])
+        shown[key] |= set(grid.about.axes["embedding"])
+    shown["small-1024"] = shown["xl-512"]
+    for name, rows in shown.items():
+        assert all(by_row.keys() == rows for by_row in numbers[name].values())
+
+
+@pytest.mark.parametrize("name", ["stand_in_terms.yml", "length_tasks.yml"])
+def test_the_terms_can_be_trained(name):
+    found = {cell.axes["embedding"]: cell for cell in cells(name)}
+    for embedding, cell in found.items():
+        plan = plan_of(cell.config(), 300, device_type="cpu")
+        assert plan.pos.name == embedding.replace("+", " + ")
+
+
+def test_each_length_task_has_its_own_lengths():
+    for cell in cells("length_tasks.yml")[::33]:
+        evaluated = cell.config().evaluation.eval_lengths
+        alone = load_config(cell.configs, ["train_batch_size=64"])
+        assert alone.data.data_path == f"builtin:{cell.axes['task']}"
+        assert evaluated == alone.evaluation.eval_lengths
 
 
 def test_the_plan_and_the_hand_scale_grid_agree():

@@ -190,8 +190,8 @@ def _moved(moved: Frame, rows: str) -> Frame:
         mean = part[["start", "end", "change", "relative"]].mean()
         line = {rows: row, "parameter": parameter, "seeds": str(part["seed"].nunique())}
         line |= {"start": f"{mean['start']:.3g}", "end": f"{mean['end']:.3g}"}
-        line |= {"change": f"{mean['change']:.2g}", "of the start": f"{mean['relative']:.0%}"}
-        lines.append(line)
+        share = f"{mean['relative']:.0%}" if mean["relative"] >= 0 else ""  # "" for a start of 0
+        lines.append(line | {"change": f"{mean['change']:.2g}", "of the start": share})
     return pd.DataFrame(lines)
 
 

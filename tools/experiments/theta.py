@@ -4,7 +4,7 @@ For each parameter, with start values s_h and end values e_h of the heads h (of 
 their own, and of all buckets of a table):
 
     start     mean of s_h             change     root of the mean of (e_h - s_h)^2
-    end       mean of e_h             relative   change / root of the mean of s_h^2
+    end       mean of e_h             relative   change / root of the mean of s_h^2; empty for 0
 
 The start values are drawn again from the configuration and the seed, and rounded to the run's
 precision. The end values are those of the last logged step, before any rounding.
@@ -63,7 +63,7 @@ def of_run(folder: Path) -> list[dict[str, Any]]:
         change = _rms(end - start)
         rows.append(
             {"parameter": name, "step": step, "start": start.mean(), "end": end.mean(),
-             "change": change, "relative": change / _rms(start) if start.any() else np.inf}
+             "change": change, "relative": change / _rms(start) if start.any() else np.nan}
         )  # fmt: skip
     return rows
 
