@@ -19,7 +19,8 @@ _LINK = re.compile(r"\]\(([^)#\s]+)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by the files of the repository that the pages need."""
     root = Path(config.config_file_path).parent
-    for file in [file for file in files if file.src_dir == config.docs_dir]:
+    own = [file for file in files if file.src_dir == config.docs_dir]
+    for file in [file for file in own if file.src_uri not in config.extra_css]:
         files.remove(file)
     for name in sorted(_reached(root)):
         files.append(File.generated(config, name, abs_src_path=str(root / name)))
