@@ -27,7 +27,10 @@ PAGES = [
 ]
 LAUNCHERS = ("python", "torchrun", "deepspeed", "sbatch", "srun", "mpirun")
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{'|'.join(LAUNCHERS)}|pip|docker) |[a-z_/]+\.py \S")
-FOREIGN = {"apt-get", "basedpyright", "cd", "done", "for", "git", "mkdocs", "ruff", "source"}
+FOREIGN = {
+    *("apt-get", "basedpyright", "cd", "done", "for", "git", "mkdocs", "ruff", "source"),
+    *("tensorboard", "wandb"),
+}
 OWN_CONFIGS = re.compile(
     r"(runs|RUN|gpt-neox|kerple_configs)/|\$|[A-Z]+(\.yml)?$|(.*/)?(a|b|my\w*)\.yml$|\.\.\.$"
 )
@@ -122,7 +125,7 @@ def _check(found: list[str], config: pytest.Config) -> None:
             raise Refused(f"{found[0]}: no such file")
         _script(str(script), rest)
     elif not program.startswith("python"):
-        raise Refused(f"{program}: an unknown program")
+        raise Refused(f"{program}: an unknown program; FOREIGN lists those of others")
 
 
 def _launcher(program: str, rest: list[str], config: pytest.Config) -> None:
