@@ -66,8 +66,8 @@ from megatron.kernels.codegen import DeviceFunctions
 from megatron.kernels.launch import OPTIONS, PASSES, constants
 from megatron.kernels.tile_sizes import Tile, family, look_up, padded
 from megatron.positional import PositionalEmbedding, PositionalError, load
-from tools.kernel_table import BLACKWELL, Row, Variant, read_rows, summary, write
-from tools.machine_code import resources, special_functions
+from tools.compiled.kernel_table import BLACKWELL, Row, Variant, read_rows, summary, write
+from tools.compiled.machine_code import resources, special_functions
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

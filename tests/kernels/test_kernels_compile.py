@@ -12,7 +12,7 @@ import pytest
 from megatron.kernels.tile_sizes import look_up
 from tests.helpers.paths import ROOT
 from tools import compile_kernels as tool
-from tools.machine_code import special_functions
+from tools.compiled.machine_code import special_functions
 
 WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 

@@ -1,0 +1,146 @@
+"""Check the machine: processor, limits, disks, names and clocks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
+
+FEWEST_FILES = 1024
+"""The least sensible limit of open files: shards, checkpoints and sockets of one process."""
+LEAST_DISK, SMALL_DISK, LEAST_SHM = 1e9, 20e9, 1e9
+LARGEST_SKEW = 2.0
+"""Seconds. Rounding and the gathering itself cost less."""
+_SHARED = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|gluster|cifs|smb|wekafs|panfs|pvfs|orangefs|afs")
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+
+
+def cpu(case: Case) -> Iterator[Finding]:
+    flags = re.findall(r"avx512_bf16|amx_bf16|avx512f|avx2", Path("/proc/cpuinfo").read_text())
+    best = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags]
+    text = f"{len(os.sched_getaffinity(0))} cores, {', '.join(best) or 'no AVX2'}"
+    slow = not case.gpu and not {"amx_bf16", "avx512_bf16"} & set(best)
+    bf16 = case.config is not None and case.config.training.precision == "bf16"
+    if slow:
+        text += "; bf16 is up to ten times slower than fp32 on it"
+    yield judged(slow and bf16, text, "write `precision: fp32`", WARNING)
+
+
+def threads(case: Case) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    given, policy = os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+    text = f"OMP_NUM_THREADS={given or f'unset ({cores} threads)'}, {here} processes"
+    fitting = max(1, cores // here)
+    many = int(given or cores) * here > cores
+    yield judged(many, text, f"export OMP_NUM_THREADS={fitting}", WARNING)
+    remedy = "unset OMP_WAIT_POLICY: threads that spin make a busy machine up to ten times as slow"
+    yield judged(policy.upper() == "ACTIVE", f"OMP_WAIT_POLICY={policy}", remedy, WARNING)
+
+
+def open_files(case: Case) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"limit {soft:,} (at most {hard:,})"
+    remedy = "ulimit -n 65536, or LimitNOFILE= of the service, or docker's --ulimit nofile=65536"
+    yield judged(0 <= soft < FEWEST_FILES, text, remedy)
+
+
+def disk(case: Case) -> Iterator[Finding]:
+    """Look at the run folder, or at its nearest parent that exists."""
+    folder = next(path for path in (case.folder, *case.folder.parents) if path.exists())
+    free, kind = shutil.disk_usage(folder).free, _file_system(folder)
+    remedy = "free space, or name another `save`; a checkpoint takes about 14 bytes per parameter"
+    text = f"{folder}: {free / 1e9:,.1f} GB free"
+    yield judged(free < SMALL_DISK, text, remedy, PROBLEM if free < LEAST_DISK else WARNING)
+    files = os.statvfs(folder)
+    none = files.f_files > 0 and files.f_favail == 0
+    yield judged(none, f"{folder}: {files.f_favail:,} inodes free", "remove files there")
+    yield judged(not os.access(folder, os.W_OK), f"{folder}: writable", f"chown or chmod {folder}")
+    shared = bool(_SHARED.search(kind))
+    text = f"{folder}: {kind}, {'shared' if shared else 'local to this machine'}"
+    remedy = "all machines of a job must see one `save`: name a folder on a shared file system"
+    yield judged(case.several and not shared, text, remedy)
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system of `folder`, such as ext4 or nfs4."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    place = str(folder.resolve())
+    found = [
+        (len(point), kind) for point, kind in mounts
+        if place == point or place.startswith(point.rstrip("/") + "/")
+    ]  # fmt: skip
+    return max(found, default=(0, "unknown"))[1]
+
+
+def shared_memory(case: Case) -> Iterator[Finding]:
+    total = shutil.disk_usage("/dev/shm").total
+    remedy = "docker run --ipc=host, or --shm-size=8g; Kubernetes: a memory volume at /dev/shm"
+    level = PROBLEM if case.gpu or case.ranks > 1 else WARNING
+    text = f"/dev/shm has {total / 1e6:,.0f} MB; NCCL and data loaders share memory there"
+    yield judged(total < LEAST_SHM, text, remedy, level)
+
+
+def names(case: Case) -> Iterator[Finding]:
+    """Resolve this machine's name and that of rank 0."""
+    own, master = socket.gethostname(), os.environ.get("MASTER_ADDR")
+    for name in dict.fromkeys((own, master) if master else (own,)):
+        address = _address(name)
+        text = f"{name} is {address or 'not resolved'}"
+        remedy = f"write the address of {name} into /etc/hosts, or set MASTER_ADDR to an address"
+        level = PROBLEM if name == master or case.several else WARNING
+        here = case.several and str(address).startswith("127.")
+        yield judged(not address or here, text, remedy, level)
+
+
+def _address(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def clock(case: Case) -> Iterator[Finding]:
+    """Compare the clocks of all machines of the job; without a job, ask the kernel."""
+    remedy = "start chronyd or systemd-timesyncd; `chronyc tracking` shows the offset"
+    if case.ranks > 1 and "RANK" in os.environ:
+        yield from compared(gathered_clocks())
+    elif ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024)) == _TIME_ERROR:
+        yield Finding(WARNING, "the kernel says that the clock is not synchronized", remedy)
+    else:
+        yield Finding(OK, "synchronized, says the kernel")
+
+
+def gathered_clocks() -> dict[str, float]:
+    """Return host -> seconds since 1970, read at one moment. Every process must call this."""
+    import torch.distributed as dist
+
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.barrier()
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (socket.gethostname(), time.time()))
+    if own:
+        dist.destroy_process_group()
+    return dict(found)
+
+
+def compared(clocks: Mapping[str, float]) -> Iterator[Finding]:
+    first = min(clocks, key=lambda host: clocks[host])
+    last = max(clocks, key=lambda host: clocks[host])
+    skew = clocks[last] - clocks[first]
+    text = f"{len(clocks)} machines, {skew:.1f} s apart" + (
+        f": {last} is ahead of {first}" if skew > LARGEST_SKEW else ""
+    )
+    remedy = f"start chronyd or systemd-timesyncd on {first} and {last}; `chronyc tracking` there"
+    yield judged(skew > LARGEST_SKEW, text, remedy)

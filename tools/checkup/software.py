@@ -1,0 +1,185 @@
+"""Check the installed software and the GPUs: what works, and what `auto` chooses.
+
+Every import is inside its check, because a package may be missing or broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
+
+ROOT = Path(__file__).parents[2]
+TRITON_TESTED = ((3, 6), (3, 9))
+"""The oldest and the newest Triton with which the kernels were tested."""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+
+
+def python(case: Case) -> Iterator[Finding]:
+    yield Finding(OK, f"{platform.python_version()} on {platform.platform()}")
+
+
+def packages(case: Case) -> Iterator[Finding]:
+    """Import torch and DeepSpeed, and compare their versions with the pinned ones."""
+    pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
+    for name in ("torch", "deepspeed"):
+        install = f"pip install {name}=={pins[name]}"
+        if (found := _version(name)) is None:
+            yield Finding(PROBLEM, f"{name} is not installed", install)
+        elif why := _import_error(name):
+            yield Finding(PROBLEM, f"{name} {found} cannot be imported: {why}", install)
+        else:
+            other = found.partition("+")[0] != pins[name]
+            yield judged(other, f"{name} {found}, tested with {pins[name]}", install, WARNING)
+
+
+def _import_error(name: str) -> str:
+    """Import a package quietly, and return "" or the first line of its error."""
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            importlib.import_module(name)
+    except Exception as error:  # a broken package may fail in any way
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def triton(case: Case) -> Iterator[Finding]:
+    (low, high), found = TRITON_TESTED, _version("triton")
+    pin = "pip install triton==3.7.1, or the version that your build of torch requires"
+    level = PROBLEM if case.gpu else WARNING
+    if found is None:
+        yield Finding(level, "triton is not installed: no fused attention", pin)
+    elif why := _import_error("triton"):
+        yield Finding(level, f"triton {found} cannot be imported: {why}", pin)
+    else:
+        inside = low <= _numbers(found)[:2] <= high
+        text = f"triton {found}, tested with {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        yield judged(not inside, text, pin, WARNING)
+        from megatron.attention.fused import SAFE_ON_HOPPER
+
+        if _numbers(found) < _numbers(SAFE_ON_HOPPER):
+            hopper = any(capability[0] == 9 for capability in _capabilities())
+            text = f"triton {found} lets Hopper's matrix products read data before it has arrived"
+            newer = f"pip install triton=={SAFE_ON_HOPPER} or newer"
+            yield Finding(PROBLEM if hopper else WARNING, text, newer)
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_capability(index) for index in range(count)]
+
+
+def gpus(case: Case) -> Iterator[Finding]:
+    import torch
+    import torch.cuda.nccl
+
+    driver = Path("/proc/driver/nvidia/version")
+    if not case.gpu:
+        text = "torch sees no GPU" + (", but the machine has a driver" if driver.exists() else "")
+        remedy = "install the CUDA build of torch; see CUDA_VISIBLE_DEVICES, docker's --gpus all"
+        yield judged(driver.exists(), text, f"{remedy} (docs/troubleshooting.md)")
+        return
+    found = re.search(r"Module\s+(\S+)", driver.read_text()) if driver.exists() else None
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield Finding(
+        OK, f"CUDA {torch.version.cuda}, NCCL {nccl}, driver {found.group(1) if found else '?'}"
+    )
+    for index, capability in enumerate(_capabilities()):
+        free, total = torch.cuda.mem_get_info(index)
+        text = (
+            f"{index}: {torch.cuda.get_device_name(index)}, {capability[0]}.{capability[1]}, "
+            f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        )
+        yield judged(capability < (8, 0), text, "the fused kernels need 8.0 or newer", WARNING)
+        text, remedy = f"{index}: others use its memory", "`nvidia-smi` names them: end them"
+        if free < 0.9 * total:
+            yield Finding(WARNING, text, remedy)
+    count = torch.cuda.device_count()
+    pairs = [(i, j) for i in range(count) for j in range(i)]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    text = f"{len(pairs) - len(apart)} of {len(pairs)} pairs of GPUs are linked"
+    remedy = (
+        "without links NCCL copies through the host: see `nvidia-smi topo -m`, and ACS in the BIOS"
+    )
+    yield judged(apart, text, remedy, WARNING)
+
+
+def compiler(case: Case) -> Iterator[Finding]:
+    """Look for what Triton needs on a GPU machine: a C compiler and Python's headers."""
+    level = PROBLEM if case.gpu else WARNING
+    remedy = "apt-get install g++ python3-dev" + (
+        "" if case.gpu else " (a run on a CPU needs none)"
+    )
+    names = (os.environ.get("CC") or "gcc", "cc", "clang")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    yield judged(not found, f"C compiler: {found or 'none'}", remedy, level)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    yield judged(not header.exists(), f"Python's headers: {header}", remedy, level)
+    yield Finding(
+        OK, f"ninja: {shutil.which('ninja') or 'none'} (only DeepSpeed's own ops need it)"
+    )
+
+
+def apex(case: Case) -> Iterator[Finding]:
+    if importlib.util.find_spec("apex") is None:
+        yield Finding(OK, "not installed: torch's functions compute the same")
+        return
+    from megatron import nvidia_apex
+
+    if not (why := _import_error("apex.optimizers")):
+        why = "" if not case.gpu else nvidia_apex.find("apex.optimizers", "FusedAdam", "amp_C")[1]
+    remedy = (
+        "build NVIDIA's (docs/gpu.md), or `pip uninstall apex`: torch's functions compute the same"
+    )
+    yield judged(why, f"installed{why and ', but not usable: '}{why}", remedy, WARNING)
+
+
+def choices(case: Case) -> Iterator[Finding]:
+    """Say what the run of the config would choose, or one of `kerple_log` without a config."""
+    import torch
+
+    device = "cuda" if case.gpu else "cpu"
+    if case.config is None:
+        from megatron.attention import choose
+        from megatron.positional import load
+
+        dtype = torch.bfloat16 if case.gpu else torch.float32
+        attend = choose("auto", load("kerple_log"), device_type=device, dtype=dtype)
+        yield Finding(OK, f"attention: {attend.name} ({attend.reason})")
+        return
+    from megatron.engine.build import describe_attention, plan_of
+
+    precision = case.config.training.precision
+    plan = plan_of(case.config, 256, device_type=device, eod=0)
+    for line in describe_attention([layer.attend for layer in plan.layers]):
+        yield Finding(OK, line)
+    yield judged(
+        precision == "fp16" and not case.gpu, f"precision: {precision}",
+        "fp16 needs a GPU: write `precision: fp32`",
+    )  # fmt: skip
+    from megatron.engine.training.optimizer import optimizer_kind
+
+    o = case.config.optimizer
+    kind, why = optimizer_kind(o.type, precision, case.config.parallel.zero_stage)
+    yield Finding(OK, f"optimizer: {why or kind}")

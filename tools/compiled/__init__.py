@@ -1,0 +1,1 @@
+"""The table of compiled kernels, and what their machine code contains."""
