@@ -11,7 +11,7 @@ import pytest
 from megatron.config.fields import key_of
 from megatron.config.neox.keys import KNOWN_KEYS
 from megatron.config.schema import SECTIONS
-from tools.site import reference
+from tools.pages import reference
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_pages_ask_no_foreign_host_for_anything(site):
 
 def test_the_configuration_reference_is_current():
     text = reference.PAGE.read_text()
-    assert text == reference.page(), "run `python tools/site/reference.py`"
+    assert text == reference.page(), "run `python tools/pages/reference.py`"
     assert {key for key in KNOWN_KEYS if f"`{key}`" not in text} == set()
     for section in SECTIONS.values():
         texts = reference.meanings(section)

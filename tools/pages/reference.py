@@ -1,6 +1,6 @@
 """Write docs/configuration.md, the reference of all config keys, from the schema.
 
-    python tools/site/reference.py
+    python tools/pages/reference.py
 
 The meaning of a key is its field's comment in `megatron/config/sections/`. The accepted values are
 those that the key's own error message names.
@@ -31,7 +31,7 @@ _INTRODUCTION = """\
 # Configuration reference
 
 Every key with its default, the values that it accepts, and its meaning. This page is made from
-`megatron/config/` by `python tools/site/reference.py`. [configs/README.md](../configs/README.md)
+`megatron/config/` by `python tools/pages/reference.py`. [configs/README.md](../configs/README.md)
 has the rules of the files, and `python train.py CONFIG.yml --check` prints all values of a
 configuration.
 
