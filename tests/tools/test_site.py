@@ -54,7 +54,7 @@ def test_the_configuration_reference_is_current():
 
 
 def test_the_messages_on_the_page_of_errors_exist(repo_root):
-    """Indented lines quote this project's messages; `...` stands for what differs."""
+    """Indented lines quote this project's messages, blocks marked `text` are examples."""
     page = (repo_root / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^    (.+)$", page, re.MULTILINE)
     assert len(quoted) > 20
