@@ -29,7 +29,7 @@ LAUNCHERS = ("python", "torchrun", "deepspeed", "sbatch", "srun", "mpirun")
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{'|'.join(LAUNCHERS)}|pip|docker) |[a-z_/]+\.py \S")
 FOREIGN = {
     *("apt-get", "basedpyright", "cd", "done", "for", "git", "mkdocs", "ruff", "source"),
-    *("tensorboard", "wandb"),
+    *("paste", "tensorboard", "wandb"),
 }
 OWN_CONFIGS = re.compile(
     r"(runs|RUN|gpt-neox|kerple_configs)/|\$|[A-Z]+(\.yml)?$|(.*/)?(a|b|my\w*)\.yml$|\.\.\.$"
@@ -198,7 +198,8 @@ def _configs(arguments: argparse.Namespace) -> None:
     paths = [Path(name) for name in names if not OWN_CONFIGS.search(name)]
     if len(paths) < len(names) or not names:
         paths.insert(0, Path("configs/quickstart.yml"))
-    load_config(paths, arguments.overrides, world_size=8)
+    overrides = [override for override in arguments.overrides if "$" not in override]
+    load_config(paths, overrides, world_size=8)
 
 
 def pages(root: Path) -> list[str]:

@@ -56,7 +56,7 @@ def test_the_configuration_reference_is_current():
 def test_the_messages_on_the_page_of_errors_exist(repo_root):
     """Indented lines quote this project's messages, blocks marked `text` are examples."""
     page = (repo_root / "docs" / "troubleshooting.md").read_text()
-    quoted = re.findall(r"^    (.+)$", page, re.MULTILINE)
+    quoted = re.findall(r"^    (\S.+)$", page, re.MULTILINE)
     assert len(quoted) > 20
     parts = {part.strip(" .;") for line in quoted for part in line.split("...")}
     sources = [repo_root / "train.py", *(repo_root / "megatron").rglob("*.py")]
