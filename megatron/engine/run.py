@@ -37,6 +37,7 @@ from megatron.engine.training.log import RunLog
 from megatron.engine.training.loop import TrainingLoop
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.pipeline import build_local_shard, count_parameters
+from megatron.engine.training.profiler import profiled
 from megatron.engine.training.settings import loop_settings, open_log
 from megatron.engine.training.theta import TrainedTheta
 from megatron.files import write_text
@@ -105,8 +106,7 @@ class Job:
         self.config, self.groups, self.confirm = config, groups, confirm
         self._rolled_back: list[Saved] = []
         self._saver: Saver | None = None
-        save = config.checkpoint.save
-        self.run_dir = Path(save) if save else UNSAVED
+        self.run_dir = Path(config.checkpoint.save or UNSAVED)
         require_agreement(groups, "config", settings_of(config))
         self.data = JobData(config, groups)
         require_agreement(groups, "text", self.data.identity)
@@ -242,14 +242,15 @@ class Job:
     def _train_on(self, loader: TrainLoader, log: RunLog) -> None:
         c, carried, saver = self.config, self.progress.interval, self._saver
         preemption.begin()
-        with saver or nullcontext():
+        check, step = saver.check if saver else lambda: None, self.progress.step
+        with saver or nullcontext(), profiled(c, self.run_dir, log, step, check) as before_step:
             settings = loop_settings(c, self.data.uncounted_after, self.model.shape, self.groups)
             TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
                 loader,
-                self.progress.step,
+                step,
                 validate=partial(self._validate, log),
                 save=lambda step, interval: self._save(step, interval, loader),
-                check=saver.check if saver else lambda: None,
+                check=before_step,
             )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
@@ -261,7 +262,7 @@ class Job:
             theta_HN = self.theta.master_of_all_heads()
             if self.groups.is_main and pos.has("distance"):
                 draw_kernels(pos, theta_HN, c, self.run_dir)
-                log.pictures(step, self.run_dir)
+                log.pictures(step, self.run_dir, "kernels*.png")
         return found
 
     def _saver_to(self, log: RunLog) -> Saver | None:

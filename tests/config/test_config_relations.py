@@ -85,3 +85,17 @@ def test_the_values_beside_them_are_accepted(tmp_path):
 )
 def test_layers_may_be_grouped_otherwise(there: Any, here: Any, same: bool) -> None:
     assert same_layers(here, there, 3) == same
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("profile: true\nprofile_step_start: 20", "profile_step_stop: 12 is below"),
+        ("profile: true\ntrain_iters: 9", "profile_step_start: 10 is above train_iters 9"),
+        ("flops_profiler: {enable: true}", "did you mean enabled"),
+        ("flops_profiler: {enabled: true}\npipe_parallel_size: 2", "never ends it"),
+    ],
+)
+def test_profiles_that_cannot_be_made(problems, text, words) -> None:
+    [found] = problems(text, world_size=2)
+    assert words in found

@@ -67,8 +67,8 @@ def test_a_key_has_one_meaning() -> None:
 
 
 def test_keys_without_effect_are_noted_once(load: Callable) -> None:
-    config = load("steps_per_print: 5\nflops_profiler: {enabled: true, top: 3}\nprofile: false")
-    assert [note.split(":")[0] for note in config.notes] == ["steps_per_print", "flops_profiler"]
+    config = load("steps_per_print: 5\ncsv_monitor: {enabled: true, top: 3}\nlog_param_norm: false")
+    assert [note.split(":")[0] for note in config.notes] == ["steps_per_print", "csv_monitor"]
     assert config == load()
 
 

@@ -30,11 +30,9 @@ _KEYS: dict[str, str] = {
         activation_checkpointing
     """,
     REPORTS: """
-        dump_state flops_profiler comms_logger tensorboard wandb csv_monitor log_param_norm
+        dump_state comms_logger tensorboard wandb csv_monitor log_param_norm
         log_grad_pct_zeros log_optimizer_states log_gradient_noise_scale
-        gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload memory_profiling
-        memory_profiling_path profile profile_step_start profile_step_stop
-        git_hash config_files
+        gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload git_hash config_files
     """,
     "text generation does not read it yet": """
         text_gen_type precompute_model_name temperature top_p top_k return_logits

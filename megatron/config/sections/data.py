@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from megatron.config.choices import EvalSplit, Tokenizer, WandbMode
 from megatron.config.fields import (
+    Amount,
     Count,
     Flag,
     Frozen,
     FrozenDict,
+    Key,
     Lengths,
     Names,
     Positive,
     PositiveNumber,
     Split,
     Text,
+    whole_number,
 )
 from megatron.config.paths import PathList, Paths, Weights
 from megatron.config.sections.base import Section
@@ -76,3 +81,26 @@ class LoggingConfig(Section):
     wandb_mode: WandbMode | None = None  # default: the environment variable WANDB_MODE, or online
     tensorboard_dir: Text | None = None  # TensorBoard's files go into its folder named like `save`
     peak_theoretical_tflops: PositiveNumber | None = None  # of one device, for train/mfu
+    profile: Flag = False  # write a trace of some steps, and a table of the costliest operations
+    profile_step_start: Positive = 10  # the first step that is profiled
+    profile_step_stop: Positive = 12  # the last step that is profiled
+    memory_profiling: Flag = False  # record the GPU's memory during these steps
+    memory_profiling_path: Text | None = None  # its folder; default: the folder `save`
+    # DeepSpeed's profiler: operations, parameters and time of each module in one forward pass.
+    flops_profiler_enabled: Annotated[Flag, Key("flops_profiler.enabled")] = False
+    # what a forward pass that is computed again adds, as a multiple of the forward pass
+    flops_profiler_recompute_fwd_factor: Annotated[
+        Amount, Key("flops_profiler.recompute_fwd_factor")
+    ] = 0.0
+    # the step that is profiled, counted from 0
+    flops_profiler_profile_step: Annotated[Count, Key("flops_profiler.profile_step")] = 1
+    # the depth of the modules that are summed up; -1 for the innermost
+    flops_profiler_module_depth: Annotated[
+        int, Key("flops_profiler.module_depth"), BeforeValidator(whole_number(-1))
+    ] = -1
+    # the number of modules that are named at each depth
+    flops_profiler_top_modules: Annotated[Positive, Key("flops_profiler.top_modules")] = 1
+    # also print each module
+    flops_profiler_detailed: Annotated[Flag, Key("flops_profiler.detailed")] = True
+    # the file that is written; by default, the report is printed
+    flops_profiler_output_file: Annotated[Text | None, Key("flops_profiler.output_file")] = None

@@ -28,6 +28,15 @@ FP16_OPTIONS = (
     "hysteresis",
     "min_loss_scale",
 )
+PROFILER_OPTIONS = (
+    "flops_profiler_enabled",
+    "flops_profiler_recompute_fwd_factor",
+    "flops_profiler_profile_step",
+    "flops_profiler_module_depth",
+    "flops_profiler_top_modules",
+    "flops_profiler_detailed",
+    "flops_profiler_output_file",
+)
 
 
 def job_engine(
@@ -67,6 +76,7 @@ def job_engine(
         grad_accum_dtype=c.training.grad_accum_dtype,
         communication_dtype=communication,
         fp16_options={key: getattr(c.training, key) for key in FP16_OPTIONS},
+        profiler_options={key: getattr(c.logging, key) for key in PROFILER_OPTIONS},
     )
     engine = build_engine(
         model, optimizer, annealing, settings, groups, numerics=numerics_of(config)
@@ -116,6 +126,7 @@ def engine_config(
     grad_accum_dtype: str | None = None,
     communication_dtype: str | None = None,
     fp16_options: dict[str, Any] | None = None,
+    profiler_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration as a dictionary.
 
@@ -129,6 +140,7 @@ def engine_config(
         precision: "fp32", "bf16" or "fp16".
         zero_options: other entries of DeepSpeed's section `zero_optimization`.
         fp16_options: other entries of DeepSpeed's section `fp16`.
+        profiler_options: the entries of the section `flops_profiler`, with its name before each.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -144,6 +156,10 @@ def engine_config(
         # With partitioning, only the first tensor that is sent between pipeline stages may have a
         # gradient. Theta is the second tensor.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+    }
+    config["flops_profiler"] = {
+        key.removeprefix("flops_profiler_"): value
+        for key, value in (profiler_options or {}).items()
     }
     if grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}

@@ -149,9 +149,9 @@ class RunLog:
         if text is not None:
             self.line(text)
 
-    def pictures(self, step: int, folder: Path) -> None:
+    def pictures(self, step: int, folder: Path, pattern: str = "*.png") -> None:
         """Show the PNG files in `folder`, drawn after `step`, in TensorBoard and wandb."""
-        for path in sorted(folder.glob("*.png")) if self._sinks else ():
+        for path in sorted(folder.glob(pattern)) if self._sinks else ():
             self._send("picture", step, path)
 
     def _send(self, method: str, *arguments: Any) -> None:

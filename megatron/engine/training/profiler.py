@@ -1,0 +1,112 @@
+"""Profile some steps of a run on the main rank: a trace, the costliest operations, and memory.
+
+The keys are GPT-NeoX's: `profile` and `memory_profiling`, both for the steps `profile_step_start`
+to `profile_step_stop`. What happens between these steps (logging, saving) is part of the profile.
+The files appear in the run folder after the last of these steps, or when training ends before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.config import Config
+from megatron.engine.training.log import RunLog
+from megatron.files import replacing, write_text
+
+_ROWS = 30  # of the table
+
+
+class StepProfiler:
+    """Profiles the steps from `profile_step_start` to `profile_step_stop`.
+
+    Args:
+        run_dir: the folder for the files; `memory_profiling_path` may name another one.
+        step: the number of steps that were taken before.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, log: RunLog, step: int):
+        c = config.logging
+        self._run_dir, self._log, self._step = run_dir, log, step
+        self._first, self._last = c.profile_step_start, c.profile_step_stop
+        self._memory_dir = Path(c.memory_profiling_path or run_dir)
+        self._traces, self._records = c.profile and log.is_main, c.memory_profiling and log.is_main
+        self._profile: profile | None = None
+        self._active = False
+        if self._records and not torch.cuda.is_available():
+            log.line("memory_profiling: it records a GPU's memory, and there is no GPU")
+            self._records = False
+
+    def before_step(self) -> None:
+        """Begin or end the profile; call this before each step."""
+        self._step += 1
+        if self._step == self._first:
+            self._begin()
+        elif self._step == self._last + 1:
+            self.end()
+
+    def _begin(self) -> None:
+        self._active = True
+        if self._records:
+            torch.cuda.memory._record_memory_history()
+        if self._traces:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities, record_shapes=True)
+            self._profile.start()
+
+    def end(self) -> None:
+        """Write the files of a profile that has begun. A second call does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        name = f"profile_step{self._first}-{min(self._step, self._last)}"
+        if self._profile is not None:
+            self._profile.stop()
+            trace, table = (self._run_dir / f"{name}{end}" for end in (".json", ".txt"))
+            with replacing(trace) as temporary:
+                self._profile.export_chrome_trace(str(temporary))
+            write_text(table, operations(self._profile) + "\n")
+            self._profile = None
+            self._log.line(
+                f"profile: {trace} (for ui.perfetto.dev); the operations by time: {table}"
+            )
+        if self._records:
+            self._memory_dir.mkdir(parents=True, exist_ok=True)
+            path = self._memory_dir / f"{name}_memory.pickle"
+            with replacing(path) as temporary:
+                torch.cuda.memory._dump_snapshot(str(temporary))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._log.line(f"profile: memory in {path} (for docs.pytorch.org/memory_viz)")
+
+
+def operations(measured: profile) -> str:
+    """Return a table of the operations, by time on the GPU, or without one on the CPU."""
+    where = "device" if torch.cuda.is_available() else "cpu"
+    return measured.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=_ROWS)
+
+
+@contextmanager
+def profiled(
+    config: Config, run_dir: Path, log: RunLog, step: int, check: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
+    """Yield a function to call before each step: it profiles as the config asks, and calls `check`.
+
+    Args:
+        step: the number of steps that were taken before.
+    """
+    profiler = StepProfiler(config, run_dir, log, step)
+
+    def before_step() -> None:
+        check()
+        profiler.before_step()
+
+    try:
+        yield before_step
+    finally:
+        profiler.end()

@@ -1,0 +1,101 @@
+"""Test the profiles of a run: torch's trace and table, memory, and DeepSpeed's breakdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.engine.training.profiler import StepProfiler
+from tests.helpers.jobs import digest, train_run, write_shards
+from tests.helpers.launch import run_ranks
+
+KEYS = {"profile": True, "profile_step_start": 2, "profile_step_stop": 3, "train_iters": 4}
+FLOPS = {"enabled": True, "profile_step": 1, "module_depth": 2}
+
+
+def train(groups, folder):
+    prefix = write_shards(folder) if groups.is_main else str(folder / "text_document")
+    groups.barrier()
+    batch = {"train_micro_batch_size_per_gpu": 4, "num_layers": 1}
+    flops = {"flops_profiler": FLOPS | {"output_file": str(folder / "flops.txt")}}
+    train_run(groups, folder / "plain", prefix, batch | {"train_iters": 4})
+    train_run(groups, folder / "profiled", prefix, batch | KEYS | flops)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    run_ranks(2, train, folder)
+    return folder
+
+
+def test_a_trace_and_a_table_of_the_asked_steps(folder):
+    run = folder / "profiled"
+    assert {path.name for path in run.glob("*profile*")} == {
+        "profile_step2-3.json", "profile_step2-3.txt"
+    }  # fmt: skip
+    events = json.loads((run / "profile_step2-3.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    # ZeRO takes the step of each of the two parameter groups by itself.
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 2 * 2
+    assert "aten::mm" in names
+    table = (run / "profile_step2-3.txt").read_text()
+    shares = [float(each) for each in re.findall(r"^ +\S+ +([\d.]+)%", table, re.M)]
+    assert "Self CPU" in table and len(shares) > 5 and shares == sorted(shares, reverse=True)
+
+
+def test_deepspeed_prints_its_breakdown(folder):
+    text = (folder / "flops.txt").read_text()
+    assert "DeepSpeed Flops Profiler" in text and "Profile Summary at step 2" in text
+    assert re.search(r"fwd MACs per GPU: +[\d.]+ [KM]MACs", text)
+
+
+def test_profiles_change_no_weight(folder):
+    assert digest(folder / "profiled") == digest(folder / "plain")
+
+
+def profiler(tmp_path, said, **changes):
+    keys = {"profile": False, "memory_profiling": True, "memory_profiling_path": None}
+    keys |= {"profile_step_start": 2, "profile_step_stop": 2} | changes
+    config = SimpleNamespace(logging=SimpleNamespace(**keys))
+    return StepProfiler(config, tmp_path, SimpleNamespace(is_main=True, line=said.append), 0)
+
+
+def test_training_that_ends_before_the_profile_does_writes_it(tmp_path):
+    said = []
+    steps = profiler(tmp_path, said, profile=True, memory_profiling=False, profile_step_stop=9)
+    for _ in range(3):
+        steps.before_step()
+        torch.ones(2) + 1
+    steps.end()
+    steps.end()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "profile_step2-3.json", "profile_step2-3.txt"
+    }  # fmt: skip
+    assert len(said) == 1 and "aten::add" in (tmp_path / "profile_step2-3.txt").read_text()
+
+
+def test_memory_of_a_gpu_is_recorded(tmp_path, monkeypatch):
+    said, calls = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    record, dump = "torch.cuda.memory._record_memory_history", "torch.cuda.memory._dump_snapshot"
+    monkeypatch.setattr(record, lambda **options: calls.append(options))
+    monkeypatch.setattr(dump, lambda path: open(path, "w").close())
+    steps = profiler(tmp_path, said, memory_profiling_path=str(tmp_path / "there"))
+    for expected in ([], [{}], [{}, {"enabled": None}], [{}, {"enabled": None}]):
+        steps.before_step()
+        assert calls == expected
+    steps.end()
+    path = tmp_path / "there" / "profile_step2-2_memory.pickle"
+    assert path.exists() and len(said) == 1 and str(path) in said[0]
+
+
+def test_memory_without_a_gpu_is_said(tmp_path):
+    said = []
+    steps = profiler(tmp_path, said)
+    steps.before_step(), steps.before_step(), steps.end()
+    assert "there is no GPU" in said[0] and not list(tmp_path.iterdir())
