@@ -1,8 +1,12 @@
-"""Test the accuracy on length tasks, and a run on a task: training, resuming, evaluation."""
+"""Test the accuracy on length tasks, and a run on a task: training, resuming, evaluation.
+
+The two processes of the run also measure the suite, because starting processes takes long.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,12 +24,15 @@ from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.evaluation.accuracy import accuracy_at, evaluate_task
 from megatron.engine.evaluation.by_length import evaluate_checkpoint
+from megatron.engine.evaluation.suite.measure import Subject
+from megatron.engine.evaluation.suite.run import measure_with_progress
 from megatron.engine.text import JobData
 from megatron.engine.training.loop import next_batches
 from megatron.engine.training.pipeline import PipelineLosses
 from megatron.model import GPT
-from megatron.parallel.groups import build_groups
+from megatron.parallel.groups import Groups, build_groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss
+from tests.engine.evaluation.test_suite import SAMPLE, Letters, induction_model
 from tests.helpers.jobs import all_but_speed, digest, rows, train_run, write_config
 from tests.helpers.launch import run_ranks
 from tests.helpers.paths import ROOT
@@ -112,19 +119,46 @@ def test_a_small_model_learns_to_copy(tmp_path):
     assert learnt.exact > 0.9 and learnt.token > 0.95
 
 
-def train_twice(groups, run: Path) -> None:
-    """Train six steps in `run`, and again in another folder from the checkpoint of step 3."""
+def suite_of_five(groups: Groups) -> list[float]:
+    """Return every estimate of the suite for an odd number of sequences."""
+    few = replace(
+        SAMPLE,
+        sequences_nT=SAMPLE.sequences_nT[:5, :65],
+        documents=SAMPLE.documents[:5],
+        lengths=(32, 64),
+    )
+    found = measure_with_progress(Subject(induction_model(), groups, 128), few, Letters())
+    return [row.estimate.value for measure in found for row in measure.rows]
+
+
+def train_twice(groups: Groups, run: Path) -> list[float]:
+    """Train six steps in `run`, and again in another folder from the checkpoint of step 3.
+
+    Return the estimates of the suite on another model.
+    """
     keys = KEYS | {"save_interval": 3}
     train_run(groups, run, "builtin:copy", keys)
     train_run(groups, run.with_name("resumed"), "builtin:copy", keys, source=run, step=3)
+    return suite_of_five(groups)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Return the folder of a run of two data-parallel processes."""
+def in_two(tmp_path_factory):
+    """Return the folder of a run of two data-parallel processes, and what each returned."""
     run = tmp_path_factory.mktemp("tasks") / "run"
-    run_ranks(2, train_twice, run)
-    return run
+    return run, run_ranks(2, train_twice, run)
+
+
+@pytest.fixture(scope="module")
+def finished(in_two):
+    return in_two[0]
+
+
+def test_two_processes_find_the_same_in_the_suite(in_two):
+    alone = suite_of_five(GROUPS)
+    assert len(alone) > 20
+    for found in in_two[1]:
+        assert found == pytest.approx(alone, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
 def test_a_resumed_run_takes_the_same_steps(finished):

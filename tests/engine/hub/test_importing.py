@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import evaluate
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.hub.importing import import_folder
 from tests.helpers.hub import Wide, hub_model, imported_model, write_tokenizer
+from tests.helpers.shards import write_documents
 from tools import import_hf
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -98,6 +101,23 @@ def test_shards_and_dtypes_and_tokenizer(llama, tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
     assert import_hf.main() == 1
     assert "exists and is not empty; remove it" in capsys.readouterr().err
+
+
+def test_the_suite_measures_an_imported_model(llama, tmp_path, monkeypatch, capsys):
+    run, rng = tmp_path / "run", np.random.default_rng(0)
+    monkeypatch.setattr("sys.argv", ["import_hf.py", str(llama), str(run)])
+    assert import_hf.main() == 0
+    write_documents(tmp_path / "text", (rng.integers(0, 256, 140) for _ in range(4)))
+    keys = {"data_path": tmp_path / "text", "split": "0,4,0", "eval_suite_tokens": 256}
+    options = [part for key, value in keys.items() for part in ("-o", f"{key}={value}")]
+    call = [run / "config.yml", "--load", run, "--suite", "--lengths", "32,64,128", *options]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *map(str, call)])
+    assert evaluate.main() == 0
+    report = json.loads((run / "suite" / "report.json").read_text())
+    assert report["facts"]["checkpoint"].startswith(str(run))
+    first = report["measures"]["by_length"]["rows"][0]
+    assert first["length"] == 32 and first["value"] > 200  # of 300 tokens, untrained
+    assert report["verdict"][0] in capsys.readouterr().out
 
 
 def edit(path, **changes):
