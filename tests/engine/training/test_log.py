@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from megatron.engine.errors import RunLogError
 from megatron.engine.training.log import RunLog
@@ -230,6 +231,17 @@ def test_a_resumed_online_run_continues_the_recorded_id(tmp_path, monkeypatch, c
     assert calls[0]["entity"] == "t" and calls[0]["project"] == "p" and calls[0]["dir"] == tmp_path
     assert calls[0]["settings"].base_url == "https://wandb.invalid"
     assert "https://wandb.invalid/abc123" in capsys.readouterr().out
+
+
+def test_pictures_go_to_wandb_under_their_step(tmp_path, monkeypatch):
+    run, logged = OnlineRun(), []
+    run.log = logged.append
+    monkeypatch.setattr("wandb.init", lambda **_: run)
+    Image.new("RGB", (4, 2)).save(tmp_path / "kernels.png")
+    with RunLog(tmp_path / "run", is_main=True, use_wandb=True) as log:
+        log.pictures(5, tmp_path)
+    [row] = logged
+    assert row["step"] == 5 and row["pictures/kernels"].image.size == (4, 2)
 
 
 def test_wandb_disabled_writes_the_metrics_file_only(tmp_path):
