@@ -196,9 +196,10 @@ def _configs(arguments: argparse.Namespace) -> None:
     """Load the configs. The quickstart's stands for those that the reader writes."""
     names = [os.path.join(arguments.conf_dir, name) for name in arguments.configs]
     paths = [Path(name) for name in names if not OWN_CONFIGS.search(name)]
+    overrides = [override for override in arguments.overrides if "$" not in override]
     if len(paths) < len(names) or not names:
         paths.insert(0, Path("configs/quickstart.yml"))
-    overrides = [override for override in arguments.overrides if "$" not in override]
+        overrides.insert(0, "optimizer.type=Adam")  # the quickstart's Muon allows fewer layouts
     load_config(paths, overrides, world_size=8)
 
 
