@@ -11,7 +11,7 @@ import pytest
 
 def rows(page: Path, heading: str) -> list[dict[str, str]]:
     """Return the rows of the first table under a heading of a page, by the table's column names."""
-    section = page.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = re.split(r"\n#+ ", page.read_text().split(f"## {heading}\n")[1])[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     names, _, *cells = ([cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines)
     return [dict(zip(names, each, strict=True)) for each in cells]
