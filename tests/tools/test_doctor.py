@@ -125,8 +125,10 @@ def test_the_report_names_all_of_them_and_goes_on(tmp_path, monkeypatch, capsys)
     assert doctor.main(["--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert {each["check"] for each in found} == set(doctor.CHECKS)
+    without_numbers = re.sub(r"\d", "", report)  # free space changes from call to call
     for each in found:
-        assert each["text"] in report and each["remedy"] in report and set(each) == KEYS
+        assert re.sub(r"\d", "", each["text"]) in without_numbers
+        assert each["remedy"] in report and set(each) == KEYS
     problems, warnings = map(int, re.findall(r"\d+", report.splitlines()[-1]))
     levels = [each["level"] for each in found]
     assert (problems, warnings) == (levels.count(PROBLEM), levels.count(WARNING)) and problems >= 3
@@ -139,7 +141,7 @@ def test_a_healthy_machine_is_exit_code_0(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", {"python": software.python, "choices": software.choices})
     assert doctor.main([str(QUICKSTART)]) == 0
     said = capsys.readouterr().out
-    for words in ("attention: blocked (auto: for kerple_log", "precision: fp32", "optimizer: adam"):
+    for words in ("attention: blocked (auto: for kerple_log", "precision: fp32", "optimizer: muon"):
         assert words in said
     assert "0 problems, 0 warnings" in said
     assert "\x1b[32mok" in doctor.as_text([("python", next(software.python(None)))], True)

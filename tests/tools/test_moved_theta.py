@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 
-from megatron.engine.job import join
 from megatron.files import parse_json
+from megatron.parallel.groups import Groups
 from tests.helpers.jobs import run_job, write_config, write_shards
+from tests.helpers.launch import run_ranks
 from tools import table
 from tools.experiments import theta
 
@@ -33,19 +34,16 @@ def trained(tmp_path_factory) -> Path:
     """Return a folder with a run for each key of FROZEN, and one that moves theta."""
     folder = tmp_path_factory.mktemp("runs")
     prefix = write_shards(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.setenv(name, "0")  # restored afterwards
-            patch.delenv(name)
-        groups = join.join_job()
-        for name, keys in {**FROZEN, "moved": MOVED}.items():
-            run = str(folder / name)
-            config = folder / f"{name}.yml"
-            frozen = {"theta_frozen": name in FROZEN}
-            write_config(config, prefix, **KEYS, **frozen, **keys, save=run, load=run)
-            run_job(groups, config)
-        join.leave_job()
+    run_ranks(1, train, folder, prefix)
     return folder
+
+
+def train(groups: Groups, folder: Path, prefix: str) -> None:
+    for name, keys in {**FROZEN, "moved": MOVED}.items():
+        run, config = str(folder / name), folder / f"{name}.yml"
+        frozen = {"theta_frozen": name in FROZEN}
+        write_config(config, prefix, **KEYS, **frozen, **keys, save=run, load=run)
+        run_job(groups, config)
 
 
 @pytest.mark.parametrize("name", FROZEN)

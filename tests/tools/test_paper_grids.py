@@ -131,7 +131,7 @@ def test_the_plan_and_the_hand_scale_grid_agree():
 def test_a_release_gives_its_table(tmp_path, capsys, monkeypatch, start_forked):
     monkeypatch.setattr(runner, "start", start_forked)
     data = tmp_path / "data.yml"
-    data.write_text(f"data_path: builtin:python-stdlib\ndata_dir: {tmp_path}\n")
+    data.write_text(f"data_path: builtin:python-stdlib\ndata_dir: {tmp_path}\nsplit: 90,5,5\n")
     text = (CONFIGS / "paper" / "released.yml").read_text()
     for old, new in (
         ("configs/data/{corpus}.yml", str(data)),
