@@ -168,9 +168,12 @@ class RunLog:
 
         All events from `step` on are hidden, and the rows of `step` itself are written again.
         """
+        boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
+        if not boards:
+            return
         lines = [] if self._path is None else self._path.read_text(encoding="utf-8").splitlines()
         rows = [parse_json(text) for text in lines if text.startswith(f'{{"step": {step},')]
-        for board in (sink for sink in self._sinks if isinstance(sink, TensorBoard)):
+        for board in boards:
             board.restart(step, rows)
 
     def go_back(self, step: int, validates_again: bool) -> None:
