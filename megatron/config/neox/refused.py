@@ -180,4 +180,9 @@ for _key, _written in {
     "world_size": "the number of processes to torchrun",
     "is_pipe_parallel": "pipe_parallel_size",
 }.items():
-    _refuse(_key, "GPT-NeoX computes it from the other key and ignores this one", _written, _same_as(_written))
+    _refuse(
+        _key,
+        "GPT-NeoX computes it from the other key and ignores this one",
+        _written,
+        _same_as(_written),
+    )
