@@ -29,10 +29,12 @@ from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, alternatives, f
 from megatron.data.corpora.download import check, download
 from megatron.data.corpora.python_stdlib import NAMES, PREFIX, prepare_builtin
 from megatron.data.errors import CorpusError
+from megatron.data.prepare.archive import ArchiveWriter
 from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
-from megatron.data.prepare.run import PrepareOptions, write_shards
+from megatron.data.prepare.options import PrepareOptions
+from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
 from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import read_manifest
@@ -63,6 +65,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     text = "library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]"
     add("--backend", text, choices=BACKENDS, default="auto")
     add("--input", "files, globs, folders or hub:ID; with a corpus, a copy of it", nargs="+")
+    text = "also keep the documents, text and meta, as an archive of lm_dataformat"
+    add("--archive", text, type=Path, metavar="DIR")
     add("--name", "name of the data set made from --input")
     add("--text-key", "key of the text in records [%(default)s]", default="text")
     text = "keep only records of these meta.pile_set_name"
@@ -136,7 +140,7 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
     """Return the first flag on the command line that a built-in corpus ignores, or None."""
     names = "input name overwrite text_key pile_set ftfy no_append_eod on_error partition mirror "
-    names += "max_document_bytes max_expansion"
+    names += "max_document_bytes max_expansion archive"
     given = (n for n in names.split() if getattr(arguments, n) != parser.get_default(n))
     return next((f"--{name.replace('_', '-')}" for name in given), None)
 
@@ -197,12 +201,13 @@ def prepare(arguments: argparse.Namespace) -> str:
         corpus = find_corpus(arguments.dataset, BUILTIN)
         about = {"corpus": arguments.dataset, "licence": corpus.licence}
     index, count = arguments.partition
-    name = arguments.name if count == 1 else f"{arguments.name}-{index:05}-of-{count:05}"
-    prefix = str(folder / f"{name}_text_document")
+    ending = "" if count == 1 else f"-{index:05}-of-{count:05}"
+    prefix = str(folder / f"{arguments.name}{ending}_text_document")
     if shard_path(prefix, ".idx").exists() and not arguments.overwrite:
         raise CorpusError(
             f"{prefix}.idx: exists already; choose another --name, or add --overwrite"
         )
+    archive = arguments.archive and ArchiveWriter(f"{arguments.archive}{ending}")
     sources = find_sources(arguments.input or [])  # before downloads, to report a wrong path early
     tokenizer = tokenizer_for(arguments)
     if corpus and not arguments.input:
@@ -226,7 +231,7 @@ def prepare(arguments: argparse.Namespace) -> str:
         limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
     )
     label = f"tokenising {arguments.name}"
-    write_shards(sources, [prefix], tokenizer, options, about=about, label=label)
+    write_shards(sources, [prefix], tokenizer, options, archive=archive, about=about, label=label)
     return prefix
 
 

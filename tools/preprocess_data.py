@@ -23,7 +23,8 @@ from megatron import entry
 from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
-from megatron.data.prepare.run import PrepareOptions, write_shards
+from megatron.data.prepare.options import PrepareOptions
+from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
 from megatron.data.tokenizers.build import TYPES, build_tokenizer
 from megatron.data.tokenizers.fast_bpe import BACKENDS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,7 @@ class Encoded:
         counts: Maps each name in `COUNTS` to a number for this chunk, such as "documents" to the
             number of documents.
         faults: A text for each faulty record, with the record's place and the reason.
+        documents: If they are kept, (text, meta data) of each document of the first key.
     """
 
     source: int
@@ -69,16 +71,21 @@ class Encoded:
     tokens: list[np.ndarray] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     faults: list[str] = field(default_factory=list)
+    documents: list[tuple[str, Any]] = field(default_factory=list)
 
 
 COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_bytes", "faults")
 
 
 class Encoder:
-    """A callable that turns the text of a `Chunk` into the tokens of an `Encoded`."""
+    """A callable that turns the text of a `Chunk` into the tokens of an `Encoded`.
 
-    def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    Args:
+        keep: Whether the result also holds the documents themselves.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: EncodeOptions, keep: bool = False) -> None:
+        self.tokenizer, self.options, self.keep = tokenizer, options, keep
         tokenizer.load()
 
     def __call__(self, chunk: Chunk) -> Encoded:
@@ -86,7 +93,9 @@ class Encoder:
         if chunk.fault is not None:
             out.faults.append(chunk.fault)
         texts: list[list[str]] = [[] for _ in self.options.keys]
-        for values in self._records(chunk, out):
+        for values, meta in self._records(chunk, out):
+            if self.keep and values[0]:
+                out.documents.append((values[0], meta))
             for column, text in zip(texts, values, strict=True):
                 if text:
                     column.append(text)
@@ -97,17 +106,20 @@ class Encoder:
         out.counts["faults"] = len(out.faults)
         return out
 
-    def _records(self, chunk: Chunk, out: Encoded) -> Iterator[list[str]]:
-        """Yield the texts of each record, one per key. Add faulty records to `out.faults`."""
+    def _records(self, chunk: Chunk, out: Encoded) -> Iterator[tuple[list[str], Any]]:
+        """Yield (texts, meta data) of each record, with one text per key.
+
+        Add faulty records to `out.faults`.
+        """
         lines = enumerate((chunk.lines or b"").split(b"\n"), chunk.first)
         records = ((f"{chunk.where}:{n}", line) for n, line in lines if line.strip())
         for place, content in records if chunk.texts is None else chunk.texts:
             try:
                 text = content.decode("utf-8-sig")
                 if chunk.texts is not None:
-                    values = [text] * len(self.options.keys)
+                    values, meta = [text] * len(self.options.keys), {}
                 else:
-                    values = self._values(text, out)
+                    values, meta = self._values(text, out)
                 if self.options.ftfy:
                     import ftfy
 
@@ -118,12 +130,12 @@ class Encoder:
                 continue
             out.counts["text_bytes"] += sum(sizes)
             if values:
-                yield values
+                yield values, meta
 
-    def _values(self, line: str, out: Encoded) -> list[str]:
-        """Return the texts of a JSON record, one for each key.
+    def _values(self, line: str, out: Encoded) -> tuple[list[str], Any]:
+        """Return the texts of a JSON record, one for each key, and its meta data.
 
-        Return an empty list if `pile_sets` does not select the record.
+        Return an empty list of texts if `pile_sets` does not select the record.
 
         Raises:
             CorpusError: the record is not a JSON object with a text for each key, or `pile_sets` is
@@ -132,7 +144,7 @@ class Encoder:
         record = parse_json(line)
         keys, sets = self.options.keys, self.options.pile_sets
         if isinstance(record, str) and keys == ("text",) and not sets:
-            return [record]  # lm_dataformat can write a string instead of an object
+            return [record], {}  # lm_dataformat can write a string instead of an object
         if isinstance(record, list):
             raise CorpusError(f"is a JSON array; {_ONE_A_LINE}")
         if not isinstance(record, dict):
@@ -144,8 +156,8 @@ class Encoder:
                 raise CorpusError("has no meta.pile_set_name to choose by")
             if name not in sets:
                 out.counts["left_out_by_set"] += 1
-                return []
-        return [_value(record, key) for key in keys]
+                return [], meta
+        return [_value(record, key) for key in keys], record.get("meta", {})
 
     def _encode(self, texts: list[str], out: Encoded) -> None:
         """Encode the texts of one key and append their sizes and tokens to `out`."""

@@ -17,6 +17,7 @@ import zlib
 from typing import Any
 
 from megatron import files
+from megatron.data.errors import CorpusError, DataError
 from megatron.data.shards.format import shard_path
 
 
@@ -35,7 +36,7 @@ class Journal:
     """
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:
-        self.path = shard_path(prefix, ".journal")
+        self.path, self._prefix = shard_path(prefix, ".journal"), os.fspath(prefix)
         self.job, self.seconds = json.loads(json.dumps(job)), seconds
         self._last_write = time.monotonic()
         self.refused: str | None = None
@@ -78,6 +79,20 @@ class Journal:
         self.path.unlink(missing_ok=True)
         for path in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{files.UNFINISHED}"):
             path.unlink()
+
+    def explain(self, error: OSError | DataError) -> DataError:
+        """Return `error` as a DataError that also says how many documents a rerun need not repeat.
+
+        If `error` is an OSError that names no file, the text starts with the first shard's prefix.
+        """
+        kept = ""
+        if state := self.read():
+            documents = state["counts"]["documents"]
+            kept = f"the same command goes on after the first {documents:,} documents"
+        if isinstance(error, DataError):
+            return type(error)(f"{error}, {kept}" if kept else str(error))
+        place = "" if error.filename else f"{self._prefix}: "  # a full disk names no file
+        return CorpusError(f"{place}{error}; {kept or 'nothing is written'}")
 
 
 def _checksum(job: Any, state: dict) -> int:

@@ -91,3 +91,8 @@ def describe_skipped(path: str | os.PathLike, faults: int) -> str:
         shown = "".join(f"  {line}" for line in itertools.islice(file, _LISTED))
     more = "  ..." if faults > _LISTED else ""
     return f"skipped {faults} faulty records, listed in {path}:\n{shown}{more}"
+
+
+def printable(fault: str) -> str:
+    """Escape line feeds and codes that change the terminal; names in archives may contain them."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fault)

@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any, cast
 
 from megatron.data.prepare import chunks
+from megatron.data.prepare.archive import read_archive
 from megatron.data.prepare.chunks import Chunk, Fault, Limits, Place, foreign_bytes
 from megatron.data.prepare.compression import CountedFile, decompressed, hash_file, read_out
 from megatron.data.prepare.read_tables import read_hub, read_parquet
@@ -44,7 +45,10 @@ def read_source(
     """
     place = Place(source.path, limits, source.size)
     with foreign_bytes(place):
-        yield from _READERS[source.kind](source, keys, facts, place)
+        # lm_dataformat reads texts under its own key alone.
+        other = source.kind == "archive" and keys != ("text",)
+        reader = _READERS["jsonl" if other else source.kind]
+        yield from reader(source, keys, facts, place)
 
 
 class _TarFile(tarfile.TarFile):
@@ -199,6 +203,7 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict, place: Place) 
 
 _READERS: dict[str, Callable[..., Iterator[Chunk]]] = {
     "jsonl": _sequential(_read_jsonl),
+    "archive": read_archive,
     "tar": _sequential(_read_tar),
     "dat": _sequential(_read_dat),
     "text": _read_text,

@@ -63,7 +63,7 @@ def read_parquet(
                     yield row
                 place.name = f"{source.path}:{done + 1}"
 
-        chunks = _record_chunks(rows(), source.path, place)
+        chunks = record_chunks(rows(), source.path, place)
         yield from positioned(chunks, lambda: source.size * done // total)
     facts["sha256"] = hash_file(source.path)
 
@@ -115,20 +115,26 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
 
     place.name = f"{source.path}:1"
     with foreign_bytes(place, "cannot be read further"):
-        yield from _record_chunks(records(), source.path, place)
+        yield from record_chunks(records(), source.path, place)
     facts["rows"] = done
 
 
-def _record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator[Chunk]:
+def record_chunks(
+    rows: Iterable[Mapping], where: str, place: Place, halves: str = "surrogatepass"
+) -> Iterator[Chunk]:
     """Yield chunks in which each row of a table is one JSON line.
 
     Worker processes encode these chunks like those of a .jsonl file.
+
+    Args:
+        halves: How halves of surrogate pairs are written, which UTF-8 cannot hold: as bytes that
+            make the record faulty, or with "backslashreplace" as escapes of JSON.
     """
 
     def lines() -> Iterator[bytes]:
         for row in rows:
             line = json.dumps(row, default=_json_value, ensure_ascii=False) + "\n"
-            encoded = line.encode("utf-8", "surrogatepass")
+            encoded = line.encode("utf-8", halves)
             place.check_size(len(encoded))
             place.expand(len(encoded))
             yield encoded

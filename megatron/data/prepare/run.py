@@ -21,10 +21,17 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from megatron.data.errors import CorpusError, DataError
-from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault, Limits
-from megatron.data.prepare.encode import COUNTS, Encoded, EncodeOptions, Encoder
+from megatron.data.prepare.archive import ArchiveWriter
+from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault
+from megatron.data.prepare.encode import COUNTS, Encoded, Encoder
 from megatron.data.prepare.journal import Journal
-from megatron.data.prepare.progress import ProgressBar, describe_nothing, describe_skipped
+from megatron.data.prepare.options import PrepareOptions
+from megatron.data.prepare.progress import (
+    ProgressBar,
+    describe_nothing,
+    describe_skipped,
+    printable,
+)
 from megatron.data.prepare.read_files import read_source
 from megatron.data.prepare.sources import Source
 from megatron.data.prepare.workers import Workers
@@ -34,35 +41,13 @@ from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.base import Tokenizer
 
 
-@dataclass(frozen=True)
-class PrepareOptions:
-    """Options of a preparation run.
-
-    Attributes:
-        encode: The options for encoding a record.
-        workers: The number of worker processes. If it is 1, the main process encodes the text.
-        on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
-        partition: (i, n) selects partition i of n. Partitions are numbered from 1.
-        checkpoint_seconds: The time between two updates of the journal.
-        quiet: Show no progress bar.
-        limits: The largest size of a document, and how much an input may expand.
-    """
-
-    encode: EncodeOptions = EncodeOptions()
-    workers: int = 1
-    on_error: str = "stop"
-    partition: tuple[int, int] = (1, 1)
-    checkpoint_seconds: float = 10.0
-    quiet: bool = False
-    limits: Limits = Limits()
-
-
 def write_shards(
     sources: list[Source],
     prefixes: Sequence[str | os.PathLike],
     tokenizer: Tokenizer,
-    options: PrepareOptions = PrepareOptions(),
+    options: PrepareOptions | None = None,
     *,
+    archive: ArchiveWriter | None = None,
     about: dict | None = None,
     label: str = "tokenising",
 ) -> list[dict]:
@@ -72,7 +57,8 @@ def write_shards(
         sources: The inputs, in the order in which their documents are written.
         prefixes: For each key, the path of its shard without suffix.
         tokenizer: The tokenizer that encodes the text.
-        options: The options of the run.
+        options: The options of the run, or None for the defaults.
+        archive: The archive that also keeps the documents of the first key, or None.
         about: Facts about the corpus, which are added to the entry `source` of each manifest.
         label: The text before the progress bar.
 
@@ -81,10 +67,11 @@ def write_shards(
 
     Raises:
         CorpusError: an input is faulty (unless faults are skipped), no document has text, or the
-            shards cannot be written. An incomplete shard never has an .idx file.
+            shards or the archive cannot be written. An incomplete shard never has an .idx file.
     """
     paths = [os.fspath(prefix) for prefix in prefixes]
-    return _Run(sources, paths, tokenizer, options, about or {}, label).run()
+    options = options or PrepareOptions()
+    return _Run(sources, paths, tokenizer, options, archive, about or {}, label).run()
 
 
 @dataclass
@@ -93,6 +80,7 @@ class _Run:
     prefixes: list[str]
     tokenizer: Tokenizer
     options: PrepareOptions
+    archive: ArchiveWriter | None
     about: dict
     label: str
 
@@ -106,6 +94,7 @@ class _Run:
             "options": astuple(self.options.encode),
             "partition": self.options.partition,
             "chunks": [CHUNK_BYTES, MAX_TEXTS],  # chunk numbers depend on these
+            "archive": self.archive and os.fspath(self.archive.folder),
         }
         self.journal = Journal(self.prefixes[0], job, self.options.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
@@ -118,25 +107,30 @@ class _Run:
         self.total = sum(source.size for source in self.sources)  # bytes of all inputs
 
     def run(self) -> list[dict]:
-        encoder = Encoder(self.tokenizer, self.options.encode)
+        encoder = Encoder(self.tokenizer, self.options.encode, keep=self.archive is not None)
         with Workers(encoder, self.options.workers) as workers, ExitStack() as stack:
             self.writers = [
                 stack.enter_context(ShardWriter(prefix, self.tokenizer.dtype))
                 for prefix in self.prefixes
             ]
+            if self.archive:
+                stack.callback(self.archive.close)
             self._resume()
             self.skipped = stack.enter_context(open(self.skipped_part, "a", encoding="utf-8"))
-            share = self.total // self.partitions
             try:
-                with ProgressBar(share, self.label, self.options.quiet) as progress:
+                with ProgressBar(
+                    self.total // self.partitions, self.label, self.options.quiet
+                ) as progress:
                     for result in workers.map(self._chunks()):
                         self._write(result, progress)
                 return self._finish()
             except (OSError, DataError) as error:
-                raise self._described(error) from error
+                raise self.journal.explain(error) from error
             finally:
                 for writer in self.writers:
                     writer.keep_parts = self.journal.exists
+                if self.archive:
+                    self.archive.keep_part = self.journal.exists
                 if not self.journal.exists:
                     self.skipped_part.unlink(missing_ok=True)
 
@@ -146,9 +140,13 @@ class _Run:
         Otherwise, start the run from its first chunk.
         """
         state = self.journal.read()
-        resumable = state is not None and all(
-            writer.shared_name and writer.holds(*written)
-            for writer, written in zip(self.writers, state["written"], strict=True)
+        resumable = (
+            state is not None
+            and (self.archive is None or self.archive.holds(state["archive"]))
+            and all(
+                writer.shared_name and writer.holds(*written)
+                for writer, written in zip(self.writers, state["written"], strict=True)
+            )
         )
         self.skipped_part.touch()
         if state is None or not resumable:
@@ -156,7 +154,7 @@ class _Run:
                 why = self.journal.refused or "counts more than the .part files hold"
                 print(f"{self.journal.path}: {why}; starting over", file=sys.stderr)
             self.journal.remove()
-            state = {"written": [(0, 0)] * len(self.writers), "skipped_bytes": 0}
+            state = {"written": [(0, 0)] * len(self.writers), "skipped_bytes": 0, "archive": 0}
         else:
             self.first, self.last, self.counts = state["begin"], state["done"], state["counts"]
             self.facts = state["facts"]
@@ -164,6 +162,8 @@ class _Run:
                 print(f"going on after {self.counts['documents']:,} documents", file=sys.stderr)
         for writer, written in zip(self.writers, state["written"], strict=True):
             writer.rewind(*written)
+        if self.archive:
+            self.archive.begin(state["archive"])
         os.truncate(self.skipped_part, state["skipped_bytes"])
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -200,17 +200,15 @@ class _Run:
 
     def _write(self, result: Encoded, progress: ProgressBar) -> None:
         """Append the tokens of one chunk to the shards. Update the journal if it is due."""
-        # Names of archive members may contain line feeds and codes that change the terminal.
-        faults = [
-            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fault)
-            for fault in result.faults
-        ]
+        faults = [printable(fault) for fault in result.faults]
         if faults and self.options.on_error == "stop":
             raise CorpusError(faults[0])
         for fault in faults:
             self.skipped.write(fault + "\n")
         for writer, tokens, sizes in zip(self.writers, result.tokens, result.sizes, strict=True):
             writer.add_documents(tokens, sizes)
+        if self.archive:
+            self.archive.add(result.documents)
         for name, count in result.counts.items():
             self.counts[name] += count
         self.last = [result.source, result.number]
@@ -227,6 +225,7 @@ class _Run:
                 "counts": self.counts,
                 "facts": self.facts,
                 "skipped_bytes": os.path.getsize(self.skipped_part),
+                "archive": self.archive.sync() if self.archive else 0,
             }
             self.journal.write(state)
 
@@ -236,6 +235,8 @@ class _Run:
         if not self.counts["documents"]:
             self._report_no_documents(faults)
         manifests = self._manifests(faults)
+        if self.archive:
+            self.archive.sync()  # while a full disk can still be cured and the run continued
         self.skipped.flush()
         if faults:
             os.replace(self.skipped_part, self.skipped_path)
@@ -247,6 +248,8 @@ class _Run:
             writer.manifest = to_bytes(manifest)
             writer.keep_parts = self.journal.exists
             writer.finalize()
+        if self.archive:
+            self.archive.finish()
         self.journal.remove()
         return manifests
 
@@ -284,17 +287,3 @@ class _Run:
             )
             for writer, key in zip(self.writers, encode.keys, strict=True)
         ]
-
-    def _described(self, error: OSError | DataError) -> DataError:
-        """Return `error` as a DataError that also says how many documents a rerun need not repeat.
-
-        If `error` is an OSError that names no file, the text starts with the first shard's prefix.
-        """
-        kept = ""
-        if state := self.journal.read():
-            documents = state["counts"]["documents"]
-            kept = f"the same command goes on after the first {documents:,} documents"
-        if isinstance(error, DataError):
-            return type(error)(f"{error}, {kept}" if kept else str(error))
-        place = "" if error.filename else f"{self.prefixes[0]}: "  # a full disk names no file
-        return CorpusError(f"{place}{error}; {kept or 'nothing is written'}")

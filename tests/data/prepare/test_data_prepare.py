@@ -10,7 +10,8 @@ import pytest
 
 import prepare_data
 from megatron.data.errors import CorpusError, ShardError
-from megatron.data.prepare.run import PrepareOptions, write_shards
+from megatron.data.prepare.options import PrepareOptions
+from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.manifest import read_manifest

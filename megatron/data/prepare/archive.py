@@ -1,0 +1,173 @@
+"""Write the documents of a preparation run as an archive of `lm_dataformat`, and read an archive.
+
+An archive is a folder of files named `data_N_timeT_NAME.jsonl.zst`. Each line is the record of one
+document, with its text and its meta data. The package `lm_dataformat` writes and reads the records.
+It does not report a truncated or hostile file, so each file is checked before the package reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron.data.errors import CorpusError, needs_package
+from megatron.data.locks import try_lock
+from megatron.data.prepare.chunks import Chunk, Fault, Place, foreign_bytes, line_chunks, positioned
+from megatron.data.prepare.compression import CountedFile, decompressed
+from megatron.data.prepare.read_tables import record_chunks
+from megatron.data.prepare.sources import Source
+from megatron.files import flush
+
+_FIRST = 1_000_000  # the number of the first file; readers sort names, so 10 must not precede 2
+
+
+class ArchiveWriter:
+    """A writer of an archive that appears complete or not at all.
+
+    The writer fills the hidden folder `.NAME.part` beside `folder`. `finish` renames it to
+    `folder`. A killed process leaves the hidden folder, and a later run may continue it.
+
+    Args:
+        folder: The folder of the archive.
+
+    Attributes:
+        keep_part: Whether `close` keeps an unfinished archive.
+
+    Raises:
+        CorpusError: `folder` exists and is not an empty folder, or `lm_dataformat` is not
+            installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        with needs_package("lm_dataformat", "--archive", CorpusError):
+            import lm_dataformat
+        self.folder, self.keep_part = Path(folder).resolve(), False
+        self._part = self.folder.with_name(f".{self.folder.name}.part")
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise CorpusError(
+                f"{folder}: exists already; name another folder as --archive, or remove it"
+            )
+        self._library = lm_dataformat
+        self._archive: Any = None
+        self._files = self._added = 0
+
+    def holds(self, files: int) -> bool:
+        """Return whether an earlier run left at least `files` complete files."""
+        return len(self._complete_files()) >= files
+
+    def begin(self, files: int) -> None:
+        """Start after the first `files` files of an earlier run, and remove its other files.
+
+        Raises:
+            CorpusError: another process is writing this archive, or its folder cannot be made.
+        """
+        with self._explained():
+            self._part.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._part, os.O_RDONLY)
+            if try_lock(self._lock, wait=False) is False:
+                os.close(self._lock)
+                raise CorpusError(f"{self.folder}: another process is writing this archive")
+            for path in self._complete_files()[files:]:
+                path.unlink()
+            self._archive = self._library.Archive(str(self._part))
+        self._files, self._added = files, 0
+        self._archive.i = _FIRST + files
+
+    def add(self, documents: Iterable[tuple[str, Any]]) -> None:
+        """Append documents, each a pair (text, meta data)."""
+        with self._explained():
+            for text, meta in documents:
+                self._archive.add_data(text, meta)
+                self._added += 1
+
+    def sync(self) -> int:
+        """Complete the current file, unless it is empty; return the number of complete files.
+
+        The complete files survive a crash of the machine.
+        """
+        if self._added:
+            with self._explained():
+                self._archive.commit()
+                flush(self._complete_files()[-1])
+                flush(self._part)
+            self._files, self._added = self._files + 1, 0
+        return self._files
+
+    def finish(self) -> None:
+        """Complete the archive and give its folder its final name."""
+        self.sync()
+        self._archive.fh.close()
+        with self._explained():
+            (self._part / "current_chunk_incomplete").unlink()  # empty: `commit` opened it
+            self._part.rename(self.folder)
+            flush(self.folder.parent)
+
+    def close(self) -> None:
+        """Close the files. Remove an unfinished archive unless `keep_part` is True."""
+        if self._archive is None:  # before `begin`, or another process writes this archive
+            return
+        with suppress(OSError):  # closing flushes the buffer, which fails on a full disk
+            self._archive.fh.close()
+        if not self.keep_part:
+            shutil.rmtree(self._part, ignore_errors=True)  # there is none after `finish`
+        os.close(self._lock)
+
+    def _complete_files(self) -> list[Path]:
+        return sorted(self._part.glob("data_*.jsonl.zst"))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn an OSError of the `with` block into a CorpusError that names the archive."""
+        try:
+            yield
+        except OSError as error:
+            raise CorpusError(f"{self.folder}: the archive cannot be written: {error}") from error
+
+
+def read_archive(
+    source: Source, keys: tuple[str, ...], facts: dict, place: Place
+) -> Iterator[Chunk]:
+    """Yield the chunks of one file of an archive. Each record has the keys `text` and `meta`.
+
+    Args:
+        source: The source to read, one file of an archive.
+        keys: ("text",), because `lm_dataformat` stores a text under this key alone.
+        facts: A dict to which the SHA-256 of the file is added.
+        place: The position in the file, with the limits that the file must not exceed.
+
+    Raises:
+        Fault: the file is damaged or exceeds the limits. The records before it are yielded first.
+        CorpusError: `lm_dataformat` is not installed.
+    """
+    assert keys == ("text",)
+    with needs_package("lm_dataformat", f"{source.path}: reading an archive", CorpusError):
+        import lm_dataformat
+    path, lines, done, fault = place.name, 0, 0, None
+    try:
+        with foreign_bytes(place), CountedFile(source.path) as raw:
+            for chunk in line_chunks(decompressed(path, raw, place.expand), place):
+                lines += (chunk.lines or b"").count(b"\n")
+            facts["sha256"] = raw.digest()
+    except Fault as error:
+        fault = error
+
+    def records() -> Iterator[dict]:
+        nonlocal done
+        place.name, place.expanded = f"{path}:1", 0
+        found = lm_dataformat.Reader(source.path).stream_data(get_meta=True)
+        for text, meta in islice(found, lines):
+            done += 1
+            place.name = f"{path}:{done + 1}"
+            yield {"text": text, "meta": meta}
+        if done < lines:
+            raise EOFError(f"lm_dataformat reads only {done:,} of {lines:,} records")
+
+    chunks = record_chunks(records(), source.path, place, "backslashreplace")
+    yield from positioned(chunks, lambda: source.size * done // lines)
+    if fault is not None:
+        raise fault
