@@ -1,0 +1,72 @@
+"""Write the results of a benchmark: a Markdown table, a CSV file and a plot."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def facts(script: str) -> list[str]:
+    """Return the lines that every table begins with: date, machine and command.
+
+    Args:
+        script: The path of the benchmark in the repository.
+    """
+    return [
+        f"{datetime.date.today()}, {cpu()}, {len(os.sched_getaffinity(0))} cores, Python "
+        f"{platform.python_version()}",
+        f"`python {script} {' '.join(without_folders(sys.argv[1:]))}`",
+    ]
+
+
+def write(
+    out: str | None,
+    title: str,
+    about: list[str],
+    rows: list[dict],
+    draw: Callable[[Any, list[dict]], None],
+) -> None:
+    """Print the table. If `out` is not None, write OUT.md, OUT.csv and OUT.png.
+
+    Args:
+        about: The facts above the table.
+        rows: The rows, which have the same keys.
+        draw: A function of a matplotlib figure and the rows that plots them.
+    """
+    lines = [f"# {title}", "", *(f"- {fact}" for fact in about), ""]
+    lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
+    print("\n".join(lines))
+    if not out:
+        return
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.md").write_text("\n".join(lines) + "\n")
+    with open(f"{out}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure, rows)
+    figure.savefig(f"{out}.png", dpi=120)
+
+
+def without_folders(arguments: list[str]) -> list[str]:
+    """Return the arguments, with absolute paths reduced to their last component."""
+    return [Path(a).name if os.path.isabs(a) else a for a in arguments]
+
+
+def cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
