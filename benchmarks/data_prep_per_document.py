@@ -3,7 +3,8 @@
     python benchmarks/data_prep_per_document.py SOURCE PREFIX VOCAB_FILE MERGE_FILE WORKERS
 
 A pool of processes calls `tokenizers` once for each document and returns lists of Python ints. Each
-document is appended to the output separately.
+document is appended to the output separately. If MERGE_FILE is "-", VOCAB_FILE is a tokenizer.json,
+as for gpt-neox's `HFTokenizer`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 
 import lm_dataformat
 import numpy as np
+import tokenizers
 
 from megatron.data.shards.format import HEADER, MAGIC
 from megatron.data.tokenizers.build import build_tokenizer
@@ -20,6 +22,9 @@ from megatron.data.tokenizers.build import build_tokenizer
 
 def _start(vocab_file: str, merge_file: str) -> None:
     global _tokenizer
+    if merge_file == "-":
+        _tokenizer = tokenizers.Tokenizer.from_file(vocab_file)
+        return
     _tokenizer = build_tokenizer(
         "GPT2BPETokenizer", vocab_file, merge_file, "tokenizers"
     ).reference  # the library's object

@@ -33,9 +33,10 @@ _WORDS = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\
 _LONG_RUN = 250_000
 CHECK_FIRST = 1 << 16
 """Each process compares all texts with the reference until it has compared this many characters."""
-CHECK_EVERY = 64
+CHECK_EVERY = 256
 """After the first `CHECK_FIRST` characters, about one character in `CHECK_EVERY` is compared.
 
+The reference is many times as slow, so comparing more would take much of the processor's time.
 Single texts are compared, not whole batches, because the texts of a batch resemble each other.
 """
 DIFFICULT_TEXTS = (
