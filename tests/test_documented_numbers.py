@@ -37,6 +37,41 @@ def test_perplexities_of_the_quickstart(repo_root):
             assert_rounded(error, found.perplexity * found.stderr)
 
 
+def test_perplexities_of_the_hand_scale_grid(repo_root):
+    table = rows(repo_root / "docs" / "results.md", "The paper's comparison at hand-scale")
+    results = pd.read_csv(repo_root / "docs" / "results" / "code" / "results.csv")
+    measured = results[results["metric"] == "perplexity"]
+    lengths = [name for name in table[0] if name.replace(",", "").isdigit()]
+    assert {row["embedding"] for row in table} == set(measured["embedding"])
+    assert len(lengths) == measured["length"].nunique()
+    for row in table:
+        runs = measured[measured["embedding"] == row["embedding"]]
+        assert int(row["seeds"]) == runs["seed"].nunique()
+        for length in lengths:
+            values = runs.loc[runs["length"] == int(length.replace(",", "")), "value"]
+            mean, deviation = row[length].split(" ± ")
+            assert_rounded(mean, values.mean())
+            assert_rounded(deviation, values.std())
+
+
+@pytest.mark.parametrize(
+    ("heading", "folder"),
+    [("The paper's comparison at hand-scale", "code"), ("Are two backends equal?", "backends")],
+)
+def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
+    section = (repo_root / "docs" / "results.md").read_text().split(f"## {heading}\n")[1]
+    verdicts = pd.read_csv(repo_root / "docs" / "results" / folder / "verdicts.csv")
+    lines = re.split(r"\n## ", section)[0].replace("\n  ", " ").splitlines()
+    assert len(verdicts)
+    for verdict in verdicts.itertuples():
+        (line,) = (line for line in lines if line.startswith(f"- {verdict.name}: "))
+        assert f"**{verdict.word}**" in line
+        assert (
+            f"{verdict.change:+.2f}%" in line
+            and f"{verdict.low:+.2f} to {verdict.high:+.2f}" in line
+        )
+
+
 @pytest.mark.parametrize(("text", "value"), [("3.57", 3.581), ("1,380", 1381.0)])
 def test_a_wrong_number_is_found(text, value):
     with pytest.raises(AssertionError):

@@ -117,6 +117,14 @@ def _bad_loss(action: str, zero: int, stages: int, precision: str) -> Found | No
     return ("on_bad_loss", f"{why}; write roll_back or stop") if why else None
 
 
+@relation("torch_compile", "zero_stage", "pipe_parallel_size", "model_parallel_size")
+def _compiled(compiled: bool, zero: int, stages: int, tensor: int) -> Found | None:
+    if not compiled or (zero < 3 and stages <= 1 and tensor <= 1):
+        return None
+    asked = "zero_optimization stage 3" if zero == 3 else "tensor or pipeline parallelism"
+    return "torch_compile", f"true with {asked}: not supported; leave the key out"
+
+
 @relation("hidden_size", "num_attention_heads")
 def _heads(hidden: int, heads: int) -> Found | None:
     if hidden % heads:

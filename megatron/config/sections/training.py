@@ -96,6 +96,8 @@ class TrainingConfig(Section):
     loss_spike_threshold: PositiveNumber | None = None
     seed: Count = 1234  # seed of weights, sample order and dropout
     precision: Precision = "fp32"  # fp32, or the type of 16 bits in which the model computes
+    # not in GPT-NeoX: train with the model compiled by torch.compile; needs a C++ compiler on a CPU
+    torch_compile: Flag = False
     loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic loss scale
     # the first dynamic loss scale is 2 to this power
     initial_scale_power: Annotated[

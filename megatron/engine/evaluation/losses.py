@@ -24,6 +24,7 @@ def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
     return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
 
 
+@torch.compiler.set_stance("force_eager")  # `torch_compile` is for the training step
 @torch.no_grad()
 def loss_of_batches(
     engine: deepspeed.DeepSpeedEngine,
@@ -88,6 +89,7 @@ def losses_of_sequences(
     return losses / max(1e-9, float((sequences[:, :-1] != uncounted_after).mean()))
 
 
+@torch.compiler.set_stance("force_eager")  # it would compile for each length
 @torch.no_grad()
 def scores_of_sequences(
     loss_fn: LossFn,

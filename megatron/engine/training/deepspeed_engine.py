@@ -42,8 +42,13 @@ PROFILER_OPTIONS = (
 def job_engine(
     config: Config, model: nn.Module, groups: Groups
 ) -> tuple[deepspeed.DeepSpeedEngine, AnnealingLR]:
-    """Wrap `model` in a DeepSpeed engine; return the engine and its learning-rate scheduler."""
+    """Wrap `model` in a DeepSpeed engine; return the engine and its learning-rate scheduler.
+
+    With the key `torch_compile`, calls of `model` are compiled, for each shape of its inputs.
+    """
     c = config
+    if c.training.torch_compile:
+        model.compile(dynamic=False)
     beta1, beta2 = c.optimizer.betas
     optimizer = build_optimizer(
         optimizer_of(c)[0],
