@@ -73,12 +73,13 @@ def step_of(args: argparse.Namespace) -> Step:
     shape = (args.layers, args.width, args.heads, args.length, args.vocab)
     if args.variant in ("project", "project, compiled"):
         return engine_step(args)
-    if args.variant == "project, plain loop":
+    if args.variant.startswith("project"):
+        model = ProjectLoss(args)
         if args.device == "cpu":
             keep_freed_memory()
-        return loop_step(ProjectLoss(args), args)
-    model = PlainGPT(*shape, theta=args.variant == "published")
-    if args.variant == "plain, compiled":
+    else:
+        model = PlainGPT(*shape, theta=args.variant == "published")
+    if args.variant.endswith("compiled"):
         model.compile()
     return loop_step(model, args)
 
