@@ -3,8 +3,12 @@
 Example: `python train.py a.yml b.yml -o key=value`.
 """
 
+from argparse import ArgumentParser, Namespace
+from functools import partial
+
 from megatron import entry, launch, preemption
-from megatron.config.command_line import config_parser, load_or_exit
+from megatron.config import ConfigError
+from megatron.config.command_line import config_parser, load_for, load_or_exit
 from megatron.config.describe import describe
 
 
@@ -19,7 +23,10 @@ def main() -> int:
     fallback_help = "pass over a damaged newest checkpoint"
     parser.add_argument("--allow-fallback", action="store_true", help=fallback_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="show DeepSpeed's log")
+    _add_plan_arguments(parser)
     args = parser.parse_intermixed_args()
+    if args.plan:
+        return _plan(args)
     if args.check:
         print(describe(load_or_exit(args, joins=False)))
         return 0
@@ -37,6 +44,32 @@ def main() -> int:
 
     with user_errors():
         return train(config, verbose=args.verbose, allow_fallback=args.allow_fallback)
+
+
+def _add_plan_arguments(parser: ArgumentParser) -> None:
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--plan", action="store_true", help="memory, time and cost of a run; stop")
+    plan.add_argument("--gpus", metavar="N", help="number of GPUs; default: as for the run")
+    plan.add_argument("--gpu", metavar="NAME", default="H100", help="default H100")
+    mfu = "the part of the GPU's peak that is reached, default 0.4"
+    plan.add_argument("--mfu", metavar="X", type=float, default=0.4, help=mfu)
+    plan.add_argument("--price", metavar="X", type=float, help="of a GPU hour")
+
+
+def _plan(args: Namespace) -> int:
+    """Print the plan of the run, which starts nothing and reads no data."""
+    load = partial(load_for, args.gpus or launch.world_size(), args)
+    from megatron.attention import AttentionError
+    from megatron.engine.errors import StartError
+    from megatron.engine.plan.report import plan_text
+
+    try:
+        print(plan_text(load, args.gpu, args.mfu, args.price))
+    except ConfigError as error:
+        entry.refuse(str(error), 2)
+    except (StartError, AttentionError) as error:
+        entry.refuse(f"error: {error}", 1)
+    return 0
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ SHELVES = {
     },
     "engine": {
         "errors": 0,
-        "safe_load": 1, "shape": 1,
+        "safe_load": 1, "shape": 1, "gpus": 1,
         "build": 2,
         "job": 3, "training": 3, "neox": 3,
-        "checkpoint": 4, "text": 4,
+        "checkpoint": 4, "text": 4, "plan": 4,
         "evaluation": 5, "generation": 5, "hub": 5,
         "harness": 6, "run": 6,
     },

@@ -257,6 +257,7 @@ def _name_of_choice(backend: str, pos: PositionalEmbedding, **conditions: Any) -
 
 def _computed(backend: Backend, call: Call) -> Tensor:
     """Return the attention output of a call that has been checked."""
-    with torch.autocast(call.q_BHTE.device.type, enabled=False):
+    device = call.q_BHTE.device.type
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
         tempered = call.pos.has("temperature") and backend.tempers(call.pos)
         return backend.function(lowered(call, grouped=backend.grouped, tempered=tempered))

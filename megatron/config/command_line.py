@@ -70,15 +70,25 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
     if arguments.hostfile:
         text = "-H: torchrun, srun or deepspeed start the processes, e.g. deepspeed --hostfile "
         entry.refuse(f"error: {text}{arguments.hostfile} train.py ... (docs/cluster.md)", 2)
+    try:
+        launch.join() if joins else launch.stay_out()
+        return load_for(launch.world_size(), arguments, *overrides)
+    except (ConfigError, launch.LaunchError) as error:
+        entry.refuse(str(error), 2)
+
+
+def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: str) -> Config:
+    """Load the config that the command line selects, for a number of processes.
+
+    `load_or_exit` describes the other arguments.
+
+    Raises:
+        ConfigError: The config has problems.
+    """
     files = [_file(name, arguments.conf_dir) for name in arguments.configs]
     named = [(key, getattr(arguments, key)) for key in _KEYS]
     given = [f"{key}={json.dumps(value)}" for key, value in named if value is not None]
-    given += [*arguments.overrides, *overrides]
-    try:
-        launch.join() if joins else launch.stay_out()
-        return load_config(files, given, world_size=launch.world_size())
-    except (ConfigError, launch.LaunchError) as error:
-        entry.refuse(str(error), 2)
+    return load_config(files, [*given, *arguments.overrides, *overrides], world_size=processes)
 
 
 def sharing_layout(processes: int | str) -> tuple[str, ...]:

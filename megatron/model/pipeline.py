@@ -34,10 +34,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.model.block import Block
 from megatron.model.embedding import EmbeddingLayer, FixedTheta, initial_theta
-from megatron.model.gpt import output_layer
+from megatron.model.gpt import logits_group, output_layer
 from megatron.model.norm import norm_layer
 from megatron.model.shape import Plan
 from megatron.parallel.layers import VocabEmbedding
+from megatron.parallel.loss import losses_in_pieces, mean_loss
 
 WORDS = "embedding.word_embeddings"
 Flow = torch.Tensor | tuple[torch.Tensor, ...]
@@ -175,3 +176,25 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
         output_class, output = output_layer(plan)
         layers.append(Layer("output", output_class, output))
     return layers
+
+
+def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the function of (logits [B, T, V], targets [B, T]) that ends the last stage.
+
+    It returns the mean loss, or under `torch.no_grad` the losses [B, T].
+    """
+    logits_tp = logits_group(plan)
+
+    def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        trains = torch.is_grad_enabled()
+        losses_BT = losses_in_pieces(
+            lambda logits: logits,  # they exist, but their fp32 copies are made in pieces
+            logits_BTV,
+            targets_BT,
+            plan.shape.vocab_size,
+            logits_tp,
+            z_loss=plan.z_loss if trains else 0.0,
+        )
+        return mean_loss(losses_BT, targets_BT) if trains else losses_BT
+
+    return loss

@@ -17,8 +17,6 @@ INNER = "config/sections/model.py computes inner_width from it, which engine/sha
 READ_OTHERWISE = {
     ("model", "intermediate_size"): INNER,
     ("model", "mlp_multiple_of"): INNER,
-    ("parallel", "world_size"): "config/checks.py derives the batch sizes from it",
-    ("parallel", "data_parallel_size"): "a result of the batch arithmetic, printed by --check",
 }
 FIELDS = [(name, field) for name, section in SECTIONS.items() for field in section.model_fields]
 CLASSES = {"Config": "config", **{section.__name__: name for name, section in SECTIONS.items()}}

@@ -25,11 +25,9 @@ from megatron.config import Config
 from megatron.engine.build import plan_of
 from megatron.model import GPT, Plan
 from megatron.model.embedding import SHARED_THETA, THETA
-from megatron.model.gpt import logits_group
 from megatron.model.init import initialise
-from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers
+from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers, pipeline_loss
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import losses_in_pieces, mean_loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,27 +45,12 @@ class Pipeline(PipelineModule):
         topology = PipeModelDataParallelTopology(
             num_pp=groups.pipe_size, num_mp=groups.model.size, num_dp=groups.data_size
         )
-        logits_tp = logits_group(plan)
-
-        def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            """Return the mean loss, or under `torch.no_grad` the losses [batch, positions]."""
-            trains = torch.is_grad_enabled()
-            losses_BT = losses_in_pieces(
-                lambda logits: logits,  # they exist, but their fp32 copies are made in pieces
-                logits_BTV,
-                targets_BT,
-                plan.shape.vocab_size,
-                logits_tp,
-                z_loss=plan.z_loss if trains else 0.0,
-            )
-            return mean_loss(losses_BT, targets_BT) if trains else losses_BT
-
         self.layer_names = [layer.name for layer in layers]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its partition
             super().__init__(
                 [_spec(layer) for layer in layers],
                 topology=topology,
-                loss_fn=loss,
+                loss_fn=pipeline_loss(plan),
                 partition_method=f"type:{PipeBlock.__name__}",
             )
         self.shape, self.pos, self.attends = plan.shape, plan.pos, plan.attends

@@ -15,18 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.sizes import GATED
+from megatron.engine.gpus import gpu_of_device
 from megatron.model.shape import GPTShape
-
-_PEAKS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "H200": 989,
-    "A100": 312,
-    "B200": 2250,
-    "V100": 125,
-}
-"""Maps a part of a GPU's name to its dense 16-bit TFLOP/s, from NVIDIA's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +56,8 @@ def known_peak(device: torch.device, precision: str) -> float | None:
     """Return the peak TFLOP/s of a known GPU in 16-bit precision, otherwise None."""
     if device.type != "cuda" or precision == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    gpu = gpu_of_device(torch.cuda.get_device_name(device))
+    return gpu.rate16 if gpu else None
 
 
 def _peak_memory(device: torch.device) -> float:

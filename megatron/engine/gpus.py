@@ -1,0 +1,63 @@
+"""List GPUs: what they compute at most, and their memory.
+
+The rates are those of dense matrix products in TFLOP/s, as NVIDIA's data sheets give them: tensor
+cores with 16-bit inputs and fp32 sums, and fp32 without tensor cores (torch's default). Where a
+data sheet gives the rate of sparse matrices, it is halved here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.engine.errors import StartError
+from megatron.suggest import did_you_mean
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        rate16, rate32: The peak of matrix products in TFLOP/s, with 16-bit and with fp32 inputs.
+        memory: The memory in GB.
+        has_bf16: Whether the tensor cores take bf16.
+    """
+
+    rate16: float
+    rate32: float
+    memory: float
+    has_bf16: bool = True
+
+
+GPUS = {
+    "V100": Gpu(125, 15.7, 32, has_bf16=False),  # Tesla V100 data sheet, 2020: SXM2
+    "A100-40": Gpu(312, 19.5, 40),  # A100 data sheet, 2021
+    "A100-80": Gpu(312, 19.5, 80),  # the same
+    "H100-PCIe": Gpu(756, 51, 80),  # H100 data sheet, 2022: 1,513 sparse
+    "H100-NVL": Gpu(835, 60, 94),  # H100 data sheet, 2024: 1,671 sparse
+    "H100": Gpu(989, 67, 80),  # the same, SXM: 1,979 sparse
+    "H200": Gpu(989, 67, 141),  # H200 data sheet, 2024, SXM: 1,979 sparse
+    "B200": Gpu(2250, 75, 180),  # Blackwell data sheet, 2025, HGX B200: 4,500 sparse
+    "L40S": Gpu(362, 91.6, 48),  # L40S data sheet, 2023
+    "4090": Gpu(165, 82.6, 24),  # Ada architecture whitepaper, 2023: GeForce RTX 4090
+}
+"""Maps names to GPUs. A GPU is known by the parts of its name, in this order."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return a GPU by its name in `GPUS`, in any case.
+
+    Raises:
+        StartError: The GPU is unknown.
+    """
+    gpu = {known.lower(): each for known, each in GPUS.items()}.get(name.lower())
+    if gpu is None:
+        hint = did_you_mean(name, GPUS)
+        raise StartError(f"--gpu {name}: unknown; {hint}known: {', '.join(GPUS)}")
+    return gpu
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """Return the GPU that CUDA calls `device_name`, or None if it is not in `GPUS`."""
+    found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
+    return next(found, None)
