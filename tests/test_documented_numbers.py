@@ -11,7 +11,7 @@ import pytest
 
 def rows(page: Path, heading: str) -> list[dict[str, str]]:
     """Return the rows of the first table under a heading of a page, by the table's column names."""
-    section = re.split(r"\n#+ ", page.read_text().split(f"## {heading}\n")[1])[0]
+    section = re.split(r"\n#+ ", re.split(f"#+ {heading}\n", page.read_text())[1])[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     names, _, *cells = ([cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines)
     return [dict(zip(names, each, strict=True)) for each in cells]
@@ -67,7 +67,47 @@ def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
         start = f"- {each.name}: **{each.word}**"
         numbers = f"({each.change:+.2f}%", f"{each.low:+.2f} to {each.high:+.2f}"
         found = [item for item in items if all(number in item for number in numbers)]
-        assert any(item.startswith(start) for item in found), each
+        found = [item for item in found if item.startswith(start)]
+        assert found, each
+        for p in re.findall(r"p = ([\d.e-]+)", found[0]):
+            assert float(p) in (float(f"{each.p:.2g}"), float(f"{each.holm:.2g}"))
+
+
+def test_percentages_of_the_hand_scale_grid(repo_root):
+    text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
+    folder = repo_root / "docs" / "results" / "code"
+    results = pd.read_csv(folder / "results.csv")
+    mean = results[results["metric"] == "perplexity"].pivot_table("value", "embedding", "length")
+    power = 100 * (1 - mean.loc["kerple_power"] / mean.loc["kerple_log"])
+    assert f"{power.min():.1f}% to {power.max():.1f}% below `kerple_log`" in text
+    rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
+    assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
+    alibi = 100 * (mean.loc["alibi"] / mean.loc["kerple_log"] - 1)
+    assert f"{alibi[128]:.0f}% above `kerple_log` at 128 and {alibi[8192]:.0f}% at 8,192" in text
+    theta = pd.read_csv(folder / "theta.csv")
+    moved = 100 * theta.groupby(["embedding", "parameter"])["relative"].mean()
+    log, power = moved["kerple_log"], moved["kerple_power"]
+    assert f"`kerple_log` by {log['bias_p']:.0f}% of its start value" in text
+    assert f"`bias_a` by {log['bias_a']:.0f}%" in text
+    assert f"by {power['bias_p']:.0f}% and {power['bias_a']:.0f}%" in text
+    assert f"the table of `rpe` by {moved['rpe', 'table']:.0f}%" in text
+
+
+def test_learning_rates_of_the_hand_scale_grid(repo_root):
+    results = pd.read_csv(repo_root / "docs" / "results" / "lr" / "results.csv")
+    measured = results[results["metric"] == "perplexity"].set_index(["embedding", "lr"])["value"]
+    grid = (repo_root / "configs" / "paper" / "stand_in.yml").read_text()
+    table = rows(repo_root / "docs" / "results.md", "The search of learning rates")
+    assert {row["embedding"] for row in table} == set(results["embedding"])
+    for row in table:
+        embedding = row.pop("embedding")
+        for rate, cell in row.items():
+            if cell:
+                assert_rounded(cell.strip("*"), measured[embedding, float(rate)])
+        best = measured[embedding].idxmin()
+        (bold,) = (rate for rate, cell in row.items() if cell.startswith("*"))
+        assert float(bold) == best
+        assert f"{embedding}: {{overrides: {{optimizer.params.lr: {bold}}}" in grid
 
 
 @pytest.mark.parametrize(("text", "value"), [("3.57", 3.581), ("1,380", 1381.0)])

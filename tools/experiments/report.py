@@ -62,7 +62,7 @@ def sections(
     chosen = results.astype({"value": float})
     axes = [axis for axis in (grid.about.axes if grid else []) if axis != rows]
     found = []
-    for names, measured in chosen.groupby(axes) if axes else [((), chosen)]:
+    for names, measured in chosen.groupby(axes, sort=False) if axes else [((), chosen)]:
         part = measured[measured["metric"] == metric]
         known = dict(zip(axes, map(str, names), strict=True))
         paper = _paper_of(grid, known) if grid and against_paper else {}

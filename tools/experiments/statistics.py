@@ -177,10 +177,20 @@ def _paired(a: Frame, b: Frame, *, logarithm: bool) -> tuple[np.ndarray, np.ndar
 
 
 def _sentence(endpoint: Endpoint) -> str:
-    one, other = sides(endpoint)
-    names = [
-        " ".join(f"{k} {v}" if k == "length" else v for k, v in side.items())
-        for side in (one, other)
-    ]
-    margin = f" by {endpoint.by:g}%" if endpoint.by else ""
-    return f"{endpoint.metric} of {names[0]} {endpoint.claim} {names[1]}{margin}"
+    one, other = map(_named, sides(endpoint))
+    by = f"{endpoint.by:g}%"
+    more = f"more than {by} " if endpoint.by else ""
+    said = {
+        "below": f"is {more}below {other}",
+        "above": f"is {more}above {other}",
+        "within": f"is at most {by} above {other}",
+        "equal": f"equals {other} within {by}",
+        "differs": f"differs from {other}",
+    }
+    return f"{endpoint.metric}: {one} {said[endpoint.claim]}"
+
+
+def _named(side: Mapping[str, str]) -> str:
+    length = side.get("length")
+    at = {None: [], "best": ["at its best length"]}.get(length, [f"at {length}"])
+    return " ".join([value for axis, value in side.items() if axis != "length"] + at)
