@@ -110,6 +110,20 @@ def test_learning_rates_of_the_hand_scale_grid(repo_root):
         assert f"{embedding}: {{overrides: {{optimizer.params.lr: {bold}}}" in grid
 
 
+def test_shares_of_rounding(repo_root):
+    table = rows(repo_root / "docs" / "results.md", r"How much of the long rows is rounding\?")
+    names = ("fp32", "bf16", "bf16_published")
+    files = (repo_root / "docs" / "results" / "rounding" / f"{name}.csv" for name in names)
+    fp32, *others = (pd.read_csv(file).set_index("length")["loss"] for file in files)
+    assert len(table) == len(fp32)
+    for row in table:
+        length, loss, *shares = row.values()
+        at = int(length.replace(",", ""))
+        assert_rounded(loss, fp32[at])
+        for share, other in zip(shares, others, strict=True):
+            assert share == f"{1e4 * (other[at] - fp32[at]):+.1f}"
+
+
 @pytest.mark.parametrize(("text", "value"), [("3.57", 3.581), ("1,380", 1381.0)])
 def test_a_wrong_number_is_found(text, value):
     with pytest.raises(AssertionError):
