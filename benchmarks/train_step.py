@@ -205,7 +205,7 @@ def draw(report: dict, path: Path) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("seconds for a million tokens")
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

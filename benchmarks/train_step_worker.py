@@ -29,7 +29,6 @@ from torch import nn
 from benchmarks.attention_cpu import peak_bytes
 from benchmarks.plain_gpt import PlainGPT
 from megatron.attention import choose
-from megatron.memory import keep_freed_memory
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.loss import mean_loss
 from megatron.positional import load
@@ -75,8 +74,6 @@ def step_of(args: argparse.Namespace) -> Step:
         return engine_step(args)
     if args.variant.startswith("project"):
         model = ProjectLoss(args)
-        if args.device == "cpu":
-            keep_freed_memory()
     else:
         model = PlainGPT(*shape, theta=args.variant == "published")
     if args.variant.endswith("compiled"):

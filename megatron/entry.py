@@ -25,10 +25,13 @@ if sys.version_info < OLDEST:
         f"start the command with a newer one, e.g. python{needed}"
     )
 
-# By default, OpenMP's threads spin while they wait. On a machine that runs anything else, spinning
-# makes a training step up to ten times as long, and sleeping costs nothing measurable. The OpenMP
-# library reads this variable when torch is first imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# By default, OpenMP's threads spin for milliseconds while they wait. If the machine runs anything
+# else, a training step then takes up to ten times as long. Here they sleep after some microseconds
+# of spinning: on an idle machine, a step with two threads is then faster than without spinning, on
+# a busy machine slower (docs/performance.md). torch's OpenMP library (GCC's) reads these variables
+# when torch is first imported. Nothing is changed if one of them is set.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="3000")
 
 NOBODY_READS = 141
 """Exit code when no process reads stdout any more: a shell's code for SIGPIPE (128 + 13)."""

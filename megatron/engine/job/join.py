@@ -21,7 +21,6 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from megatron import preemption
 from megatron.engine.errors import StartError
 from megatron.engine.job import failure
-from megatron.memory import keep_freed_memory
 from megatron.parallel.groups import Groups, build_groups
 
 LONGEST_WAIT = 60
@@ -78,8 +77,6 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     for handler in deepspeed.utils.logger.handlers:
         handler.setLevel(logging.INFO if verbose else logging.ERROR)
     device = _device()
-    if device.type == "cpu":
-        keep_freed_memory()
     if backend == "nccl" and device.type != "cuda":
         raise StartError(
             "distributed_backend: nccl needs CUDA, and there is none here; write gloo, or leave "
