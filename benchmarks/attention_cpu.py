@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -34,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_variants import published
+from benchmarks.report import processor
 from megatron.attention import attend
 from megatron.positional import load
 
@@ -205,14 +205,6 @@ def markdown(report: dict) -> str:
         cells = ["-" if value is None else f"{value:.1e}" for value in values]
         lines.append(f"| {r['variant']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    """Return the processor's model name, or only its architecture if the name is unknown."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def run(args: argparse.Namespace) -> None:

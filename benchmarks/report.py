@@ -19,7 +19,7 @@ def facts(script: str) -> list[str]:
         script: The path of the benchmark in the repository.
     """
     return [
-        f"{datetime.date.today()}, {cpu()}, {len(os.sched_getaffinity(0))} cores, Python "
+        f"{datetime.date.today()}, {processor()}, {len(os.sched_getaffinity(0))} cores, Python "
         f"{platform.python_version()}",
         f"`python {script} {' '.join(without_folders(sys.argv[1:]))}`",
     ]
@@ -65,8 +65,9 @@ def without_folders(arguments: list[str]) -> list[str]:
     return [Path(a).name if os.path.isabs(a) else a for a in arguments]
 
 
-def cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+def processor() -> str:
+    """Return the processor's model name, or only its architecture if the name is unknown."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

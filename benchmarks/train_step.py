@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention_cpu import processor
+from benchmarks.report import processor
 from benchmarks.train_step_worker import DTYPES, matmul_tflops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,7 +126,7 @@ def flops_per_token(args: argparse.Namespace) -> float:
 
 
 def setting(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was measured, and where."""
+    """Return the arguments, the machine, the versions and the date of the run."""
     cuda = args.device == "cuda"
     chosen = {key: value for key, value in vars(args).items() if key not in ("out", "only")}
     return chosen | {

@@ -35,8 +35,8 @@ from megatron.positional import load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PARTS = {
-    "attention": ("kerple::", "Blocked", "scaled_dot_product", "_flash_attention", "published"),
-    "optimizer": ("Optimizer.step", "Optimizer.zero_grad", "clip_grad", "engine step"),
+    "attention": ("kerple::", "Blocked", "scaled_dot_product", "_flash_attention"),
+    "optimizer": ("Optimizer.step", "Optimizer.zero_grad", "clip_grad"),
     "loss": ("cross_entropy", "log_softmax", "nll_loss", "LogSoftmax", "NllLoss"),
     "products": (
         "aten::mm",

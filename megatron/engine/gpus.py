@@ -1,4 +1,4 @@
-"""List GPUs: what they compute at most, and their memory.
+"""List the peak rates and the memory of GPUs.
 
 The rates are those of dense matrix products in TFLOP/s, as NVIDIA's data sheets give them: tensor
 cores with 16-bit inputs and fp32 sums, and fp32 without tensor cores (torch's default). Where a

@@ -117,7 +117,7 @@ def _time_lines(config: Config, flop: float, rate: float, price: float | None) -
 def _fitting(
     config: Config, load: Callable[..., Config], usable: float, vocab_size: int
 ) -> Iterator[str]:
-    """Yield overrides that fit and what they need, those that slow training least first."""
+    """Yield overrides with which the run fits, with their memory, fastest training first."""
     batch = f"train_batch_size={config.batch.train_batch_size}"
     for overrides in _candidates(config):
         try:

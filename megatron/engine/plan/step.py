@@ -144,8 +144,8 @@ def _train(
 ) -> None:
     """Follow the schedule as DeepSpeed's engine does, and note in `step` what there is when.
 
-    A pipeline stage has one buffer for what it exchanges, and copies what it receives twice. The
-    last stage frees logits when others replace them.
+    A pipeline stage has one buffer to send and receive hidden states, and makes two copies of each
+    tensor that it receives. The last stage frees old logits when new ones replace them.
     """
     done, inputs, outputs, loss = 0, {}, {}, None
     exchanged = [torch.empty_like(x) for x in _floats(received)]

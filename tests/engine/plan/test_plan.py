@@ -80,7 +80,7 @@ def kept(*overrides, gpus=1, stage=0):
 
 
 def test_layouts_divide_memory():
-    """Each remedy saves what it should, with the fused kernels of a GPU that is not here."""
+    """Each remedy saves the expected memory. The plan uses the fused kernels without a GPU."""
     x = 4 * 512 * 768 * 2  # bytes of the hidden states
     plain, deep = kept(), kept("num_layers=8")
     assert (deep - plain) / (4 * x) == pytest.approx(17, abs=1.5)  # 34 bytes, and rotated q, k
@@ -133,7 +133,7 @@ def test_first_stage_holds_more_micro_batches():
         return measured_step(config_of(*given, "precision=fp16", gpus=4), 256, stage)
 
     first, last, x, logits = step(0, 8), step(3, 8), 4 * 512 * 768 * 2, 4 * 512 * 256 * 2
-    assert first.kept == 4 * (step(0, 1).kept - x) + x  # one buffer for what is exchanged
+    assert first.kept == 4 * (step(0, 1).kept - x) + x  # one buffer to exchange hidden states
     assert last.kept == step(3, 1).kept + logits + 2 * x
     assert last.left > 2 * logits
     assert [first.sent["pipeline"], step(1, 1).sent["pipeline"]] == [x, 2 * x]
