@@ -8,9 +8,10 @@
 
 Where there are two values, the first is for fp32 and the second for 16 bits. The optimizer is Adam:
 its weights in fp32 and two averages of 4 bytes. To add gradients over ranks, stage 0 copies them,
-and the other stages have a bucket of `reduce_bucket_size` numbers, or two with `overlap_comm`. If
-16-bit gradients are accumulated in fp32, stage 1 holds 4 N bytes more. `benchmarks/plan_memory.py`
-compares all of this with what DeepSpeed 0.19 allocates.
+and the other stages have a bucket of `reduce_bucket_size` numbers, or of N if N is smaller. With
+`overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients are accumulated in fp32, stage
+1 holds 4 N bytes more. `benchmarks/plan_memory.py` compares all of this with what DeepSpeed 0.19
+allocates.
 
 Legend: N parameters of this rank, D replicas of its weights (data- times context-parallel ranks), b
 bytes of a number in the training precision.
@@ -59,7 +60,7 @@ def _moments(config: Config, step: Step) -> Iterator[Memory]:
     momenta = {"sgd": 4 if config.optimizer.momentum else 0}.get(config.optimizer.type, 8)
     copy = 0 if stage == 0 and b == 4 else 4  # the optimizer's weights, unless it has the model's
     held = {"weights": b * (shard if stage == 3 else size), "optimizer": (momenta + copy) * shard}
-    numbers = zero["reduce_bucket_size"]
+    numbers = min(size, zero["reduce_bucket_size"])
     bucket = b * numbers * (2 if p.zero.get("overlap_comm") and stage in (1, 2) else 1)
     several = config.batch.gradient_accumulation_steps > 1
     divided = sum(n for n in step.parameters if n > zero["stage3_param_persistence_threshold"])

@@ -194,6 +194,11 @@ def build_engine(
     """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    # By default, DeepSpeed allocates a bucket of 5e8 gradients, however small the model is.
+    zero = config["zero_optimization"]
+    size = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    bucket = {"reduce_bucket_size": min(size, zero.get("reduce_bucket_size", 5 * 10**8))}
+    config = config | {"zero_optimization": zero | bucket}
     needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline has its own `mpu`
     mpu = Mpu(groups) if needs_mpu else None
     deepspeed.utils.groups.mpu = mpu  # otherwise DeepSpeed would keep the previous engine's `mpu`

@@ -26,6 +26,7 @@ LAYOUTS = {
     "tensor": {"model_parallel_size": 2, "checkpoint_activations": True, "precision": "bf16"},
     # Most of its memory is activations, which DeepSpeed keeps through the backward pass.
     "stages": {"pipe_parallel_size": 2, "gradient_accumulation_steps": 3, "seq_length": 128},
+    "default bucket": {"zero_optimization": {"stage": 2}},
 }
 
 
@@ -50,6 +51,7 @@ def test_peaks_of_real_runs(tmp_path, monkeypatch):
     for config, peaks in zip(configs, zip(*measured, strict=True), strict=True):
         _, memory = peak_of(load_config([config], world_size=2), VOCABULARY, "cpu")
         assert sum(memory.values()) == pytest.approx(max(peaks), rel=0.1), (config.stem, memory)
+        assert max(peaks) < 1e8, "the bucket is as large as DeepSpeed's default, 2 GB"
 
 
 def test_live_bytes():
