@@ -1,20 +1,36 @@
-"""Test that the numbers on the pages are those of the committed CSV files."""
+"""Test that the numbers on the pages are those of the committed CSV and JSON files."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from megatron.digits import told_apart
+from megatron.engine.evaluation.suite.recall import NOTICEABLE
+from megatron.engine.evaluation.suite.statistics import Estimate
+from tools.experiments.report import change_of
+from tools.experiments.statistics import Verdict
 
-def rows(page: Path, heading: str) -> list[dict[str, str]]:
-    """Return the rows of the first table under a heading of a page, by the table's column names."""
+
+def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:
+    """Return the rows of a table under a heading of a page, by the table's column names.
+
+    Args:
+        start: how the table begins; the first one under the heading that begins so is read.
+    """
     section = re.split(r"\n#+ ", re.split(f"#+ {heading}\n", page.read_text())[1])[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    table = section[section.index(f"\n{start}") :].strip().split("\n\n")[0]
+    lines = table.splitlines()
     names, _, *cells = ([cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines)
     return [dict(zip(names, each, strict=True)) for each in cells]
+
+
+def one_line(page: Path) -> str:
+    return re.sub(r"\n *", " ", page.read_text())
 
 
 def assert_rounded(text: str, value: float) -> None:
@@ -35,6 +51,87 @@ def test_perplexities_of_the_quickstart(repo_root):
             perplexity, error = row[embedding].split(" ± ")
             assert_rounded(perplexity, found.perplexity)
             assert_rounded(error, found.perplexity * found.stderr)
+
+
+def test_baselines_of_the_quickstart(repo_root):
+    text = one_line(repo_root / "docs" / "results.md")
+    folder = repo_root / "docs" / "quickstart"
+    baselines = pd.read_csv(folder / "context_baseline_kerple_log.csv")
+    pieces, before = baselines.itertuples()
+    assert pieces.context == before.context == 16 and "before each scored" in before.baseline
+    for found in (pieces, before):
+        assert f"{found.perplexity:.2f} ± {found.perplexity * found.stderr:.2f}" in text
+    log, rotary, alibi, cross, gate, fire = (
+        pd.read_csv(folder / f"extrapolation_{name}.csv").set_index("length")
+        for name in (
+            *("kerple_log", "rotary", "alibi", "rotary_kerple_log"),
+            *("kerple_log_forget_gate", "fire"),
+        )
+    )
+    perplexity, bits = log.perplexity, log.bits_per_byte
+    assert f", {100 * (before.perplexity / perplexity[2048] - 1):.0f}% above that with up" in text
+    assert f"at 2,048 it is {100 * (1 - perplexity[2048] / perplexity[128]):.0f}% below" in text
+    assert (perplexity < alibi.perplexity).all() and (perplexity < rotary.perplexity).all()
+    assert f"ends {100 * (1 - cross.perplexity[2048] / perplexity[2048]):.0f}% below" in text
+    assert (gate.perplexity < cross.perplexity)[256:].all()
+    assert f"rises by {100 * (fire.perplexity[2048] / fire.perplexity[256] - 1):.0f}%" in text
+    assert f"from {bits[128]:.3f} at length 128 to {bits[2048]:.3f} at 2,048" in text
+    ends = rotary.bits_per_byte
+    assert f"`rotary` from {ends[128]:.3f} to {ends[2048]:.3f}" in text
+    start = one_line(repo_root / "docs" / "quickstart.md")
+    ends = f"{perplexity[128]:.1f} at the training length to {perplexity[2048]:.1f} at 16 times"
+    assert ends in start
+
+
+def test_recipes_of_the_quickstart(repo_root):
+    table = rows(repo_root / "docs" / "results.md", "The recipe")
+    recipes = pd.read_csv(repo_root / "docs" / "quickstart" / "recipes.csv", dtype={"rate": str})
+    assert len(table) == len(recipes)
+    for row, found in zip(table, recipes.itertuples(), strict=True):
+        precise = ", fp32" if found.precision == "fp32" else ""
+        longest, ratio = found.perplexity_2048, found.perplexity_16_tokens / found.perplexity_2048
+        assert list(row.values()) == [
+            f"{found.vocabulary:,}",
+            f"{found.optimizer}, {found.rate}{precise}",
+            f"{found.batch} × {found.steps:,}",
+            f"{found.bits_per_byte_128:.3f}",
+            f"{found.bits_per_byte_2048:.3f}",
+            f"{longest / found.perplexity_128:.3f}",
+            f"{100 * (ratio - 1):.0f}%",
+        ]
+
+
+def test_report_on_the_use_of_context(repo_root):
+    page, folder = repo_root / "docs" / "evaluation.md", repo_root / "docs" / "quickstart" / "suite"
+    text = one_line(page).replace("> ", "")
+    found = {path.stem: pd.read_csv(path) for path in folder.glob("*.csv")}
+    table, by_context = (
+        rows(page, r"Does the model use its context\?", "| c, tokens read"),
+        found["receptive_field"].set_index("context"),
+    )
+    loss, more = table
+    del loss["c, tokens read"], more["c, tokens read"]
+    for name, text_of_loss in loss.items():
+        at = by_context.loc[int(name.replace(",", ""))]
+        assert_rounded(text_of_loss, at.value)
+        interval = f"{at.more_than_full:.3f} [{at.more_low:.3f}, {at.more_high:.3f}]"
+        assert more[name] == (interval if at.more_than_full else "0")
+    swap = found["far_swap"].drop(columns="kept")
+    assert f"changes by {Estimate(*swap.iloc[0])} nats" in text
+    for name in ("induction", "copy", "passkey"):
+        measured = found[name]
+        noticeable = measured[(measured["low"] > 0) & (measured["value"] >= NOTICEABLE)]
+        best = noticeable.loc[noticeable["value"].idxmax()]
+        if name == "induction":
+            said = f"up to a distance of {noticeable['distance'].max()}, most at "
+            assert f"{said}{best.distance:.0f}: by {best.value:.3f} nats" in text
+            continue
+        assert f"helps in {len(noticeable)} of {len(measured)} cells" in text
+        said = f"at length {best.length:,.0f} and depth {best.depth:g}, by {best.value:.3f} nats"
+        before, after = told_apart(best.control_probability, best.probability)
+        assert f"{said} (the probability of a token goes from {before} to {after})" in text
+    perplexity = found["by_length"].set_index("length")["value"]
+    assert f"from {perplexity[128]:.1f} at 128 to {perplexity[2048]:.1f} at 2,048 (both" in text
 
 
 def test_perplexities_of_the_hand_scale_grid(repo_root):
@@ -65,7 +162,8 @@ def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
     assert len(verdicts)
     for each in verdicts.itertuples():
         start = f"- {each.name}: **{each.word}**"
-        numbers = f"({each.change:+.2f}%", f"{each.low:+.2f} to {each.high:+.2f}"
+        change, interval = change_of(Verdict(each.name, each.claim, *each[3:]))
+        numbers = f"({change}", interval
         found = [item for item in items if all(number in item for number in numbers)]
         found = [item for item in found if item.startswith(start)]
         assert found, each
@@ -84,6 +182,11 @@ def test_percentages_of_the_hand_scale_grid(repo_root):
     assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
     alibi = 100 * (mean.loc["alibi"] / mean.loc["kerple_log"] - 1)
     assert f"{alibi[128]:.0f}% above `kerple_log` at 128 and {alibi[8192]:.0f}% at 8,192" in text
+    shared = results[(results["metric"] == "perplexity") & (results["seed"] <= 1237)]
+    mean = shared.pivot_table("value", "embedding", "length")
+    rpe = 100 * (mean.loc["rpe"] / mean.loc["kerple_log"] - 1)
+    said = f"{-rpe[128]:.1f}% below it at 128, {rpe[2048]:.1f}% above at 2,048 and {rpe[8192]:.0f}%"
+    assert said in text
     theta = pd.read_csv(folder / "theta.csv")
     moved = 100 * theta.groupby(["embedding", "parameter"])["relative"].mean()
     log, power = moved["kerple_log"], moved["kerple_power"]
@@ -91,6 +194,43 @@ def test_percentages_of_the_hand_scale_grid(repo_root):
     assert f"`bias_a` by {log['bias_a']:.0f}%" in text
     assert f"by {power['bias_p']:.0f}% and {power['bias_a']:.0f}%" in text
     assert f"the table of `rpe` by {moved['rpe', 'table']:.0f}%" in text
+
+
+def test_percentages_of_the_length_tasks(repo_root):
+    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "results.csv")
+    exact = found[found["metric"] == "exact"].set_index(["task", "length", "embedding"])
+    exact = 100 * exact["value"].sort_index()
+    text = one_line(repo_root / "docs" / "length_tasks.md")
+    longer = exact["sort", 20]
+    assert f"(`none`) is right on {longer['none']:.1f}% of the rows of twice" in text
+    assert f"every other embedding on at most {longer.drop('none').max():.1f}%" in text
+    assert f"no embedding is right on more than {exact['copy', 20].max():.1f}%" in text
+    learnt = exact["copy", 10].sort_values()
+    order = ", ".join(f"`{name}`" for name in learnt.index)
+    assert f": {learnt.min():.1f}% to {learnt.max():.1f}%, in the order {order}." in text
+
+
+def test_backends_of_the_hand_scale_grid(repo_root):
+    results = pd.read_csv(repo_root / "docs" / "results" / "backends" / "results.csv")
+    measured = results[results["metric"] == "loss"]
+    loss = measured.pivot_table("value", ["length", "seed"], "backend")
+    largest = (loss["blocked"] / loss["eager"] - 1).abs().max()
+    text = one_line(repo_root / "docs" / "results.md")
+    assert f"Runs of one seed differ by {largest:.0e} of the loss".replace("e-0", "e-") in text
+
+
+def test_times_of_the_benchmarks(repo_root):
+    text = one_line(repo_root / "docs" / "results.md")
+    measured = repo_root / "benchmarks" / "results"
+    timings = json.loads((measured / "attention_cpu" / "attention.json").read_text())["timings"]
+    blocked = {row["batch"]: row for row in timings if row["variant"] == "blocked"}
+    one, two, four = (f"{blocked[batch]['forward_backward_ratio']:.2f}" for batch in (1, 2, 4))
+    assert f"{one} of its time at batch size 1, {two} at 2, {four} at 4" in text
+    times = pd.read_csv(measured / "data_prep.csv").set_index(["path", "workers"])
+    ratio = times["ratio_to_per_document_1"]
+    auto, gigatoken = (ratio[f"prepare_data.py, {name}", 2] for name in ("auto", "gigatoken"))
+    assert f"two workers are {auto:.1f} times as fast" in text
+    assert f"`--backend gigatoken` {gigatoken:.1f} times" in text
 
 
 def test_learning_rates_of_the_hand_scale_grid(repo_root):

@@ -98,7 +98,8 @@ def test_a_grid_is_killed_resumed_and_reported(tmp_path, capsys):
     assert table.main([str(grid), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\| kerple_log \| 2 \| [\d,.]+ ± [\d.]+ \| [\d,.]+ ± [\d.]+ \|", out)
-    assert re.search(r"- P1: (holds|not shown|contradicted): perplexity: kerple_log at", out)
+    verdict = r"\| P1 \| perplexity: kerple_log at .* \| (holds|not shown|contradicted) \|"
+    assert len(re.findall(verdict, out)) == out.count("kerple_log at 32") == 1
     html = (tmp_path / "out" / "report.html").read_text()
     pictures = [base64.b64decode(each) for each in re.findall(r"base64,([^\"]+)", html)]
     assert len(pictures) == 2 and all(each.startswith(b"\x89PNG") for each in pictures)

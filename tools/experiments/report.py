@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
+from megatron.digits import decimals
 from megatron.files import parse_json, write_bytes, write_text
 from tools.experiments.grid import Grid, filled
 from tools.experiments.results import CURVES, Frame
@@ -112,13 +112,13 @@ def write(
             text = text.replace(sign, command)
         latex.append(text)
     if verdicts:
-        markdown += ["## Endpoints", _markdown(judged), *(f"- {verdict_line(v)}" for v in verdicts)]
+        markdown += ["## Endpoints", _markdown(judged)]
     if remarks:
         markdown += ["## Remarks", *(f"- {remark}" for remark in remarks)]
     files = {
         "tables.md": "\n\n".join(markdown) + "\n",
         "tables.tex": "\n".join(latex),
-        "report.html": _html(title, found, judged, verdicts, remarks),
+        "report.html": _html(title, found, judged, remarks),
     }
     verdicts_csv = pd.DataFrame([asdict(each) for each in verdicts])
     for name, table in {**tables, "verdicts.csv": verdicts_csv}.items():
@@ -131,21 +131,25 @@ def write(
     return [out / name for name in files]
 
 
-def verdict_line(verdict: Verdict) -> str:
-    """Return a verdict as one line, e.g. `P1: holds: ...`."""
-    return (
-        f"{verdict.name}: {verdict.word}: {verdict.claim} ({verdict.change:+.2f}%, 95% interval "
-        f"{verdict.low:+.2f} to {verdict.high:+.2f}, {verdict.seeds} seeds, p {verdict.p:.2g}, "
-        f"after Holm {verdict.holm:.2g})"
-    )
+def change_of(verdict: Verdict) -> tuple[str, str]:
+    """Return a verdict's change and the interval of it, e.g. `-4.39%` and `-5.85 to -2.92`.
+
+    Both have two decimals, or as many more as show two digits of the largest of the numbers.
+    """
+    values = verdict.change, verdict.low, verdict.high
+    shown = max(2, decimals(max(map(abs, values)), 2))
+    change, low, high = (f"{value:+.{shown}f}" for value in values)
+    return f"{change}%", f"{low} to {high}"
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
+    change, interval = change_of(verdict)
     return {
         "endpoint": verdict.name,
         "claim": verdict.claim,
         "seeds": verdict.seeds,
-        "change": f"{verdict.change:+.2f}% ({verdict.low:+.2f} to {verdict.high:+.2f})",
+        "change": change,
+        "95% interval": interval,
         "p": f"{verdict.p:.2g}",
         "p (Holm)": f"{verdict.holm:.2g}",
         "verdict": verdict.word,
@@ -198,9 +202,7 @@ def _moved(moved: Frame, rows: str) -> Frame:
 def _number(value: float, like: float | None = None) -> str:
     """Format a number with four significant digits, or with the decimals that `like` would have."""
     like = value if like is None else like
-    if not math.isfinite(like) or like == 0:
-        return f"{value:.4g}"
-    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(like))))}f}"
+    return f"{value:,.{decimals(like, 4)}f}"
 
 
 def _markdown(table: Frame) -> str:
@@ -241,7 +243,6 @@ def _html(
     title: str,
     found: Sequence[Section],
     judged: Frame,
-    verdicts: Sequence[Verdict],
     remarks: Sequence[str],
 ) -> str:
     import jinja2
@@ -254,7 +255,6 @@ def _html(
         title=title,
         sections=found,
         judged=judged,
-        lines=[verdict_line(each) for each in verdicts],
         remarks=remarks,
         moved_note=MOVED_NOTE,
     )

@@ -191,7 +191,7 @@ def evaluate_lengths(
     )
     scale = chosen.eval_distance_scale
     results = [replace(r, distance_scale=scale) for r in measurement.at_lengths(lengths, say)]
-    baselines = {}
+    baselines: dict[str, LengthResult] = {}
     if context := chosen.eval_context_baseline:
         baselines = {
             f"the text cut into pieces of {context} tokens": measurement.at_length(context),
@@ -199,6 +199,7 @@ def evaluate_lengths(
                 context, length=max(lengths), targets=max(1, span // context)
             ),
         }
+    baselines = {name: replace(r, distance_scale=scale) for name, r in baselines.items()}
     if groups.is_main:
         train_length = config.model.seq_length
         stretched = "" if scale == 1.0 else f", distances x {scale:g}"

@@ -1,4 +1,4 @@
-"""Write the results of an evaluation: a table by length, `extrapolation.csv`, and two plots.
+"""Write the results of an evaluation: a table by length, two CSV files, and two plots.
 
 For n sequences of one length, where sequence i has the mean loss l_i (nats per target token):
 
@@ -19,7 +19,7 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CSV_FILE, PLOT_FILE, KERNELS_FILE = "extrapolation.csv", "extrapolation.png", "kernels.png"
+CSV_FILE, BASELINES_FILE = "extrapolation.csv", "context_baseline.csv"
+PLOT_FILE, KERNELS_FILE = "extrapolation.png", "kernels.png"
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def write_extrapolation(
         rows: the result of each length, in any order.
         train_length: the sequence length in training, in tokens; the plot marks it.
         baselines: maps descriptions to results of the same model with a short context. The table
-            and the plot show these results, and the CSV does not. A model that uses its long
-            context has a lower perplexity than these baselines.
+            and the plot show these results, and `context_baseline.csv` holds them. A model that
+            uses its long context has a lower perplexity than these baselines.
         title: the title of the table and the plot.
 
     Raises:
@@ -111,7 +112,12 @@ def write_extrapolation(
     if not rows or len(set(lengths)) != len(lengths):
         raise ValueError(f"each length must have one result; the lengths are {lengths}")
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_bytes(run_dir / CSV_FILE, _csv(rows).encode())
+    columns = [field.name for field in fields(LengthResult)]
+    write_bytes(run_dir / CSV_FILE, _csv(columns, map(astuple, rows)))
+    if baselines:
+        named = ((name, *astuple(row)) for name, row in baselines.items())
+        content = _csv(["baseline", "context", *columns[1:]], named)
+        write_bytes(run_dir / BASELINES_FILE, content)
     figure = extrapolation_figure(rows, train_length, baselines, title)
     write_bytes(run_dir / PLOT_FILE, figure_png(figure))
     return _table(rows, train_length, baselines, title)
@@ -156,12 +162,12 @@ def write_kernels(
     write_bytes(path, figure_png(kernels_figure(panels, distance_n, train_length)))
 
 
-def _csv(rows: Sequence[LengthResult]) -> str:
+def _csv(columns: Sequence[str], rows: Iterable[tuple]) -> bytes:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(field.name for field in fields(LengthResult))
-    writer.writerows(astuple(row) for row in rows)
-    return out.getvalue()
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return out.getvalue().encode()
 
 
 def _table(

@@ -52,6 +52,13 @@ def test_table_shows_errors_multiples_of_the_training_length_and_the_baseline(tm
     assert lines[5] == "same model, 16 tokens:"
     assert lines[6].split()[:3] == ["16", "0.125", "4,096"]
     assert lines[7] == "same model, 8 tokens:" and lines[8].split()[0] == "8"
+    with (tmp_path / "context_baseline.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [(row["baseline"], row["context"]) for row in read] == [
+        ("16 tokens", "16"),
+        ("8 tokens", "8"),
+    ]
+    assert float(read[0]["perplexity"]) == math.exp(2.0) and "length" not in read[0]
 
 
 def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):

@@ -34,7 +34,9 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
         for start, end, kind in spans
     ]
     gain = rows[0].estimate
-    effect = "gains" if gain.low > 0 else "loses" if gain.high < 0 else "neither gains nor loses"
+    effect = "neither gains nor loses"
+    if gain.excludes_zero:
+        effect = "gains" if gain.low > 0 else "loses"
     says = f"By attention beyond {sample.train_length:,} tokens, the model {effect}: {gain} nats."
     return Measure(name, title, NATS, says, rows)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron.digits import told_apart
 from megatron.engine.evaluation.suite.measure import Measure, Row, Sample, Subject
 from megatron.engine.evaluation.suite.statistics import estimate, mean_of
 
@@ -46,11 +47,14 @@ def by_length(
         also |= {"bits_low": bits.low, "bits_high": bits.high}
         rows.append(Row({"length": length}, found.perplexity, also))
     best = min(rows, key=lambda row: row.estimate.value)
+    worst = max(rows, key=lambda row: row.estimate.value)
+    shown = told_apart(*(row.estimate.value for row in (rows[0], rows[-1], best, worst)))
     says = (
-        f"Perplexity is {rows[0].estimate.value:.3f} at {rows[0].at['length']:,} tokens and "
-        f"{rows[-1].estimate.value:.3f} at {sample.longest:,}; it is lowest at "
-        f"{best.at['length']:,}."
+        f"Perplexity is {shown[0]} at {rows[0].at['length']:,} tokens and {shown[1]} at "
+        f"{sample.longest:,}; it is lowest at {best.at['length']:,}."
     )
+    if len(set(shown)) == 1:
+        says = f"Perplexity is {shown[0]} at every length."
     return Measure("by_length", "Perplexity by length", "perplexity", says, rows)
 
 
@@ -64,10 +68,10 @@ def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
         Row({"context": start}, mean_of(full_nT[:, start - 1 : end - 1], sample.documents))
         for start, end in sample.bins(1)
     ]
-    says = (
-        f"The loss is {rows[0].estimate.value:.3f} nats after one token and "
-        f"{rows[-1].estimate.value:.3f} after {rows[-1].at['context']:,} or more."
-    )
+    first, last = told_apart(rows[0].estimate.value, rows[-1].estimate.value)
+    then = "the same" if first == last else last
+    says = f"The loss is {first} nats after one token and {then} after "
+    says += f"{rows[-1].at['context']:,} or more."
     return Measure("by_position", "Loss by position", "nats per token", says, rows)
 
 
@@ -98,9 +102,10 @@ def key_tokens(
         rows.append(Row({"model": model}, found.perplexity, also))
     says = f"No token gains more than {KEY_GAIN:g} nats from context beyond the training length"
     if counts.sum():
+        full, twin = told_apart(*(row.estimate.value for row in rows))
         says = (
             f"{int(counts.sum()):,} key tokens (a part of {is_key.mean():.2g}): their perplexity "
-            f"is {rows[0].estimate.value:.2f}, and {rows[1].estimate.value:.1f} within the window"
+            f"is {full}, and {twin} within the window"
         )
     says += f" (the judge is {judge})."
     return Measure(name, title, unit, says, rows)

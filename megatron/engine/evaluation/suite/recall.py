@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.digits import told_apart
 from megatron.engine.evaluation.suite.measure import Measure, Row, Sample, Subject
 from megatron.engine.evaluation.suite.statistics import estimate, mean_of
 
@@ -112,11 +113,12 @@ def _retrieval(
     says = f"{title}: no answer is predicted better because it occurs in the text."
     if found:
         longest, best = found[-1].at["length"], max(found, key=lambda row: row.estimate.value)
+        before, after = told_apart(best.also["control_probability"], best.also["probability"])
         says = (
             f"{title}: the answer in the text helps in {len(found)} of {len(rows)} cells, up to "
             f"length {longest:,}; most at length {best.at['length']:,} and depth "
             f"{best.at['depth']:g}, by {best.estimate.value:.3f} nats (the probability of a token "
-            f"rises from {best.also['control_probability']:.3f} to {best.also['probability']:.3f})."
+            f"goes from {before} to {after})."
         )
     return Measure(name, title, f"gain, {NATS}", says, rows)
 

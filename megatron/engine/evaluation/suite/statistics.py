@@ -14,11 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from megatron.digits import decimals
 from megatron.parallel.loss import perplexity
 
 RESAMPLES = 2000
 LEVEL = 95.0
 """The level of the intervals, in percent."""
+ROUNDING = 1e-6
+"""A difference of losses that is smaller than this counts as zero, in nats."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
+        """Whether a difference is shown: its interval excludes 0, and it is not rounding."""
+        return (self.low > 0 or self.high < 0) and abs(self.value) >= ROUNDING
 
     @property
     def perplexity(self) -> Estimate:
@@ -41,7 +45,9 @@ class Estimate:
         return Estimate(perplexity(self.value), *ends, self.documents)
 
     def __str__(self) -> str:
-        return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
+        largest = max(abs(each) for each in (self.value, self.low, self.high))
+        shown = min(6, max(4, decimals(largest, 2)))
+        return f"{self.value:.{shown}f} [{self.low:.{shown}f}, {self.high:.{shown}f}]"
 
 
 def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> Estimate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.digits import told_apart
 from megatron.engine.evaluation.suite.context import MARGIN, field_of
 from megatron.engine.evaluation.suite.measure import Measure
 
@@ -25,8 +26,8 @@ def verdict(measures: list[Measure]) -> list[str]:
     gain = next(row.also for row in rows if row.at["context"] == best)
     harm = -gain["more_than_full"]
     if harm > MARGIN * rows[-1].estimate.value and gain["more_high"] < 0:
-        text = f"Context beyond {best:,} tokens does harm: with {longest:,}, the loss is {harm:.3f}"
-        lines.append(f"{text} nats higher.")
+        text = f"Context beyond {best:,} tokens does harm: with {longest:,}, the loss is "
+        lines.append(f"{text}{told_apart(harm)[0]} nats higher.")
     swap = found["far_swap"].rows
     if swap and swap[0].estimate.excludes_zero and field <= swap[0].at["kept"]:
         lines.append(f"Small, but not nothing: {found['far_swap'].says}")
