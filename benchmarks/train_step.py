@@ -9,6 +9,7 @@ All steps are of one shape, on random tokens, with fused AdamW and clipping at 1
 
 - `project`: the step of `train.py`, with `kerple_log` (needs deepspeed);
 - `project, compiled`: the same with the key `torch_compile`;
+- `project, CUDA graphs`: the latter with `torch_compile_mode: reduce-overhead`, on a GPU only;
 - `project, plain loop`: the same model without DeepSpeed (needs torch, and on a GPU triton), and
   `project, plain loop, compiled`;
 - `plain`: a plain GPT without a distance kernel, see `plain_gpt`; `plain, compiled` is that under
@@ -42,7 +43,7 @@ from benchmarks.report import processor
 from benchmarks.train_step_worker import DTYPES, matmul_tflops
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT, COMPILED = "project", "project, compiled"
+PROJECT, COMPILED, GRAPHS = "project", "project, compiled", "project, CUDA graphs"
 LOOP, LOOP_COMPILED = "project, plain loop", "project, plain loop, compiled"
 PLAIN, PLAIN_COMPILED, PUBLISHED = "plain", "plain, compiled", "published"
 # device -> (variant, yardstick, smallest ratio of their tokens per second)
@@ -54,9 +55,10 @@ GOALS = {
 
 def main() -> None:
     args = arguments().parse_args()
-    names = [PROJECT, COMPILED] if find_spec("deepspeed") else []
+    names = [PROJECT, COMPILED, GRAPHS] if find_spec("deepspeed") else []
     names += [LOOP, LOOP_COMPILED, PLAIN, PLAIN_COMPILED, PUBLISHED]
     names = [name for name in names if not args.only or name in args.only]
+    names = [name for name in names if name != GRAPHS or args.device == "cuda"]
     torch.set_num_threads(args.threads)
     report = {"setting": setting(args), "matmul_tflops": matmul_tflops(args), "rows": []}
     workers = {name: Worker(name, args) for name in names}

@@ -49,6 +49,12 @@ PARTS = {
     "norms, activations": ("layer_norm", "LayerNorm", "gelu", "Gelu"),
 }
 """Maps a part of the step to the beginnings or pieces of its operations' names."""
+ENGINE = {
+    "project": {},
+    "project, compiled": {"torch_compile": True},
+    "project, CUDA graphs": {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+}
+"""Maps a variant that needs DeepSpeed to its config keys."""
 Step = Callable[[], None]
 
 
@@ -70,7 +76,7 @@ def main() -> None:
 def step_of(args: argparse.Namespace) -> Step:
     """Return a function that takes one training step."""
     shape = (args.layers, args.width, args.heads, args.length, args.vocab)
-    if args.variant in ("project", "project, compiled"):
+    if args.variant in ENGINE:
         return engine_step(args)
     if args.variant.startswith("project"):
         model = ProjectLoss(args)
@@ -133,7 +139,7 @@ def engine_step(args: argparse.Namespace) -> Step:
         "train_micro_batch_size_per_gpu": args.batch, "gradient_clipping": 1.0,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
         "train_iters": 10**6, "precision": {"fp32": "fp32", "bf16": "bfloat16"}[args.precision],
-        "zero_optimization": {"stage": 1}, "torch_compile": args.variant == "project, compiled",
+        "zero_optimization": {"stage": 1}, **ENGINE[args.variant],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yml"

@@ -8,6 +8,9 @@ their gradients, and does not trace into them. The operations have no hidden sta
 depend on the argument `seed` alone. Eager calls bypass these operations, which would add some 20
 microseconds to each call.
 
+`kerple::blocked` reads documents and seeds on the host. A CUDA graph cannot record that, so torch
+leaves these operations out of its CUDA graphs and divides the graph around them.
+
 The argument `code` of `kerple::fused` names the Triton device functions of an embedding, which
 `register` has stored. `code` contains a hash of their source, so it means the same in every
 process.
@@ -32,9 +35,10 @@ if TYPE_CHECKING:
     from megatron.kernels.launch import Setting, Terms
 
 _DEVICE_FUNCTIONS: dict[str, DeviceFunctions] = {}
+_READS_ON_HOST = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("kerple::blocked", mutates_args=())
+@torch.library.custom_op("kerple::blocked", mutates_args=(), tags=_READS_ON_HOST)
 def blocked(
     q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, bias_HS: Tensor, weight_HS: Tensor | None,
     decay_BHS: Tensor | None, sink_H: Tensor | None, starts_BT: Tensor | None, seed: Tensor | None,
@@ -50,7 +54,7 @@ def _(q_BHTE: Tensor, *_: Any) -> Tensor:
     return _new(q_BHTE)
 
 
-@torch.library.custom_op("kerple::blocked_backward", mutates_args=())
+@torch.library.custom_op("kerple::blocked_backward", mutates_args=(), tags=_READS_ON_HOST)
 def blocked_backward(
     grad_BHTE: Tensor, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, bias_HS: Tensor,
     weight_HS: Tensor | None, decay_BHS: Tensor | None, sink_H: Tensor | None,

@@ -161,6 +161,9 @@ DistributedBackend = Annotated[_Distributed, _choice(_Distributed)]
 _OnBadLoss = Literal["stop", "skip", "roll_back"]
 OnBadLoss = Annotated[_OnBadLoss, _choice(_OnBadLoss)]
 
+_CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileMode = Annotated[_CompileMode, _choice(_CompileMode)]
+
 _Split = Literal["valid", "test"]
 EvalSplit = Annotated[_Split, _choice(_Split)]
 

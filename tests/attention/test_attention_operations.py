@@ -169,3 +169,10 @@ def test_unknown_device_functions_are_refused():
     q = torch.randn(1, 1, 5, 8)
     with pytest.raises(AttentionError, match="no device functions 'other 12'"):
         torch.ops.kerple.fused(q, q, q, q[0, 0], *[None] * 5, "other 12", 0.3, 0, 0.0)
+
+
+def test_what_reads_on_the_host_stays_out_of_cuda_graphs():
+    operations = torch.ops.kerple
+    for name in ("blocked", "blocked_backward", "fused", "fused_backward"):
+        unsafe = torch.Tag.cudagraph_unsafe in getattr(operations, name).default.tags
+        assert unsafe == name.startswith("blocked")

@@ -31,6 +31,11 @@ REFUSED = [
     ({"hidden_dropout": 1.0}, "hidden_dropout", "below 1"),
     ({"attention_dropout": 1.0}, "attention_dropout", "below 1"),
     ({"seed": 2**32}, "seed", "smaller"),
+    (
+        {"torch_compile_mode": "reduce-overhead"},
+        "torch_compile_mode",
+        "reduce-overhead without torch_compile, so nothing is compiled; write torch_compile: true",
+    ),
     ({"eval_lengths_interval": 1000}, "eval_lengths_interval", "without eval_lengths"),
     (
         {"eval_lengths": [16], "eval_lengths_interval": 300, "eval_interval": 200},

@@ -84,3 +84,18 @@ def test_training_is_repeatable_and_resumes_bit_for_bit(tmp_path, prefix, precis
     launches = train(config, *options, f"save={again}", f"load={again}")
     assert launches["query"] == 2 * 2 * 2
     assert digest(again) == digest(run) and rows(again) == rows(run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_cuda_graphs_train_to_the_same_losses(tmp_path, prefix, stage):
+    """In a step of two micro-batches, the second run of a graph overwrites the first gradients."""
+    losses = {}
+    for mode in ("default", "reduce-overhead"):
+        changes = {"torch_compile": True, "torch_compile_mode": mode, "train_iters": 20}
+        config, run = job(tmp_path / mode, prefix, **changes, zero_optimization={"stage": stage})
+        train(config, "attention_backend=fused", "precision=fp32")
+        losses[mode] = rows(run)
+        assert set(rows(run, "compile/graphs").values()) == {1}
+        assert set(rows(run, "compile/cudagraph_skips").values()) == {0}
+    assert len(losses["default"]) == 20
+    assert losses["reduce-overhead"] == pytest.approx(losses["default"], rel=1e-5)

@@ -6,7 +6,14 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from megatron.config.choices import DecayStyle, OnBadLoss, OptimizerType, Precision, WsdDecay
+from megatron.config.choices import (
+    CompileMode,
+    DecayStyle,
+    OnBadLoss,
+    OptimizerType,
+    Precision,
+    WsdDecay,
+)
 from megatron.config.fields import (
     Amount,
     Betas,
@@ -98,6 +105,8 @@ class TrainingConfig(Section):
     precision: Precision = "fp32"  # fp32, or the type of 16 bits in which the model computes
     # not in GPT-NeoX: train with the model compiled by torch.compile; needs a C++ compiler on a CPU
     torch_compile: Flag = False
+    # not in GPT-NeoX: the mode of torch.compile; reduce-overhead and max-autotune use CUDA graphs
+    torch_compile_mode: CompileMode = "default"
     loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic loss scale
     # the first dynamic loss scale is 2 to this power
     initial_scale_power: Annotated[

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron import preemption
-from megatron.engine.training.loop import next_batches
+from megatron.engine.training.batches import next_batches, on_device
 from megatron.engine.training.pipeline import PipelineLosses
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import mean_loss
@@ -120,7 +120,7 @@ def scores_of_sequences(
         preemption.safe_point()
         mine = turn * groups.data_size + groups.data_rank
         where = batches[min(mine, len(batches) - 1)]
-        batch = torch.from_numpy(sequences[where]).to(groups.device)
+        batch = on_device(sequences[where], groups.device)
         token_losses = loss_fn(batch[:, :-1], batch[:, 1:]).double()
         if mine < len(batches):
             scores[where] = score(token_losses, batch[:, :-1]).cpu()

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.engine.shape import numerics_of
+from megatron.engine.training.compiled import compile_model
 from megatron.engine.training.optimizer import (
     build_optimizer,
     optimizer_kind,
@@ -42,13 +43,10 @@ PROFILER_OPTIONS = (
 def job_engine(
     config: Config, model: nn.Module, groups: Groups
 ) -> tuple[deepspeed.DeepSpeedEngine, AnnealingLR]:
-    """Wrap `model` in a DeepSpeed engine; return the engine and its learning-rate scheduler.
-
-    With the key `torch_compile`, calls of `model` are compiled, for each shape of its inputs.
-    """
+    """Wrap `model` in a DeepSpeed engine; return the engine and its learning-rate scheduler."""
     c = config
     if c.training.torch_compile:
-        model.compile(dynamic=False)
+        compile_model(model, c.training.torch_compile_mode)
     beta1, beta2 = c.optimizer.betas
     optimizer = build_optimizer(
         optimizer_of(c)[0],

@@ -23,6 +23,8 @@ from megatron import preemption
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.errors import BadLossError
 from megatron.engine.training.bad_loss import ADVICE, LossGuard, explained_overflow
+from megatron.engine.training.batches import next_batches
+from megatron.engine.training.compiled import Compilations
 from megatron.engine.training.log import RunLog
 from megatron.engine.training.meter import Meter
 from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
@@ -31,28 +33,10 @@ from megatron.engine.training.rows import clock, described, perplexities
 from megatron.engine.training.settings import LoopSettings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss
+from megatron.parallel.loss import mean_loss
 
 STEEP = 3.0
 """The log warns if the mean loss rises by more nats than this from one log line to the next."""
-
-
-def next_batches(
-    batches: Iterator[np.ndarray], count: int, groups: Groups, uncounted_after: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the pair (inputs [B, T], targets [B, T]) of each of the next `count` micro-batches.
-
-    Args:
-        batches: this rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
-        uncounted_after: the id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
-            that they do not count in the loss. None counts all targets.
-    """
-    for _ in range(count):
-        tokens = torch.from_numpy(next(batches)).to(groups.device, non_blocking=True)
-        inputs, targets = inputs_and_targets(tokens)
-        if uncounted_after is not None:
-            targets = targets.masked_fill(inputs == uncounted_after, UNCOUNTED)
-        yield inputs, targets
 
 
 def train_step(
@@ -123,6 +107,7 @@ class TrainingLoop:
         self.settings, self.log = settings, log
         self._carried = carried or {}
         self._meter = Meter(groups, self._carried)
+        self._compilations = Compilations(settings.compiles)
         self._guard = LossGuard(
             engine,
             groups,
@@ -211,6 +196,8 @@ class TrainingLoop:
         self.theta.project()
         if not guard.acts or self._is_good(step, loss, norm, batches):
             self._meter.add(loss)
+        if news := self._compilations.news():
+            self.log.line(f"  step {step}: {news}")
         self.log.progress(step, self.settings.train_iters)
         return norm
 
@@ -269,6 +256,7 @@ class TrainingLoop:
             "train/lr": lr,
             "train/tokens_per_second": rate,
             **settings.speed.metrics(rate, self.groups.device),
+            **self._compilations.metrics(),
             "train/samples": samples,
             "train/tokens": samples * settings.seq_length,
         }

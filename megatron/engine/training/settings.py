@@ -24,6 +24,7 @@ class LoopSettings:
         skips_overflow: whether DeepSpeed skips a step whose gradients overflow, as in fp16.
         uncounted_after: the id of a token; targets that follow it do not count in the loss. None
             counts all targets.
+        compiles: whether the model is compiled (`torch_compile`).
         speed: what a token costs, and what the device can do.
     """
 
@@ -40,6 +41,7 @@ class LoopSettings:
     on_bad_loss: str = "stop"
     loss_spike_threshold: float | None = None
     uncounted_after: int | None = None
+    compiles: bool = False
     speed: Speed = UNKNOWN
 
     def leaves_after(self, step: int) -> bool:
@@ -69,6 +71,7 @@ def loop_settings(
         on_bad_loss=c.training.on_bad_loss,
         loss_spike_threshold=c.training.loss_spike_threshold,
         uncounted_after=uncounted_after,
+        compiles=c.training.torch_compile,
         speed=Speed(
             flops_per_token=flops_per_token(shape, c.model.seq_length),
             devices=groups.world_size,

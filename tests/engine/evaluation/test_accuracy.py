@@ -27,7 +27,7 @@ from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.evaluation.suite.measure import Subject
 from megatron.engine.evaluation.suite.run import measure_with_progress
 from megatron.engine.text import JobData
-from megatron.engine.training.loop import next_batches
+from megatron.engine.training.batches import next_batches
 from megatron.engine.training.pipeline import PipelineLosses
 from megatron.model import GPT
 from megatron.parallel.groups import Groups, build_groups

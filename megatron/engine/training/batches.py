@@ -1,0 +1,43 @@
+"""Bring micro-batches to the device, as pairs of inputs and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from megatron.parallel.groups import Groups
+from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
+
+
+def next_batches(
+    batches: Iterator[np.ndarray], count: int, groups: Groups, uncounted_after: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the pair (inputs [B, T], targets [B, T]) of each of the next `count` micro-batches.
+
+    A micro-batch is read when it is asked for, never before, so that the position in the data is
+    always that of the step. On a GPU, the work on the previous micro-batch still runs then.
+
+    Args:
+        batches: this rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
+        uncounted_after: the id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
+            that they do not count in the loss. None counts all targets.
+    """
+    for _ in range(count):
+        inputs, targets = inputs_and_targets(on_device(next(batches), groups.device))
+        if uncounted_after is not None:
+            targets = targets.masked_fill(inputs == uncounted_after, UNCOUNTED)
+        yield inputs, targets
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the array as a tensor on `device`; on a CPU, both share their memory.
+
+    The copy to a GPU is put after the work that is already queued there, and the process goes on.
+    It does so only from page-locked memory: from other memory, it may wait for the queue's end.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,77 @@
+"""Compile the model with `torch.compile`, and count what it compiles.
+
+Two modes of `torch.compile` use CUDA graphs: a graph records the work of a forward or backward pass
+on the GPU, and repeats it with one launch. Its results, gradients included, lie in memory that
+belongs to the graph, and its next run overwrites them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+def compile_model(model: nn.Module, mode: str) -> None:
+    """Make calls of `model` compiled ones, for each shape of its inputs.
+
+    With CUDA graphs, each gradient is copied before anybody keeps it. Otherwise a parameter's
+    `grad`, DeepSpeed's sum over micro-batches or a bucket that is still being sent would be the
+    graph's own memory, and the next micro-batch would overwrite it (pytorch issues 96693, 169545).
+
+    Args:
+        mode: the mode of `torch.compile`.
+    """
+    model.compile(dynamic=False, mode=mode)
+    if mode in WITH_CUDA_GRAPHS:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(torch.clone)
+
+
+class Compilations:
+    """Counts the graphs that `torch.compile` makes in this process.
+
+    Args:
+        asked: whether the model is compiled; otherwise there is nothing to count.
+    """
+
+    def __init__(self, asked: bool):
+        self._asked = asked
+        self._first: int | None = None
+        self._seen = 0
+
+    def metrics(self) -> dict[str, int]:
+        """Return the numbers of graphs, of those made after the first step, and of skips.
+
+        A skip is a forward or backward pass that was to be recorded in a CUDA graph, and was not.
+        """
+        if not self._asked:
+            return {}
+        from torch._dynamo.utils import counters
+
+        graphs = counters["stats"]["unique_graphs"]
+        return {
+            "compile/graphs": graphs,
+            "compile/recompiles": 0 if self._first is None else graphs - self._first,
+            "compile/cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+        }
+
+    def news(self) -> str:
+        """Return why another graph was made since the last call; "" if none was.
+
+        Call this after each step. The graphs of the first step are no news.
+        """
+        if not self._asked:
+            return ""
+        from torch._dynamo.utils import get_compilation_metrics
+
+        seen, self._seen = self._seen, self.metrics()["compile/graphs"]
+        if self._first is None:
+            self._first = self._seen
+        if self._seen in (seen, self._first):
+            return ""
+        found = (each.recompile_reason for each in reversed(get_compilation_metrics()))
+        reason = next((text for text in found if text), "code that had not run before")
+        return f"torch.compile made {self._seen} graphs by now: {reason.strip().splitlines()[0]}"

@@ -1,0 +1,64 @@
+"""Test how micro-batches come to the device: their order, and the position in the data."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.samples.loader import TrainLoader
+from megatron.engine.training.batches import next_batches, on_device
+
+
+class Numbers:
+    """Samples 0, 1, 2, ... of four tokens each: all tokens of a sample are its number."""
+
+    name = where = "numbers"
+    num_samples = 12
+
+    def __len__(self):
+        return self.num_samples
+
+    def batch(self, indices):
+        return np.repeat(indices[:, None], 4, axis=1)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Let a GPU take page-locked memory; return what was copied to it."""
+    found, pinned = [], []
+
+    def pin(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def to(tensor, device, non_blocking):
+        assert non_blocking and any(tensor is each for each in pinned)
+        found.append((device.type, tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return found
+
+
+def test_a_gpu_gets_page_locked_memory_and_no_batch_is_read_before_its_turn(copies):
+    samples: Any = Numbers()
+    loader = TrainLoader(samples, global_batch=4, micro_batch=2)
+    groups: Any = SimpleNamespace(device=torch.device("cuda"))
+    for step in (1, 2):
+        for micro, (inputs, targets) in enumerate(next_batches(loader, 2, groups), 1):
+            first = 4 * (step - 1) + 2 * (micro - 1)
+            assert loader.consumed_samples == first + 2  # what a checkpoint would hold
+            assert inputs.tolist() == targets.tolist() == [[first] * 3, [first + 1] * 3]
+    assert [device for device, _ in copies] == ["cuda"] * 4
+
+
+def test_a_cpu_copies_nothing():
+    array = np.zeros((2, 3), dtype=np.int64)
+    tensor = on_device(array, torch.device("cpu"))
+    array[0, 0] = 7
+    assert tensor[0, 0] == 7
