@@ -21,10 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,7 @@ from benchmarks.attention_variants import make_inputs
 from megatron.attention.fused import functions_of, tabulate
 from megatron.kernels import launch
 from megatron.kernels.tile_sizes import Tile, TileSizes, family, padded
+from megatron.kernels.variants import Variant
 from megatron.positional import load
 
 PASSES = ("forward", "query", "key")
@@ -90,11 +92,12 @@ class Problem:
     def compile(self, which: str, tiles: TileSizes) -> None:
         """Compile the pass for these tile sizes, in the background within `AsyncCompileMode`."""
 
-        def warm_up(function: Any, programs: int, arguments: dict[str, Any]) -> None:
-            function.warmup(grid=(programs,), **arguments)
+        def warm_up(variant: Variant, programs: int, *given: Sequence[Any]) -> None:
+            arguments = (*chain(*given), *variant.constants)
+            variant.function.warmup(*arguments, grid=(programs,), **variant.options)
 
         call = self.call(which)
-        with mock.patch.object(launch, "start", warm_up):
+        with mock.patch.object(Variant, "start", warm_up):
             call(tiles)
 
     def ms(self, which: str, tiles: TileSizes) -> float:

@@ -63,8 +63,8 @@ from triton.compiler import compile as compile_kernel
 
 from megatron.attention.fused import functions_of
 from megatron.kernels.codegen import DeviceFunctions
-from megatron.kernels.launch import OPTIONS, PASSES, constants
 from megatron.kernels.tile_sizes import Tile, family, look_up, padded
+from megatron.kernels.variants import OPTIONS, PASSES, constants
 from megatron.positional import PositionalEmbedding, PositionalError, load
 from tools.compiled.kernel_table import BLACKWELL, Row, Variant, read_rows, summary, write
 from tools.compiled.machine_code import resources, special_functions

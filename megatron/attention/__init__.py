@@ -3,8 +3,10 @@
 A distance kernel is a bias or a factor that depends only on the query-key distance. All backends
 have the same signature. `eager` is the specification, and every other backend is tested against
 `eager`. `choose` selects a backend once at start-up. `attend` selects a backend for a single call.
+`cache_launches` makes the calls of the fused backend shorter for the host.
 """
 
 from megatron.attention.choice import AttentionError, AttentionFn, attend, choose
+from megatron.attention.fused import cache_launches
 
-__all__ = ["AttentionError", "AttentionFn", "attend", "choose"]
+__all__ = ["AttentionError", "AttentionFn", "attend", "cache_launches", "choose"]

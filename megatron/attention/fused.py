@@ -95,6 +95,16 @@ def tempers(pos: PositionalEmbedding) -> bool:
     return not functions_of(pos.kernel_part(None, tempered=True)[0])[0].tabulated
 
 
+def cache_launches(on: bool) -> None:
+    """Switch cached launches of the fused backend's kernels on or off, for the whole process.
+
+    With cached launches, the host finds the compiled kernels sooner. The results are the same bits.
+    """
+    from megatron.kernels import variants
+
+    variants.cache_launches(on)
+
+
 def fused(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     numbers = (call.scale, call.query_offset, call.dropout_p)

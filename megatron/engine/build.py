@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.attention import AttentionFn, choose
+from megatron.attention import AttentionFn, cache_launches, choose
 from megatron.config import Config, ConfigError
 from megatron.config.builtin import task_name
 from megatron.config.errors import Mark, Problem
@@ -108,6 +108,8 @@ def attention_of(
 ) -> AttentionFn:
     """Return the attention backend that the config's `attention_backend` selects.
 
+    If it is `fused`, the config's `cached_launches` takes effect in this process.
+
     Args:
         pos: the positional embedding of a layer.
         masked: whether document boundaries or a sliding window limit the keys that a query sees.
@@ -116,7 +118,7 @@ def attention_of(
         AttentionError: the selected backend does not support this model on this device.
     """
     m = config.model
-    return choose(
+    chosen = choose(
         m.attention_backend,
         pos,
         device_type=device_type,
@@ -127,6 +129,9 @@ def attention_of(
         masked=masked,
         decays=pos.has("gate"),
     )
+    if chosen.name == "fused":
+        cache_launches(config.training.cached_launches)
+    return chosen
 
 
 def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:

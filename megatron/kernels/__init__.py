@@ -6,5 +6,5 @@ distance kernel into device functions, which the Triton kernels take as compile-
 Before that, `lowering` rewrites the expression in terms of the functions that a GPU has.
 `tabulated` has the device functions for a distance kernel that is given by a table of values.
 `terms` has the device functions for documents, windows, sinks and decay.
-`tile_sizes` lists the tile sizes.
+`tile_sizes` lists the tile sizes. `variants` keeps the compiled kernels between launches.
 """

@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.backward import key_pass, query_pass
 from megatron.kernels.codegen import DeviceFunctions
-from megatron.kernels.forward import forward_pass
-from megatron.kernels.hidden import Layer, hidden_pass
-from megatron.kernels.tabulated import table_pass
-from megatron.kernels.terms import NO_TERMS, TENSORS, Terms
-from megatron.kernels.tile_sizes import Tile, TileSizes, choose, padded
-
-PASSES: dict[str, Any] = {"forward": forward_pass, "query": query_pass, "key": key_pass}
-PASSES |= {"table": table_pass, "hidden": hidden_pass}
+from megatron.kernels.hidden import Layer
+from megatron.kernels.terms import NO_TERMS, Terms
+from megatron.kernels.tile_sizes import Tile, TileSizes, choose
+from megatron.kernels.variants import order, variant_of
 
 LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""
-
-OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options: products and sums may be fused, whatever Triton's default is."""
 
 
 @dataclass(frozen=True)
@@ -57,66 +48,23 @@ class Setting:
     def tiles(self, q_BHTE: Tensor) -> TileSizes:
         if self.tile_sizes is not None:
             return self.tile_sizes
-        cuda = q_BHTE.is_cuda
-        capability = torch.cuda.get_device_capability(q_BHTE.device) if cuda else (0, 0)
+        capability = capability_of(q_BHTE.device) if q_BHTE.is_cuda else (0, 0)
         needs = self.functions.needs(self.dropout_p > 0.0, self.terms)
         return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], *needs)
 
-    def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> dict[str, int | float]:
-        """Return a dictionary of the numeric arguments that all Triton kernels share."""
+    def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> tuple[int | float, ...]:
+        """Return the numeric arguments that all Triton kernels share, the values of `NUMBERS`."""
         heads, queries = q_BHTE.shape[1:3]
+        key_heads, keys = k_BKSE.shape[1:3]
         keep = 1.0 - self.dropout_p
-        return {
-            "heads": heads,
-            "group": heads // k_BKSE.shape[1],
-            "queries": queries,
-            "keys": k_BKSE.shape[2],
-            "offset": self.query_offset,
-            "width": rows_HW.shape[1],
-            "scale": self.scale,
-            "threshold": round(keep * (1 << 24)),
-            "rescale": 1.0 / keep,
-        }
+        sizes = (heads, heads // key_heads, queries, keys, self.query_offset, rows_HW.shape[1])
+        return *sizes, float(self.scale), round(keep * (1 << 24)), 1.0 / keep
 
 
-def constants(
-    which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
-    *, dropout: bool, theta: bool, terms: Iterable[str] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Return the compile-time arguments of a Triton kernel.
-
-    Args:
-        which: The Triton kernel: "forward", "query", "key", "table" or "hidden".
-        theta: Whether the gradient of the distance kernel's parameters or table is needed. This
-            affects only "query".
-        terms: The names, from `terms.TENSORS`, of the tensors that the call passes. The pointers
-            to the other tensors in `terms.TENSORS` are None.
-    """
-    values: dict[str, Any] = {f"{name}_ptr": None for name in absent(which, terms)}
-    values |= {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
-    values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
-    values |= {"R": tile.M} if which == "table" else {"M": tile.M, "N": tile.N}
-    if which not in ("forward", "hidden"):
-        values["WEIGHTED"] = functions.weighted
-    if which == "hidden" and (layer := functions.layer) is not None:
-        values |= {"FIRST": layer.first, "K": layer.width, "R": layer.padded}
-    if which == "table":
-        values["BIASED"] = functions.biased
-    if which == "query":
-        values |= {"f_zeros": functions.zeros, "f_add": functions.add, "f_finish": functions.finish}
-        theta_or_term = theta or not {"sink", "high"}.isdisjoint(terms)
-        values |= {"LEARNS": theta_or_term, "THETA": functions.num_theta if theta else 0}
-    return values
-
-
-def absent(which: str, terms: Iterable[str]) -> set[str]:
-    """Return the names of a Triton kernel's optional tensors that a call does not pass.
-
-    The argument `terms` holds the names of the optional tensors that the call passes. The list
-    `TENSORS` of the module `terms` holds the names of all optional tensors.
-    """
-    known = {name for name in TENSORS if f"{name}_ptr" in PASSES[which].arg_names}
-    return known - set(terms)
+@lru_cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -144,52 +92,31 @@ def launch(
     """Launch a Triton kernel on the tensors' device, which need not be the current device.
 
     Args:
-        which: The Triton kernel, a key of `PASSES`.
+        which: The Triton kernel, a key of `variants.PASSES`.
         need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
         tensors: Maps names to tensors. For example, the tensor `q` provides the Triton kernel's
             arguments `q_ptr`, `q_b`, `q_h` and `q_t`.
     """
     LAUNCHES[which] += 1
-    q, rows_HW = tensors["q"], tensors["theta"]
-    unread = set(TENSORS) - absent(which, ())
-    tensors = {name: x for name, x in tensors.items() if name not in unread}
-    arguments = pointers_and_strides(tensors) | setting.numbers(q, tensors["k"], rows_HW)
+    q = tensors["q"]
+    if q.is_meta:  # there are no values
+        return
+    names, strided, _ = order(which)
+    pointers = [tensors.get(name) for name in names]
+    strides = [step for name in strided for step in tensors[name].stride()[:3]]
+    numbers = setting.numbers(q, tensors["k"], tensors["theta"])
     dropout = setting.dropout_p > 0.0
-    arguments |= constants(
-        which, setting.functions, tile, q.shape[-1],
-        dropout=dropout, theta=need_theta, terms=tensors,
-    )  # fmt: skip
-    arguments |= {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        start(PASSES[which], programs, arguments)
-
-
-def start(function: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Start a Triton kernel. On the meta device there are no values, and nothing is started.
-
-    `benchmarks/attention_tiles.py` replaces this function by one that only compiles the kernel.
-    """
-    if not arguments["q_ptr"].is_meta:
-        function[(programs,)](**arguments)
+    variant = variant_of(
+        which, setting.functions, tile, q.shape[-1], pointers, dropout=dropout, theta=need_theta
+    )
+    here = not q.is_cuda or q.get_device() == torch.cuda.current_device()
+    with contextlib.nullcontext() if here else torch.cuda.device(q.device):
+        variant.start(programs, pointers, strides, numbers)
 
 
 def cdiv(count: int, size: int) -> int:
     """Return how many tiles of `size` elements cover `count` elements."""
     return -(-count // size)
-
-
-def pointers_and_strides(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments of a Triton kernel that describe `tensors`.
-
-    A tensor named x gives the argument `x_ptr`. If x has four dimensions, the strides of the first
-    three are the arguments `x_b`, `x_h` and `x_t`.
-    """
-    arguments: dict[str, Any] = {}
-    for name, x in tensors.items():
-        arguments[f"{name}_ptr"] = x
-        if x.dim() == 4:
-            arguments[f"{name}_b"], arguments[f"{name}_h"], arguments[f"{name}_t"], _ = x.stride()
-    return arguments
 
 
 def forward(

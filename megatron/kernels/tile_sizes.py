@@ -16,6 +16,7 @@ If measured times suggest other sizes, only `TABLE` needs to change. Nothing is 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -158,6 +159,7 @@ def family(capability: tuple[int, int]) -> int:
     return 80 if capability in ((8, 0), (8, 7)) else 86
 
 
+@lru_cache
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int,
     heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,

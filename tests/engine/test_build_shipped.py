@@ -7,6 +7,7 @@ from megatron.config import load_config
 from megatron.config.schema import Config
 from megatron.engine.build import plan_of
 from megatron.engine.shape import padded_vocab_size, shape_of
+from megatron.kernels.variants import SWITCHES
 from megatron.model import GPT
 from tests.helpers.paths import CONFIGS, SHIPPED
 
@@ -42,6 +43,13 @@ def test_its_model_is_built(name):
 )
 def test_vocabulary_padding(size, divisible_by, padded):
     assert padded_vocab_size(size, divisible_by) == padded
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_cached_launches_are_a_key_of_the_fused_backend(on):
+    keys = (f"cached_launches={on}", "num_layers=1", "attention_backend=fused", "precision=fp32")
+    plan_of(compose("quickstart.yml", *keys), 300, device_type="meta")
+    assert SWITCHES["cached"] is on
 
 
 def test_rpe_gets_its_options_and_the_published_scale():

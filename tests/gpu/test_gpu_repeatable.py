@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.attention import cache_launches
+from megatron.attention.fused import functions_of
+from megatron.kernels.launch import Setting, backward, forward
 from tests.kernels import cases
 from tests.kernels.cases import make
 from tests.kernels.repeatable import RepeatableCases
@@ -49,6 +52,35 @@ def test_another_stream_gives_the_same_bits():
         got = case.run("fused", dropout_p=0.1)
     stream.synchronize()
     assert same(got, expected)
+
+
+def test_a_cuda_graph_of_cached_launches_gives_the_same_bits():
+    """The graph is replayed with other inputs than those with which it was captured."""
+    case = make("kerple_log", 2, 12, 300, 64, dtype=BF16)
+    inputs = [x.detach() for x in case.inputs]
+    setting = Setting(functions_of(case.pos)[0], 0.35)
+
+    def run() -> list[torch.Tensor]:
+        q, k, v, theta = inputs
+        out, lse = forward(q, k, v, theta, None, setting)
+        found = backward(case.grad, q, k, v, out, lse, theta, None, setting, True)
+        return [out, *found[:4]]
+
+    cache_launches(True)
+    try:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+    finally:
+        cache_launches(False)
+    for x in inputs[:3]:
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert same(captured, run())
 
 
 def test_dropout_keeps_the_mean():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import attend
+from megatron.attention import attend, cache_launches
 from megatron.attention.fused import functions_of
 from megatron.kernels.launch import LAUNCHES, Setting, forward
 from megatron.kernels.tile_sizes import Tile, TileSizes
@@ -101,6 +101,19 @@ class RepeatableCases:
             out.backward(case.grad)  # what a reentrant checkpoint wants
             results.append([out, *(x.grad for x in case.inputs)])
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("name", ["kerple_log", "rpe"])
+    def test_cached_launches_give_the_same_bits(self, name):
+        case, runs = make(name, 1, 2, 20, 16), []
+        before = LAUNCHES["forward"]
+        for cached in (False, True, True):
+            cache_launches(cached)
+            torch.manual_seed(3)
+            runs.append(case.run("fused", dropout_p=0.2))
+        cache_launches(False)
+        for run in runs[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+        assert LAUNCHES["forward"] == before + 3
 
     @pytest.mark.parametrize("name", [name for name in PLAIN if name not in ALIKE])
     def test_launches(self, name):

@@ -28,7 +28,14 @@ def test_the_emulator():
 @pytest.mark.parametrize(
     "target,cases",
     [
-        (80, ["dtype=bf16,E=16,H=2,K=1,T=70,S=150,p=0.1", "kind=rpe,dtype=fp32,E=16,H=1,T=70"]),
+        (
+            80,
+            [
+                "dtype=bf16,E=16,H=2,K=1,T=70,S=150,p=0.1",
+                "dtype=bf16,E=16,H=2,K=1,T=20,S=40,p=0.1,cached=1",
+                "kind=rpe,dtype=fp32,E=16,H=1,T=70",
+            ],
+        ),
         (90, ["dtype=bf16,E=16,H=1,T=140"]),
     ],
 )

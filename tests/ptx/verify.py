@@ -48,6 +48,7 @@ class Case:
         theta: The values of theta's columns, the same for every head, separated by slashes. If it
             is empty, theta has its initial values.
         scale: The factor of the query-key products. 0 means 1/sqrt(E).
+        cached: 1 means that cached launches must give the same bits.
     """
 
     kind: str = "kerple_log"
@@ -63,6 +64,7 @@ class Case:
     theta: str = ""
     seed: int = 0
     scale: float = 0.0
+    cached: int = 0
 
     @classmethod
     def read(cls, text: str) -> Case:
@@ -84,7 +86,8 @@ class Case:
         text += f" T{self.T} S{self.keys}" + (f" p{self.p}" if self.p else "")
         text += f" {self.layout}" if self.layout != "bthe" else ""
         text += f" theta={self.theta}" if self.theta else ""
-        return text + (f" scale={self.scale}" if self.scale else "")
+        text += f" scale={self.scale}" if self.scale else ""
+        return text + " cached" * self.cached
 
 
 def standard() -> Iterator[Case]:
@@ -229,6 +232,20 @@ def judge(case: Case, errors: dict[str, tuple[float, float | None]]) -> str | No
     return next((x for x in findings() if "note:" not in x), None)
 
 
+def changed_by_caching(case: Case, plain: Run) -> str | None:
+    """Return which results of cached launches are not those of `plain`, or None.
+
+    The first of two runs puts the kernels into the cache, and the second finds them there.
+    """
+    from megatron.attention import cache_launches
+
+    cache_launches(True)
+    runs = [run(case), run(case)]
+    cache_launches(False)
+    names = [name for name, x in plain.got.items() if any((x != r.got[name]).any() for r in runs)]
+    return f"cached launches change {', '.join(names)}" if names else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     project.add_option(parser)
@@ -247,8 +264,11 @@ def main() -> None:
             continue
         start, errors = time.time(), {}
         try:
-            errors = errors_of(case, run(case))
+            done = run(case)
+            errors = errors_of(case, done)
             verdict = judge(case, errors)
+            if case.cached:
+                verdict = verdict or changed_by_caching(case, done)
         except Exception as error:  # the emulator's and Triton's: the other cases still run
             verdict = f"{type(error).__name__}: {error}"
             if args.case:

@@ -1,0 +1,179 @@
+"""Keep what launches share: the compile-time arguments and the compiled kernels.
+
+A variant is a Triton kernel with its compile-time arguments. Triton compiles it again for other
+properties of the run-time arguments: dtypes, whether addresses and strides are multiples of 16,
+strides and numbers that are 1, and whole numbers beyond 32 bits. At each launch, Triton examines
+the arguments for these properties, which takes longer than the launch.
+
+With `cache_launches(True)`, a variant keeps the compiled kernel that Triton chose, and launches it
+again when the same arguments come back. The key has the strides, and the addresses modulo 16, as
+they are, so it distinguishes more than Triton does. The current device and stream and Triton's
+launch hooks are looked up at each launch. Changes of Triton's other settings are noticed only by
+the first launch with a key. Nothing is allocated, and the host waits for nothing, so launches can
+be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+from megatron.kernels.backward import key_pass, query_pass
+from megatron.kernels.codegen import DeviceFunctions
+from megatron.kernels.forward import forward_pass
+from megatron.kernels.hidden import hidden_pass
+from megatron.kernels.tabulated import table_pass
+from megatron.kernels.terms import TENSORS
+from megatron.kernels.tile_sizes import Tile, padded
+
+PASSES: dict[str, Any] = {"forward": forward_pass, "query": query_pass, "key": key_pass}
+PASSES |= {"table": table_pass, "hidden": hidden_pass}
+
+OPTIONS = {"enable_fp_fusion": True}
+"""Compiler options: products and sums may be fused, whatever Triton's default is."""
+
+NUMBERS = ("heads", "group", "queries", "keys", "offset", "width", "scale", "threshold", "rescale")
+"""The numeric arguments of all Triton kernels, in order."""
+
+LARGEST = 4096
+"""The number of variants, and of compiled kernels of a variant, at which all are forgotten."""
+
+VARIANTS: dict[tuple, Variant] = {}
+"""All variants that this process has launched."""
+
+SWITCHES = {"cached": False}
+"""Whether launches are cached, for the whole process; see `cache_launches`."""
+
+
+def cache_launches(on: bool) -> None:
+    """Switch cached launches on or off, for the whole process. The results are the same bits."""
+    SWITCHES["cached"] = on
+
+
+@dataclass
+class Variant:
+    """A Triton kernel with its compile-time arguments.
+
+    Attributes:
+        function: The Triton kernel.
+        functions: The device functions of the distance kernel.
+        constants: The compile-time arguments, which come after all others.
+        options: The options of the compiler.
+        exact: For each of `NUMBERS`, whether Triton compiles other kernels for other values.
+            If not, it only distinguishes 32 and 64 bits.
+        compiled: The compiled kernels, by the properties of the run-time arguments.
+    """
+
+    function: Any
+    functions: DeviceFunctions
+    constants: Sequence[Any]
+    options: dict[str, Any]
+    exact: Sequence[bool]
+    compiled: dict[tuple, Any] = field(default_factory=dict)
+
+    def start(
+        self, programs: int, pointers: Sequence[Tensor | None], strides: Sequence[int],
+        numbers: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Start the Triton kernel on the current device and stream."""
+        arguments = (*pointers, *strides, *numbers, *self.constants)
+        if not SWITCHES["cached"]:
+            self.function[(programs,)](*arguments, **self.options)
+            return
+        key = self.key(pointers, strides, numbers)
+        compiled = self.compiled.get(key)
+        if compiled is not None and not self.function.pre_run_hooks:
+            compiled[programs, 1, 1](*arguments)
+            return
+        compiled = self.function[(programs,)](*arguments, **self.options)
+        if isinstance(compiled, CompiledKernel):  # Triton's interpreter compiles nothing
+            if len(self.compiled) >= LARGEST:
+                self.compiled.clear()
+            self.compiled[key] = compiled
+
+    def key(self, pointers: Sequence[Any], strides: Sequence[int], numbers: Sequence[Any]) -> tuple:
+        """Return the properties of the run-time arguments on which Triton's choice depends."""
+        tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
+        values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
+        return pointers[0].get_device(), *tensors, *strides, *values
+
+
+def variant_of(
+    which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
+    pointers: Sequence[Tensor | None], *, dropout: bool, theta: bool,
+) -> Variant:  # fmt: skip
+    """Return a Triton kernel with its compile-time arguments; see `constants`.
+
+    Args:
+        pointers: The tensors of the call, in the order of `order(which)`.
+    """
+    missing = [x is None for x in pointers]
+    key = (which, id(functions), tile, head_size, dropout, theta, *missing)
+    if key not in VARIANTS:
+        function, (names, _, rest) = PASSES[which], order(which)
+        terms = [name for name, x in zip(names, pointers, strict=True) if x is not None]
+        values = constants(
+            which, functions, tile, head_size, dropout=dropout, theta=theta, terms=terms
+        )
+        options = {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
+        loose = getattr(function, "do_not_specialize", ())
+        exact = [name not in loose for name in NUMBERS]
+        if len(VARIANTS) >= LARGEST:
+            VARIANTS.clear()
+        # The variant keeps `functions`, so no other device functions get the same id.
+        fixed = [values[name] for name in rest]
+        VARIANTS[key] = Variant(function, functions, fixed, options, exact)
+    return VARIANTS[key]
+
+
+@lru_cache
+def order(which: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of a Triton kernel's tensors, of those with strides, and of its constants.
+
+    A tensor named x is the argument `x_ptr`. If it has four dimensions, the strides of the first
+    three are the arguments `x_b`, `x_h` and `x_t`. All pointers come first, then all strides, then
+    `NUMBERS`, and then the compile-time arguments.
+    """
+    names = PASSES[which].arg_names
+    tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
+    strided = [name for name in tensors if f"{name}_b" in names]
+    strides = [f"{name}_{axis}" for name in strided for axis in "bht"]
+    first = [f"{name}_ptr" for name in tensors] + strides + list(NUMBERS)
+    assert first == names[: len(first)]
+    return tensors, strided, names[len(first) :]
+
+
+def constants(
+    which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
+    *, dropout: bool, theta: bool, terms: Collection[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Return the compile-time arguments of a Triton kernel.
+
+    Args:
+        which: The Triton kernel: "forward", "query", "key", "table" or "hidden".
+        theta: Whether the gradient of the distance kernel's parameters or table is needed. This
+            affects only "query".
+        terms: The names, from `terms.TENSORS`, of the tensors that the call passes. The pointers
+            to the other tensors in `terms.TENSORS` are None.
+    """
+    absent = set(TENSORS).intersection(order(which)[0]).difference(terms)
+    values: dict[str, Any] = {f"{name}_ptr": None for name in absent}
+    values |= {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
+    values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
+    values |= {"R": tile.M} if which == "table" else {"M": tile.M, "N": tile.N}
+    if which not in ("forward", "hidden"):
+        values["WEIGHTED"] = functions.weighted
+    if which == "hidden" and (layer := functions.layer) is not None:
+        values |= {"FIRST": layer.first, "K": layer.width, "R": layer.padded}
+    if which == "table":
+        values["BIASED"] = functions.biased
+    if which == "query":
+        values |= {"f_zeros": functions.zeros, "f_add": functions.add, "f_finish": functions.finish}
+        theta_or_term = theta or not {"sink", "high"}.isdisjoint(terms)
+        values |= {"LEARNS": theta_or_term, "THETA": functions.num_theta if theta else 0}
+    return values
