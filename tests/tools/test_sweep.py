@@ -219,13 +219,16 @@ def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
         (folder / "extrapolation.csv").write_text("\n".join(lines))
         (folder / "other.csv").write_text("length,depth,perplexity\n64,1,7\n64,2,8\n")
         (folder / "suite").mkdir()
-        (folder / "suite" / "by_position.csv").write_text("context,value,low\n1,5,4\n2,4,3\n")
+        for curve in ("by_position", "receptive_field"):
+            (folder / "suite" / f"{curve}.csv").write_text("context,value,low\n1,5,4\n2,4,3\n")
     folders = [str(tmp_path / name) for name in rows_of]
     assert table.main([*folders, "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "| rotary | 2 | 10.00 ± 1.41 | 20.00 ± 2.83 |" in out
     assert "| alibi | 1 | 5.000 | 10.00 |" in out
-    assert "<figcaption>loss by position" in (tmp_path / "out" / "report.html").read_text()
+    html = (tmp_path / "out" / "report.html").read_text()
+    for curve in ("loss by position", "loss by context"):
+        assert html.count(f"<figcaption>{curve}</figcaption>") == 1
     latex = (tmp_path / "out" / "tables.tex").read_text()
     assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex
 
