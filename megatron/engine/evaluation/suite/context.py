@@ -85,7 +85,7 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
     field, best = field_of(rows)
     says = (
         f"The shortest context with a loss within {MARGIN:.0%} of the best "
-        f"(that with {best:,} tokens) is {field:,} token{'s' * (field > 1)}."
+        f"(that with {best:,} token{'s' * (best > 1)}) is {field:,} token{'s' * (field > 1)}."
     )
     return Measure("receptive_field", "Loss by context", NATS, says, rows)
 
