@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, kept, load_rows, opaque, store_rows, table_distance
+from megatron.kernels.device import ex2, kept, load_rows, opaque, spread, store_rows, table_distance
 from megatron.kernels.forward import LOG2E
 from megatron.kernels.terms import (
     BLOCK,
@@ -55,7 +55,7 @@ from megatron.kernels.terms import (
 
 @triton.jit
 def weights(
-    s, i, j, distance, limit, decay, constants, c, lse, at,
+    s, i, j, di, dj, distance, limit, decay, constants, c, lse, at,
     f_evaluate: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return the results of `f_evaluate` and the softmax weights p of a tile.
@@ -63,13 +63,11 @@ def weights(
     The first result of `f_evaluate` is y, the logit divided by scale. p is computed from y minus
     `decay`, or from y if `decay` is None. With MASKED, p is 0 for future keys (i < j) and where the
     mask `limit` is false (None means no such mask). `at` holds each row's position in its document,
-    or is None.
+    or is None. The distance of a query and a key is di - dj.
     """
     if MASKED:
-        d = tl.maximum(i - j, 0).to(tl.float32)
-        e = f_evaluate(s, d, 0.0, distance, constants, at)
-    else:
-        e = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants, at)
+        di, dj = tl.maximum(di - dj, 0.0), 0.0
+    e = f_evaluate(s, di, dj, distance, constants, at)
     y = e[0]
     if decay is not None:
         y -= decay
@@ -92,11 +90,12 @@ def query_tile(
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
     j = tl.arange(0, N)[None, :]
+    di, dj = spread(offset + m0 - n0, k.dtype != tl.float32, M, N)
     distance = table_distance(i, j, m0, n0, offset, queries)
     limit = None if first is None else j >= (first - n0)[:, None]
     lost_N = None if decay is None else lost(decay, n0, keys, MASKED, N)[None, :]
     e, p = weights(
-        s, i, j, distance, limit, lost_N, constants, c, lse[:, None], at, f_evaluate, MASKED
+        s, i, j, di, dj, distance, limit, lost_N, constants, c, lse[:, None], at, f_evaluate, MASKED
     )
     if DROPOUT:
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
@@ -201,6 +200,7 @@ def key_tile(
     # m0 changes from tile to tile. It is added to the keys, because a thread has fewer keys.
     i = tl.arange(0, M)[None, :]
     j = (n0 - offset - m0) + tl.arange(0, N)[:, None]
+    dj, di = spread(n0 - offset - m0, k.dtype != tl.float32, N, M)
     distance = table_distance(
         (offset + m0 - n0) + i, tl.arange(0, N)[:, None], m0, n0, offset, queries
     )
@@ -208,7 +208,7 @@ def key_tile(
     lost_N = None if decay is None else lost_by(decay, offset + m0 // BLOCK * BLOCK)[:, None]
     at = None if at is None else load_clamped(at, m0, queries, M).to(tl.float32)[None, :]
     e, p = weights(
-        s, i, j, distance, limit, lost_N, constants, c, lse[None, :], at, f_evaluate, MASKED
+        s, i, j, di, dj, distance, limit, lost_N, constants, c, lse[None, :], at, f_evaluate, MASKED
     )
     dropped = p
     if DROPOUT:

@@ -153,6 +153,25 @@ def table_distance(i, j, m0, n0, offset, queries):
 
 
 @triton.jit
+def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Return (a, b) in fp32 with start + r - c = a - b for row r and column c of a tile [M, N].
+
+    With SHARED, equal differences of a thread have equal a and b, so that the compiler evaluates a
+    distance kernel once for them. A tensor core's 16 x 8 tile of products gives a thread the rows r
+    and r + 8. Thus b depends only on the number of a register, and is a constant in the machine
+    code, and a thread has few different a: 18 pairs (a, b) for the 32 scores of a tile [64, 64] in
+    4 warps. Without SHARED, a has one column and b has one row.
+    """
+    r = tl.arange(0, M)[:, None]
+    c = tl.arange(0, N)[None, :]
+    if SHARED:
+        a, b = start + (r & ~8) - (c & 6) - (c & 1), (c & ~7) - (r & 8)
+    else:
+        a, b = start + r, c
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
     """Return the dropout mask [M, N] of M queries starting at `query` and N keys starting at `key`.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, kept, load_rows, opaque, store_rows, table_distance
+from megatron.kernels.device import ex2, kept, load_rows, opaque, spread, store_rows, table_distance
 from megatron.kernels.terms import (
     LEAST,
     both,
@@ -52,11 +52,10 @@ def forward_tile(
     i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
     j = tl.arange(0, N)[None, :]
     distance = table_distance(i, j, m0, n0, offset, queries)
+    di, dj = spread(offset + m0 - n0, k.dtype != tl.float32, M, N)
     if MASKED:
-        d = tl.maximum(i - j, 0).to(tl.float32)
-        y = f_evaluate(s, d, 0.0, distance, constants, at)[0]
-    else:
-        y = f_evaluate(s, i.to(tl.float32), j.to(tl.float32), distance, constants, at)[0]
+        di, dj = tl.maximum(di - dj, 0.0), 0.0
+    y = f_evaluate(s, di, dj, distance, constants, at)[0]
     if decay is not None:
         y -= lost(decay, n0, keys, MASKED, N)[None, :]
     if MASKED:

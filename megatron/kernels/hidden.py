@@ -185,7 +185,8 @@ def hidden_pass(
         limit = None if first is None else j >= (first - n0)[:, None]
         lost_N = None if decay is None else lost(decay, n0, keys, True, N)[None, :]
         e, p = weights(
-            s, i, j, 0, limit, lost_N, constants, c, lse[:, None], at, f_evaluate, True
+            s, i, j, i.to(tl.float32), j.to(tl.float32), 0, limit, lost_N, constants, c,
+            lse[:, None], at, f_evaluate, True,
         )  # fmt: skip
         if DROPOUT:
             dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
