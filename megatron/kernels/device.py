@@ -98,7 +98,9 @@ else:
         product run on into the next iteration, and ptxas would then wait after each of Hopper's
         products (its warning C7515).
         """
-        return instruction("mov.b32 $0, $1;", x)
+        return tl.inline_asm_elementwise(
+            "", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
 
 
 @triton.jit
