@@ -33,7 +33,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, kept, load_rows, opaque, spread, store_rows, table_distance
+from megatron.kernels.device import (
+    add_columns,
+    ex2,
+    kept,
+    load_rows,
+    opaque,
+    spread,
+    store_rows,
+    table_distance,
+)
 from megatron.kernels.forward import LOG2E
 from megatron.kernels.terms import (
     BLOCK,
@@ -101,7 +110,7 @@ def query_tile(
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
     ds = p * (dp - delta[:, None])
     if LEARNS:
-        excess += tl.sum(ds, axis=1)
+        excess = add_columns(excess, ds)
     if THETA:
         acc = f_add(acc, ds, p, e)
     if WEIGHTED:
@@ -148,14 +157,16 @@ def query_pass(
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     dq = tl.zeros([M, P], dtype=tl.float32)
-    excess, acc = tl.zeros([M], dtype=tl.float32), f_zeros(M)
+    W: tl.constexpr = 8 if THETA <= 2 else 1  # as in `f_zeros`
+    excess, acc = tl.zeros([M, W], dtype=tl.float32), f_zeros(M)
     decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, m0, offset, keys)
     first, begin, lead = None, 0, 0
     if first_ptr is not None:
         first, begin, lead = first_keys(first_ptr + b * queries, m0, queries, past, M, N)
     at = None if position_ptr is None else positions_of(position_ptr, b, m0, queries, M)[:, None]
     if sink_ptr is not None and LEARNS:  # the null key's ds; its value is 0
-        excess -= ex2(null_score(sink_ptr + h, decay, m0, offset, keys, M) * c - lse) * delta
+        p = ex2(null_score(sink_ptr + h, decay, m0, offset, keys, M) * c - lse)
+        excess -= (p * delta / W)[:, None]
     for MASKED in tl.static_range(2):
         for n in tl.range(past - (lead - begin) if MASKED else lead, last if MASKED else past, N):
             dq, excess, acc = query_tile(
@@ -164,6 +175,7 @@ def query_pass(
                 seed, item, threshold, rescale, first, decay, at,
                 f_evaluate, f_add, WEIGHTED, LEARNS, THETA, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
+    excess = tl.sum(excess, axis=1)
     tl.store(delta_ptr + per_row, delta + excess, mask=i < queries)
     store_rows(dq_ptr + b * dq_b + h_q * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
     if THETA:

@@ -34,11 +34,11 @@ import sympy
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, lg2, lg2_or_finite, rcp, rcp_any
+from megatron.kernels.device import add_columns, ex2, lg2, lg2_or_finite, rcp, rcp_any
 from megatron.kernels.hidden import Layer, hidden_layer, hidden_slope, relu, step
 from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, layers, lower
 
-GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any}
+GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any, "add_columns": add_columns}
 GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2, "relu": relu, "step": step}
 GLOBALS |= {"hidden_layer": hidden_layer, "hidden_slope": hidden_slope}
 CALLS = {name: name for name in (*NAMES, "relu", "step")}
@@ -55,7 +55,7 @@ class DeviceFunctions:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
         evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms), for a tile.
         zeros, add, finish: Create, update and sum up the accumulators of theta's gradient, which
-            have one number per query row.
+            have one number per query row, or eight (see `add_columns`).
         num_theta: The number of columns of theta that have a term.
         weighted: Whether there is a factor w.
         tabulated: Whether "theta" is a table over distances (see `tabulated`).
@@ -249,15 +249,12 @@ class Writer:
         """
         count, first = len(terms), len(results)
         loads = [f"t{n} = tl.load(theta + {n})" for n in columns]
-        zeros = "tl.zeros([M], dtype=tl.float32)"
+        width = 8 if count <= 2 else 1  # with more parameters, registers are few
+        zeros = f"tl.zeros([M, {width}], dtype=tl.float32)"
         pairs = [(x, n) for x in ("ds", "p") for n in range(count)]
-        sums = [
-            f"acc[{m}] + tl.sum({x} * e[{n + first}], axis=1)" for m, (x, n) in enumerate(pairs)
-        ]
-        rows = [f"acc[{n}] - excess * acc[{count + n}]" for n in range(count)]
-        ends = [
-            f"tl.sum({row}, axis=0) * {factor}" for row, factor in zip(rows, factors, strict=True)
-        ]
+        sums = [f"add_columns(acc[{m}], {x} * e[{n + first}])" for m, (x, n) in enumerate(pairs)]
+        rows = [f"acc[{n}] - excess[:, None] * acc[{count + n}]" for n in range(count)]
+        ends = [f"tl.sum({row}) * {factor}" for row, factor in zip(rows, factors, strict=True)]
         return "\n".join(
             [
                 *function("prepare(theta, width, scale)", loads, self.prepared or ["scale"]),

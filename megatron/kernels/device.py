@@ -156,21 +156,34 @@ def table_distance(i, j, m0, n0, offset, queries):
 
 @triton.jit
 def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Return (a, b) in fp32 with start + r - c = a - b for row r and column c of a tile [M, N].
+    """Return tiles (a, b) in fp32 with a - b = start + r - c, for row r and column c of [M, N].
 
-    With SHARED, equal differences of a thread have equal a and b, so that the compiler evaluates a
-    distance kernel once for them. A tensor core's 16 x 8 tile of products gives a thread the rows r
-    and r + 8. Thus b depends only on the number of a register, and is a constant in the machine
-    code, and a thread has few different a: 18 pairs (a, b) for the 32 scores of a tile [64, 64] in
-    4 warps. Without SHARED, a has one column and b has one row.
+    With SHARED, equal differences in a thread come from equal a and b. So the compiler evaluates a
+    distance kernel only once for them. On tensor cores, a thread has rows r and r + 8, and every
+    eighth pair of columns. Therefore b depends only on the register and is a constant in the
+    machine code, and a has two values. For example, the 32 scores of a thread in a tile [64, 64]
+    have 18 differences. Without SHARED, a is a column and b is a row.
     """
     r = tl.arange(0, M)[:, None]
     c = tl.arange(0, N)[None, :]
     if SHARED:
+        # Bit 0 of c is a constant, too. The compiler sees this only if it stands alone.
         a, b = start + (r & ~8) - (c & 6) - (c & 1), (c & ~7) - (r & 8)
     else:
         a, b = start + r, c
     return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def add_columns(sums, x):
+    """Return `sums` [M, W] plus the columns of the tile `x` [M, N], column n to column n mod W.
+
+    With W = 8, a thread has all columns of a tensor core's tile that it adds up. With W = 1,
+    threads exchange sums.
+    """
+    M: tl.constexpr = x.shape[0]
+    W: tl.constexpr = sums.shape[1]
+    return sums + tl.sum(x.reshape(M, x.shape[1] // W, W), axis=1)
 
 
 @triton.jit

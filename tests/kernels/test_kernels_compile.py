@@ -63,6 +63,13 @@ def test_the_committed_table_is_of_the_present_tiles(monkeypatch):
     assert not tool.unchanged(rows, wanted)
 
 
+def test_scores_at_equal_distances_share_special_functions():
+    """One exp2 per score, and log2 (and 1/x) for 18 of 32, or 10 of 16, scores of a thread."""
+    rows = {row.variant.name: row for row in tool.read_rows(tool.CSV)}
+    for which, most in (("forward", 1.63), ("query", 1.94), ("key", 1.57)):
+        assert rows[f"sm_90 kerple_log {which} bf16 64"].special_functions_per_score <= most
+
+
 def test_tiles_are_the_same_after_any_other_call():
     before = [look_up(90, 2, size, dropout=True) for size in tool.USUAL]
     for size in tool.USUAL:
