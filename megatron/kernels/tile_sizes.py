@@ -74,41 +74,48 @@ TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     80: {
         (2, 64, False): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 1), (32, 32, 4, 2)),
-        (2, 128, False): sizes((128, 32, 8, 2), (64, 32, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1)),
-        (2, 128, True): sizes((128, 32, 8, 2), (32, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
-        (2, 256, False): sizes((64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
+        (2, 128, False): sizes((128, 32, 8, 2), (128, 16, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1)),
+        (2, 128, True): sizes((128, 32, 8, 2), (128, 16, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
+        (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
     86: {},
 }
 FP32 = {  # fp32 matrix products do not run on tensor cores, and their operands are in registers
-    (4, 64, False): sizes((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
-    (4, 128, False): sizes((32, 32, 8, 1), (32, 16, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
-    (4, 256, False): sizes((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
+    (4, 64, False): sizes((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (32, 32, 8, 1)),
+    (4, 128, False): sizes((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    (4, 256, False): sizes((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 }
 for _family in TABLE.values():
     _family |= FP32
 TABLE[86] |= {
     (2, 64, False): TABLE[80][2, 64, False],
     (2, 64, True): TABLE[80][2, 64, True],
-    (2, 128, False): sizes((64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
-    (2, 128, True): sizes((64, 32, 4, 2), (32, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
+    (2, 128, False): sizes((64, 32, 4, 2), (128, 16, 8, 2), (16, 128, 8, 1), (32, 32, 4, 1)),
+    (2, 128, True): sizes((64, 32, 4, 2), (128, 16, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
     (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
 }
 
 DROPOUT = {  # 16-bit kernels with dropout need still more registers than the heavy ones
     (90, 64): {"key": Tile(32, 128, 8, 3)},
     (90, 128): {"forward": Tile(128, 64, 8, 3)},
+    (80, 64): {"forward": Tile(128, 32, 8, 3), "key": Tile(16, 128, 8, 1)},
 }
 """With dropout, these tiles replace those of the heavy row of `TABLE`.
 
 The keys are (GPU family, largest padded head size).
 """
+DROPOUT[86, 64] = DROPOUT[80, 64]
 
-MANY = {(90, 128): {"query": Tile(128, 16, 8, 2)}}
-"""These tiles replace those of `TABLE` for 16-bit kernels with more than four parameters.
+MANY = {
+    (90, 128): {"query": Tile(128, 16, 8, 2)},
+    (80, 128): {"query": Tile(32, 32, 4, 2)},
+}
+"""These tiles replace those of `TABLE` for 16-bit kernels with more than four parameters, or three
+before Hopper.
 
 The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.
 """
+MANY[86, 128] = MANY[80, 128]
 
 LAYER = {
     (90, 64): {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 3)},
@@ -159,7 +166,6 @@ def family(capability: tuple[int, int]) -> int:
     return 80 if capability in ((8, 0), (8, 7)) else 86
 
 
-@lru_cache
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int,
     heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
@@ -181,6 +187,7 @@ def choose(
     return look_up(*where, heavy, dropout, columns, terms, layer)
 
 
+@lru_cache
 def look_up(
     family: int, itemsize: int, size: int,
     heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
@@ -210,7 +217,7 @@ def look_up(
     for tiles, needed in (
         (DROPOUT, dropout),
         (LAYER, layer),
-        (MANY, columns > 4),
+        (MANY, columns > (4 if family == 90 else 3)),
         (HEAVIEST, heavy and dropout and terms),
     ):
         special = special | (tiles.get((family, listed), {}) if needed else {})
