@@ -110,9 +110,9 @@ def query_tile(
         dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
     ds = p * (dp - delta[:, None])
     if LEARNS:
-        excess = add_columns(excess, ds)
+        excess = add_columns(excess, ds, q.dtype)
     if THETA:
-        acc = f_add(acc, ds, p, e)
+        acc = f_add(acc, ds, p, e, q.dtype)
     if WEIGHTED:
         ds = ds * e[1]
     dq = opaque(tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee"))

@@ -252,7 +252,9 @@ class Writer:
         width = 8 if count <= 2 else 1  # with more parameters, registers are few
         zeros = f"tl.zeros([M, {width}], dtype=tl.float32)"
         pairs = [(x, n) for x in ("ds", "p") for n in range(count)]
-        sums = [f"add_columns(acc[{m}], {x} * e[{n + first}])" for m, (x, n) in enumerate(pairs)]
+        sums = [
+            f"add_columns(acc[{m}], {x} * e[{n + first}], dtype)" for m, (x, n) in enumerate(pairs)
+        ]
         rows = [f"acc[{n}] - excess[:, None] * acc[{count + n}]" for n in range(count)]
         ends = [f"tl.sum({row}) * {factor}" for row, factor in zip(rows, factors, strict=True)]
         return "\n".join(
@@ -260,7 +262,7 @@ class Writer:
                 *function("prepare(theta, width, scale)", loads, self.prepared or ["scale"]),
                 *function("evaluate(s, di, dj, d, c, row)", self.lines, [*results, *terms]),
                 *function("zeros(M: tl.constexpr)", [], [zeros] * (2 * count)),
-                *function("add(acc, ds, p, e)", [], sums),
+                *function("add(acc, ds, p, e, dtype: tl.constexpr)", [], sums),
                 *function("finish(acc, excess, c)", [], ends),
             ]
         )

@@ -175,12 +175,16 @@ def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def add_columns(sums, x):
+def add_columns(sums, x, dtype: tl.constexpr):
     """Return `sums` [M, W] plus the columns of the tile `x` [M, N], column n to column n mod W.
 
-    With W = 8, a thread has all columns of a tensor core's tile that it adds up. With W = 1,
-    threads exchange sums.
+    With W = 8, a thread has all columns of a tensor core's tile that it adds up. With W = 1, or if
+    q's `dtype` is fp32, threads exchange sums. In fp32, the number that a thread exchanges can be
+    one product. If a thread fused its own product with a sum, its result would differ from that of
+    the thread to which it sent the product, rounded. So the products are hidden.
     """
+    if dtype == tl.float32:
+        x = opaque(x)
     M: tl.constexpr = x.shape[0]
     W: tl.constexpr = sums.shape[1]
     return sums + tl.sum(x.reshape(M, x.shape[1] // W, W), axis=1)

@@ -61,7 +61,7 @@ def zeros(M: tl.constexpr):
 
 
 @triton.jit
-def add(acc, ds, p, e):
+def add(acc, ds, p, e, dtype: tl.constexpr):
     return acc
 
 

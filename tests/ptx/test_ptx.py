@@ -34,6 +34,7 @@ def test_the_emulator():
                 "dtype=bf16,E=16,H=2,K=1,T=70,S=150,p=0.1",
                 "dtype=bf16,E=16,H=2,K=1,T=20,S=40,p=0.1,cached=1",
                 "kind=rpe,dtype=fp32,E=16,H=1,T=70",
+                "dtype=fp32,E=16,H=1,T=40",
             ],
         ),
         (90, ["dtype=bf16,E=16,H=1,T=140"]),
