@@ -83,7 +83,7 @@ TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
 FP32 = {  # fp32 matrix products do not run on tensor cores, and their operands are in registers
     (4, 64, False): sizes((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (32, 32, 8, 1)),
     (4, 128, False): sizes((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
-    (4, 256, False): sizes((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    (4, 256, False): sizes((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 }
 for _family in TABLE.values():
     _family |= FP32
