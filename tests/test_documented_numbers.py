@@ -151,6 +151,33 @@ def test_perplexities_of_the_hand_scale_grid(repo_root):
             assert_rounded(deviation, values.std())
 
 
+def test_perplexities_beyond_the_paper(repo_root):
+    table = rows(repo_root / "docs" / "results.md", "Beyond the paper")
+    results = pd.read_csv(repo_root / "docs" / "results" / "terms" / "results.csv")
+    measured = results[results["metric"] == "perplexity"].pivot_table(
+        "value", "embedding", "length"
+    )
+    assert {row["embedding"].replace(" + ", "+") for row in table} == set(measured.index)
+    for row in table:
+        found = measured.loc[row.pop("embedding").replace(" + ", "+")]
+        for length, cell in row.items():
+            assert_rounded(cell, found[int(length.replace(",", ""))])
+    change = 100 * (measured / measured.loc["kerple_log"] - 1)
+    text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
+    slopes, sink = change.loc["alibi_learned"], change.loc["sink+kerple_log"]
+    assert (
+        f"{-slopes[128]:.1f}% below `kerple_log` at 128 and {-slopes[8192]:.1f}% at 8,192" in text
+    )
+    rotary = change.loc["rotary+kerple_log"]
+    assert f"a sink by {-sink[128]:.1f}% at 128, rotary by {-rotary[128]:.1f}%" in text
+    assert (
+        f"{-sink[8192]:.1f}% below), and `rotary + kerple_log` is {rotary[8192]:.1f}% above" in text
+    )
+    falls = measured[(measured.diff(axis=1).iloc[:, 1:] < 0).all(axis=1)]
+    names = {"alibi_learned", "kerple_sum", "forget_gate", "forget_gate+kerple_log"}
+    assert set(falls.index) == names and "Four embeddings improve" in text
+
+
 @pytest.mark.parametrize(
     ("heading", "folder"),
     [("The paper's comparison at hand-scale", "code"), ("Are two backends equal?", "backends")],
