@@ -20,6 +20,7 @@ def told_apart(*values: float) -> list[str]:
     texts: list[str] = []
     for digits in range(3, 7):
         texts = [f"{value:,.{decimals(value, digits)}f}" for value in values]
-        if len(set(texts)) == len(set(values)):
+        # The texts 10.00 and 10.0 look the same, so numbers are compared, not texts.
+        if len({float(text.replace(",", "")) for text in texts}) == len(set(values)):
             break
     return texts
