@@ -7,6 +7,9 @@ belongs to the graph, and its next run overwrites them.
 
 from __future__ import annotations
 
+from itertools import takewhile
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -41,6 +44,7 @@ class Compilations:
         self._asked = asked
         self._first: int | None = None
         self._seen = 0
+        self._newest: Any = None
 
     def metrics(self) -> dict[str, int]:
         """Return the numbers of graphs, of those made after the first step, and of skips.
@@ -70,8 +74,13 @@ class Compilations:
         seen, self._seen = self._seen, self.metrics()["compile/graphs"]
         if self._first is None:
             self._first = self._seen
-        if self._seen in (seen, self._first):
+        if self._seen == seen:
             return ""
-        found = (each.recompile_reason for each in reversed(get_compilation_metrics()))
-        reason = next((text for text in found if text), "code that had not run before")
+        last, kept = self._newest, get_compilation_metrics()
+        self._newest = kept[-1] if kept else None
+        if self._seen == self._first:
+            return ""
+        since = takewhile(lambda each: each is not last, reversed(kept))
+        reasons = (each.recompile_reason for each in since)
+        reason = next((text for text in reasons if text), "code that had not run before")
         return f"torch.compile made {self._seen} graphs by now: {reason.strip().splitlines()[0]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stdout
 from functools import partialmethod
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -120,6 +121,20 @@ def test_a_graph_that_is_made_later_is_counted_and_explained(tmp_path):
     assert "GLOBAL_STATE" in lines[0]
     assert list(rows(run, "compile/graphs").values()) == [1, 1, 2, 2]
     assert list(rows(run, "compile/recompiles").values()) == [0, 0, 1, 1]
+
+
+def test_a_graph_is_not_explained_by_the_reason_of_an_earlier_one(monkeypatch):
+    made = []
+    monkeypatch.setattr("torch._dynamo.utils.get_compilation_metrics", lambda: list(made))
+    compilations, news = Compilations(asked=True), []
+    for reason in (None, "another shape", None):
+        made.append(SimpleNamespace(recompile_reason=reason))
+        monkeypatch.setitem(counters["stats"], "unique_graphs", len(made))
+        news += [compilations.news(), compilations.news()]
+    assert news[:2] == ["", ""] and news[3::2] == ["", ""]
+    assert news[2].endswith(": another shape") and news[4].endswith(
+        ": code that had not run before"
+    )
 
 
 def test_nothing_is_counted_if_the_model_is_not_compiled():
