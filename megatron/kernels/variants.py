@@ -114,7 +114,8 @@ def variant_of(
     """
     missing = [x is None for x in pointers]
     key = (which, id(functions), tile, head_size, dropout, theta, *missing)
-    if key not in VARIANTS:
+    variant = VARIANTS.get(key)
+    if variant is None:
         function, (names, _, rest) = PASSES[which], order(which)
         terms = [name for name, x in zip(names, pointers, strict=True) if x is not None]
         values = constants(
@@ -127,8 +128,9 @@ def variant_of(
             VARIANTS.clear()
         # The variant keeps `functions`, so no other device functions get the same id.
         fixed = [values[name] for name in rest]
-        VARIANTS[key] = Variant(function, functions, fixed, options, exact)
-    return VARIANTS[key]
+        variant = Variant(function, functions, fixed, options, exact)
+        VARIANTS[key] = variant
+    return variant
 
 
 @lru_cache

@@ -107,7 +107,7 @@ class TrainingConfig(Section):
     torch_compile: Flag = False
     # not in GPT-NeoX: the mode of torch.compile; reduce-overhead and max-autotune use CUDA graphs
     torch_compile_mode: CompileMode = "default"
-    # not in GPT-NeoX: launch the kernels of attention_backend fused in less time of the host
+    # not in GPT-NeoX: the CPU finds the compiled kernels of attention_backend fused faster
     cached_launches: Flag = False
     loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic loss scale
     # the first dynamic loss scale is 2 to this power
