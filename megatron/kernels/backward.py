@@ -123,13 +123,11 @@ def query_tile(
 def query_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, sums_ptr, theta_ptr, seed_ptr,
     first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
-    do_b, do_h, do_t, dq_b, dq_h, dq_t,
-    heads, group, queries, keys, offset, width, scale, threshold, rescale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, do_b, do_h, do_t,
+    dq_b, dq_h, dq_t, heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, f_zeros: tl.constexpr, f_add: tl.constexpr,
     f_finish: tl.constexpr, LEARNS: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
@@ -140,8 +138,7 @@ def query_pass(
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles
     m0 = (tiles - 1 - tl.program_id(0) % tiles) * M
-    b = (item // heads).to(tl.int64)
-    h = item % heads
+    b, h = (item // heads).to(tl.int64), item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
     k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
     constants = f_prepare(theta_ptr + h_q * width, width, scale)

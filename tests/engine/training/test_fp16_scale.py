@@ -175,7 +175,7 @@ def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
     monkeypatch.setattr(loop, "train_step", step)
     settings = SimpleNamespace(
         train_iters=1, accumulation=1, on_bad_loss="stop", loss_spike_threshold=None,
-        uncounted_after=None,
+        uncounted_after=None, compiles=False,
     )  # fmt: skip
     with pytest.raises(ValueError, match="^another matter$"):
         run_loop(engine, settings)
