@@ -223,20 +223,6 @@ def test_percentages_of_the_hand_scale_grid(repo_root):
     assert f"the table of `rpe` by {moved['rpe', 'table']:.0f}%" in text
 
 
-def test_percentages_of_the_length_tasks(repo_root):
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "results.csv")
-    exact = found[found["metric"] == "exact"].set_index(["task", "length", "embedding"])
-    exact = 100 * exact["value"].sort_index()
-    text = one_line(repo_root / "docs" / "length_tasks.md")
-    longer = exact["sort", 20]
-    assert f"(`none`) is right on {longer['none']:.1f}% of the rows of twice" in text
-    assert f"every other embedding on at most {longer.drop('none').max():.1f}%" in text
-    assert f"no embedding is right on more than {exact['copy', 20].max():.1f}%" in text
-    learnt = exact["copy", 10].sort_values()
-    order = ", ".join(f"`{name}`" for name in learnt.index)
-    assert f": {learnt.min():.1f}% to {learnt.max():.1f}%, in the order {order}." in text
-
-
 def test_backends_of_the_hand_scale_grid(repo_root):
     results = pd.read_csv(repo_root / "docs" / "results" / "backends" / "results.csv")
     measured = results[results["metric"] == "loss"]
