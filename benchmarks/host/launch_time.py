@@ -84,7 +84,7 @@ def without_a_gpu() -> Iterator[None]:
 
 
 def calls_of(args: argparse.Namespace) -> dict[tuple[str, str], Callable[[], object]]:
-    """Return (what is called, passes) -> a call."""
+    """Return the functions to time, by the name of the call and its passes."""
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     shape = (args.batch, args.length, args.heads, args.head_size)
     given = torch.randn(4, *shape, device=device, dtype=dtype).transpose(2, 3).unbind()

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from megatron.kernels.launch import Setting, Terms
 
 _DEVICE_FUNCTIONS: dict[str, DeviceFunctions] = {}
-_READS_ON_HOST = (torch.Tag.cudagraph_unsafe,)
+_NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("kerple::blocked", mutates_args=(), tags=_READS_ON_HOST)
+@torch.library.custom_op("kerple::blocked", mutates_args=(), tags=_NOT_IN_CUDA_GRAPHS)
 def blocked(
     q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, bias_HS: Tensor, weight_HS: Tensor | None,
     decay_BHS: Tensor | None, sink_H: Tensor | None, starts_BT: Tensor | None, seed: Tensor | None,
@@ -54,7 +54,7 @@ def _(q_BHTE: Tensor, *_: Any) -> Tensor:
     return _new(q_BHTE)
 
 
-@torch.library.custom_op("kerple::blocked_backward", mutates_args=(), tags=_READS_ON_HOST)
+@torch.library.custom_op("kerple::blocked_backward", mutates_args=(), tags=_NOT_IN_CUDA_GRAPHS)
 def blocked_backward(
     grad_BHTE: Tensor, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, bias_HS: Tensor,
     weight_HS: Tensor | None, decay_BHS: Tensor | None, sink_H: Tensor | None,

@@ -125,12 +125,16 @@ def _compiled(compiled: bool, zero: int, stages: int, tensor: int) -> Found | No
     return "torch_compile", f"true with {asked}: not supported; leave the key out"
 
 
+MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of `torch.compile` that use CUDA graphs."""
+
+
 @relation("torch_compile_mode", "torch_compile", "context_parallel_size")
 def _compile_mode(mode: str, compiled: bool, context: int) -> Found | None:
     if mode != "default" and not compiled:
         text = f"{mode} without torch_compile, so nothing is compiled"
         return "torch_compile_mode", f"{text}; write torch_compile: true too"
-    if mode in ("reduce-overhead", "max-autotune") and context > 1:
+    if mode in MODES_WITH_CUDA_GRAPHS and context > 1:
         text = f"{mode} with context_parallel_size {context}: its CUDA graphs would have to hold "
         return "torch_compile_mode", f"{text}the messages between ranks; write default"
 

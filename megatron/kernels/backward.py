@@ -154,8 +154,8 @@ def query_pass(
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     dq = tl.zeros([M, P], dtype=tl.float32)
-    W: tl.constexpr = 8 if THETA <= 2 else 1  # as in `f_zeros`
-    excess, acc = tl.zeros([M, W], dtype=tl.float32), f_zeros(M)
+    W: tl.constexpr = 8 if THETA <= 2 else 1  # with more parameters, registers are few
+    excess, acc = tl.zeros([M, W], dtype=tl.float32), f_zeros(M, W)
     decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, m0, offset, keys)
     first, begin, lead = None, 0, 0
     if first_ptr is not None:

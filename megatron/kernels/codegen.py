@@ -55,7 +55,7 @@ class DeviceFunctions:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
         evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms), for a tile.
         zeros, add, finish: Create, update and sum up the accumulators of theta's gradient, which
-            have one number per query row, or eight (see `add_columns`).
+            have W numbers per query row (see `add_columns`).
         num_theta: The number of columns of theta that have a term.
         weighted: Whether there is a factor w.
         tabulated: Whether "theta" is a table over distances (see `tabulated`).
@@ -249,8 +249,7 @@ class Writer:
         """
         count, first = len(terms), len(results)
         loads = [f"t{n} = tl.load(theta + {n})" for n in columns]
-        width = 8 if count <= 2 else 1  # with more parameters, registers are few
-        zeros = f"tl.zeros([M, {width}], dtype=tl.float32)"
+        zeros = "tl.zeros([M, W], dtype=tl.float32)"
         pairs = [(x, n) for x in ("ds", "p") for n in range(count)]
         sums = [
             f"add_columns(acc[{m}], {x} * e[{n + first}], dtype)" for m, (x, n) in enumerate(pairs)
@@ -261,7 +260,7 @@ class Writer:
             [
                 *function("prepare(theta, width, scale)", loads, self.prepared or ["scale"]),
                 *function("evaluate(s, di, dj, d, c, row)", self.lines, [*results, *terms]),
-                *function("zeros(M: tl.constexpr)", [], [zeros] * (2 * count)),
+                *function("zeros(M: tl.constexpr, W: tl.constexpr)", [], [zeros] * (2 * count)),
                 *function("add(acc, ds, p, e, dtype: tl.constexpr)", [], sums),
                 *function("finish(acc, excess, c)", [], ends),
             ]

@@ -56,7 +56,7 @@ def evaluate_both(s, di, dj, d, c, row):
 
 
 @triton.jit
-def zeros(M: tl.constexpr):
+def zeros(M: tl.constexpr, W: tl.constexpr):
     return (0.0,)
 
 

@@ -38,7 +38,7 @@ def probe(
     e = f_evaluate(s, (base + r).to(tl.float32), column.to(tl.float32), 0, c, None)
     tl.store(y_ptr + r * R + column, e[0])
     ds, p = tl.load(ds_ptr + r * R + column), tl.load(p_ptr + r * R + column)
-    acc = f_add(f_zeros(R), ds, p, e, tl.float32)
+    acc = f_add(f_zeros(R, 8), ds, p, e, tl.float32)
     gradients = f_finish(acc, tl.sum(ds, axis=1), c)
     for n in tl.static_range(THETA):
         tl.store(gradient_ptr + n, gradients[n])

@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from megatron.config import Config
 from megatron.engine.plan.step import Step, measured_step
 from megatron.engine.shape import DTYPES
+from megatron.engine.training.deepspeed_engine import REDUCE_BUCKET_SIZE
 
 DEFAULTS = {
-    "reduce_bucket_size": 5e8,  # also the number of gradients that stage 0 copies at once
+    "reduce_bucket_size": REDUCE_BUCKET_SIZE,  # also what stage 0 copies at once
     "stage3_max_live_parameters": 1e9,  # so many gathered weights stay
     "stage3_prefetch_bucket_size": 5e7,  # so many are received at once, and then copied
     "stage3_param_persistence_threshold": 1e5,  # smaller parameters are never divided

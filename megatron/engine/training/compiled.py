@@ -1,4 +1,4 @@
-"""Compile the model with `torch.compile`, and count what it compiles.
+"""Compile the model with `torch.compile`, and count the compiled graphs.
 
 Two modes of `torch.compile` use CUDA graphs: a graph records the work of a forward or backward pass
 on the GPU, and repeats it with one launch. Its results, gradients included, lie in memory that
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+from megatron.config.checks import MODES_WITH_CUDA_GRAPHS
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
@@ -27,7 +27,7 @@ def compile_model(model: nn.Module, mode: str) -> None:
         mode: the mode of `torch.compile`.
     """
     model.compile(dynamic=False, mode=mode)
-    if mode in WITH_CUDA_GRAPHS:
+    if mode in MODES_WITH_CUDA_GRAPHS:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(torch.clone)

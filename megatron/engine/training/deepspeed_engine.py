@@ -39,6 +39,9 @@ PROFILER_OPTIONS = (
     "flops_profiler_output_file",
 )
 
+REDUCE_BUCKET_SIZE = 5 * 10**8
+"""DeepSpeed's default of `reduce_bucket_size`, in numbers."""
+
 
 def job_engine(
     config: Config, model: nn.Module, groups: Groups
@@ -192,10 +195,10 @@ def build_engine(
     """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    # By default, DeepSpeed allocates a bucket of 5e8 gradients, however small the model is.
+    # DeepSpeed allocates the whole bucket, however small the model is.
     zero = config["zero_optimization"]
     size = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    bucket = {"reduce_bucket_size": min(size, zero.get("reduce_bucket_size", 5 * 10**8))}
+    bucket = {"reduce_bucket_size": min(size, zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE))}
     config = config | {"zero_optimization": zero | bucket}
     needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline has its own `mpu`
     mpu = Mpu(groups) if needs_mpu else None

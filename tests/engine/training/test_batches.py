@@ -28,7 +28,7 @@ class Numbers:
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Let a GPU take page-locked memory; return what was copied to it."""
+    """Replace the copies to a GPU by records of them; return the records."""
     found, pinned = [], []
 
     def pin(tensor):
