@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pandas as pd
+import pytest
 
-from tests.test_documented_numbers import assert_rounded, one_line, rows
+from tests.test_documented_numbers import one_line, rows
 
 
 def test_percentages_of_the_length_tasks(repo_root):
@@ -21,15 +22,20 @@ def test_percentages_of_the_length_tasks(repo_root):
     assert f": {learnt.min():.1f}% to {learnt.max():.1f}%, in the order {order}." in text
 
 
-def test_crosses_on_the_length_tasks(repo_root):
-    table = rows(repo_root / "docs" / "length_tasks.md", "Measured: crosses of terms")
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
-    percent = 100 * found.set_index(["metric", "task", "embedding", "length"])["value"]
-    assert 3 * len(table) == len(found) / 2
+@pytest.mark.parametrize(
+    ("heading", "file", "runs"),
+    [
+        ("Measured: five embeddings", "results.csv", 10),
+        ("Measured: crosses of terms", "crosses.csv", 11),
+    ],
+)
+def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
+    table = rows(repo_root / "docs" / "length_tasks.md", heading)
+    found = pd.read_csv(repo_root / "docs" / "length_tasks" / file)
+    values = found.set_index(["task", "embedding", "length", "metric"])["value"]
+    assert len(table) == len(found) / 6 == runs
     for row in table:
-        task, embedding = row.pop("task"), row.pop("embedding").replace(" + ", "+")
-        for length, cell in row.items():
-            n = int(length.removeprefix("length "))
-            values = (percent[metric, task, embedding, n] for metric in ("exact", "token"))
-            for text, value in zip(cell.split(" / "), values, strict=True):
-                assert_rounded(text, value)
+        task, embedding, *cells = row.values()
+        for length, cell in zip((10, 20, 40), cells, strict=True):
+            start = (task, embedding.replace(" + ", "+"), length)
+            assert cell == " / ".join(f"{100 * values[*start, x]:.1f}" for x in ("exact", "token"))

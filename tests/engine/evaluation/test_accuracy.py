@@ -5,7 +5,6 @@ The two processes of the run also measure the suite, because starting processes 
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +34,6 @@ from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss
 from tests.engine.evaluation.test_suite import SAMPLE, Letters, induction_model
 from tests.helpers.jobs import all_but_speed, digest, rows, train_run, write_config
 from tests.helpers.launch import run_ranks
-from tests.helpers.paths import ROOT
 
 GROUPS = build_groups(torch.device("cpu"))
 COPY = build_task("copy", {"max_length": 4})
@@ -235,15 +233,3 @@ def test_mistakes_in_the_configuration(overrides, text, tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_config([config], overrides)
     assert text in str(raised.value)
-
-
-def test_the_documented_numbers_are_the_measured_ones():
-    found = pd.read_csv(ROOT / "docs" / "length_tasks" / "results.csv")
-    values = found.set_index(["task", "embedding", "length", "metric"])["value"]
-    text = (ROOT / "docs" / "length_tasks.md").read_text()
-    rows_shown = re.findall(r"^\| (\w+) \| `(\w+)` \|(.*)\|$", text, re.M)
-    assert len(rows_shown) == len(found) / 6 == 10
-    for task, embedding, cells in rows_shown:
-        for length, cell in zip((10, 20, 40), cells.split("|"), strict=True):
-            keys = [(task, embedding, length, name) for name in ("exact", "token")]
-            assert cell.strip() == " / ".join(f"{100 * values[key]:.1f}" for key in keys)
