@@ -1,6 +1,6 @@
 """Compare every pair of terms in every backend that trains with the reference in float64.
 
-    python -m tests.attention.all_pairs                  # about 10 minutes
+    python -m tests.attention.all_pairs                  # 2 to 10 minutes
     python -m tests.attention.all_pairs --only gate      # the pairs whose name has this in it
 
 The terms are all embeddings, documents and a window. `test_attention_term_backends.py` covers
