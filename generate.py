@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.config.command_line import config_parser, load_for_use_or_exit
+from megatron.entry import number
 
 
 def main() -> int:
@@ -71,23 +72,6 @@ def parse_arguments() -> argparse.Namespace:
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     return args
-
-
-def number(kind, low, high=float("inf")):
-    """Return a function that converts text to a number from `low` to `high`, for argparse.
-
-    Args:
-        kind: `int` or `float`.
-    """
-
-    def read(text):
-        value = kind(text)
-        if not low <= value <= high or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
-        return value
-
-    read.__name__ = kind.__name__  # argparse names it in errors
-    return read
 
 
 def read_lines(name):

@@ -11,6 +11,8 @@ from megatron.config import ConfigError
 from megatron.config.command_line import config_parser, load_for, load_or_exit
 from megatron.config.describe import describe
 
+PLAN_OPTIONS = ("gpus", "gpu", "mfu", "price")
+
 
 def main() -> int:
     """Train with the configs that the command line names, and return the exit code.
@@ -27,6 +29,8 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.plan:
         return _plan(args)
+    if any(getattr(args, name) != parser.get_default(name) for name in PLAN_OPTIONS):
+        parser.error("--gpus, --gpu, --mfu and --price need --plan, which plans and starts nothing")
     if args.check:
         print(describe(load_or_exit(args, joins=False)))
         return 0
@@ -49,11 +53,13 @@ def main() -> int:
 def _add_plan_arguments(parser: ArgumentParser) -> None:
     plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="memory, time and cost of a run; stop")
-    plan.add_argument("--gpus", metavar="N", help="number of GPUs; default: as for the run")
+    gpus = "number of GPUs; default: as for the run"
+    plan.add_argument("--gpus", metavar="N", type=entry.number(int, 1), help=gpus)
     plan.add_argument("--gpu", metavar="NAME", default="H100", help="default H100")
     mfu = "the part of the GPU's peak that is reached, default 0.4"
     plan.add_argument("--mfu", metavar="X", type=float, default=0.4, help=mfu)
-    plan.add_argument("--price", metavar="X", type=float, help="of a GPU hour")
+    price = entry.number(float, 0.0)
+    plan.add_argument("--price", metavar="X", type=price, help="of a GPU hour")
 
 
 def _plan(args: Namespace) -> int:

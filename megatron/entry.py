@@ -116,6 +116,25 @@ def parser(description: "str | None") -> argparse.ArgumentParser:
     )
 
 
+def number(
+    kind: "type[int] | type[float]", low: float, high: float = float("inf")
+) -> "Callable[[str], float]":
+    """Return a function that converts text to a number from `low` to `high`, for argparse.
+
+    Args:
+        kind: `int` or `float`.
+    """
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it in errors
+    return read
+
+
 def output_has_no_reader() -> bool:
     """Return whether stdout is a pipe whose read end is closed."""
     try:

@@ -21,6 +21,7 @@ CONFIG = "configs/quickstart.yml"
             2,
             "give --load DIR (or `load` in the config) and --lengths L1,L2,... (or `eval_lengths`",
         ),
+        (("train.py", CONFIG, "--gpus", "8"), 2, "--gpus, --gpu, --mfu and --price need --plan"),
         (("tools/check_parity.py", "nowhere"), 2, "no such folder: nowhere"),
         (("tools/check_parity.py", "tests", "--backend", "egaer"), 2, "choose from 'auto'"),
         (("tools/check_parity.py", "tests", "--configs", "no"), 2, "no such folder: no"),

@@ -58,10 +58,11 @@ class BlockedCall:
         self.S = k_BHSE.shape[2]
         self.out_dtype, self.dtype = q_BHTE.dtype, bias_HS.dtype
         self.scale, self.keep = scale, 1.0 - dropout_p
-        self.seed = 0 if seed is None else int(seed)
+        no_values = q_BHTE.is_meta  # a plan: one document has the most scores
+        self.seed = 0 if seed is None or no_values else int(seed)
         self.rows = block_rows(self.T, self.S)
         self.starts_BT = starts_BT
-        starts = None if starts_BT is None else starts_BT.tolist()
+        starts = None if starts_BT is None or no_values else starts_BT.tolist()
         self.tiles = list(walk(self.B, self.H, self.T, self.S, starts, window))
         self.q_NTE = self._flat(q_BHTE).flip(1)
         self.k_NSE = self._flat(k_BHSE)
@@ -163,6 +164,8 @@ class BlockedCall:
         The mask depends only on the seed and the tile, so every call for a tile gives the same
         mask.
         """
+        if out_mRn.is_meta:
+            return out_mRn.bernoulli_(self.keep)
         generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
         return out_mRn.bernoulli_(self.keep, generator=generator)
 

@@ -74,9 +74,10 @@ def read(pos: PositionalEmbedding) -> Formula:
         sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)
     )
     reader = Reader(distance, theta, position)
-    bias, weight = (reader.expression(part) for part in parts_of(pos))
-    formula = Formula(bias, weight, distance, theta, position)
-    with torch.inference_mode(False), torch.enable_grad():  # not the caller's modes
+    # Not in the caller's modes: the default device of a plan is meta, which has no values.
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        bias, weight = (reader.expression(part) for part in parts_of(pos))
+        formula = Formula(bias, weight, distance, theta, position)
         confirm(pos, formula)
     return formula
 

@@ -71,7 +71,8 @@ def plan_text(
         found = [*islice(_fitting(config, load, usable, vocab_size), MOST_FITS)]
         nothing = ["  nothing that was tried; use more GPUs, or GPUs with more memory"]
         lines += ["what fits:", *(found or nothing)]
-    lines += ["what this rank sends in a step, in GiB", *_table(sent_per_step(config, step))]
+    if sent := _table(sent_per_step(config, step)):
+        lines += ["what this rank sends in a step, in GiB", *sent]
     rate = (gpu.rate32 if precision == "fp32" else gpu.rate16) * efficiency
     flop = flops_per_token(plan.shape, config.model.seq_length)
     lines += [*_time_lines(config, flop, rate, price)]
@@ -117,16 +118,23 @@ def _time_lines(config: Config, flop: float, rate: float, price: float | None) -
 def _fitting(
     config: Config, load: Callable[..., Config], usable: float, vocab_size: int
 ) -> Iterator[str]:
-    """Yield overrides with which the run fits, with their memory, fastest training first."""
-    batch = f"train_batch_size={config.batch.train_batch_size}"
+    """Yield overrides with which the run fits, with their memory, fastest training first.
+
+    With the overrides, the run has the same `train_batch_size`.
+    """
+    size = config.batch.train_batch_size
+    batch = [f"train_batch_size={size}", "gradient_accumulation_steps=null"]
     for overrides in _candidates(config):
-        try:
-            changed = load(batch, "gradient_accumulation_steps=null", *overrides)
-        except ConfigError:  # the layout does not divide the model or the batch
-            continue
-        total = sum(peak_of(changed, vocab_size)[1].values())
-        if total <= usable:
-            yield f"  -o {' -o '.join(overrides)}: {total / GIB:.1f} GiB"
+        for given in (overrides, [*overrides, *batch]):
+            try:
+                changed = load(*given)
+            except ConfigError:  # the layout does not divide the model or the batch
+                continue
+            if changed.batch.train_batch_size == size:
+                total = sum(peak_of(changed, vocab_size)[1].values())
+                if total <= usable:
+                    yield f"  -o {' -o '.join(given)}: {total / GIB:.1f} GiB"
+                break
 
 
 def _candidates(config: Config) -> Iterator[list[str]]:

@@ -7,7 +7,9 @@ import torch
 import yaml
 
 import train
+from megatron.attention.fused import functions_of
 from megatron.config import load_config
+from megatron.engine.build import plan_of
 from megatron.engine.gpus import gpu_of_device
 from megatron.engine.plan.live import LiveBytes
 from megatron.engine.plan.memory import peak_of
@@ -160,6 +162,33 @@ def test_gpus_by_their_cuda_names():
     assert gpu_of_device("NVIDIA T4") is None
 
 
+def test_batch_size_stays(monkeypatch, capsys):
+    """A remedy with smaller micro-batches names what keeps the global batch."""
+    given = ["--gpus", "4", "--gpu", "4090", "-o", "gradient_accumulation_steps=4"]
+    assert run(monkeypatch, *given, "-o", "train_micro_batch_size_per_gpu=2") == 0
+    text = capsys.readouterr().out
+    fits = next(line for line in text.splitlines() if "per_gpu=1" in line)
+    assert run(monkeypatch, *given, *fits.strip().rpartition(":")[0].split()) == 0
+    tokens = f"a step of {4 * 4 * 2 * 512:,} tokens"
+    assert tokens in text and tokens in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["pos_emb=rotary+kerple_log", "precision=fp16"],
+        ["num_attention_heads=2", "reset_attention_mask=true", "attention_dropout=0.1"],
+    ],
+    ids=["a kernel beside rotary", "documents and dropout in blocked attention"],
+)
+def test_attention_without_values(given):
+    """Nothing of a step reads values, which tensors of a plan do not have."""
+    functions_of.cache_clear()  # a kernel's formula is read inside the plan, as in a new process
+    backend = plan_of(config_of(*given), 256, device_type="cuda", eod=0).attends[0].name
+    assert backend == ("fused" if "fp16" in given[1] else "blocked")
+    assert kept(*given) > 0
+
+
 def run(monkeypatch, *arguments):
     files = [str(ROOT / "configs" / f) for f in ("model/20B.yml", "paper/train.yml")]
     given = ["-o", "pos_emb=rotary", "-o", "num_layers=2", "--plan"]
@@ -192,6 +221,8 @@ def test_command(monkeypatch, capsys):
         (["--mfu", "40"], "such as 0.4"),
         (["--gpus", "6", "-o", "model_parallel_size=4"], "a multiple of 4"),
         (["--gpus", "many"], "'many'"),
+        (["--gpus", "0"], "argument --gpus: 0 is not in [1, inf]"),
+        (["--price", "nan"], "argument --price: nan is not in [0.0, inf]"),
     ],
 )
 def test_mistakes(monkeypatch, capsys, arguments, message):
