@@ -56,8 +56,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    if not launch.is_alone():
-        launch.join()
     report = examine(arguments.config)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one report for each machine
         print(as_json(report) if arguments.json else as_text(report, sys.stdout.isatty()))
@@ -67,11 +65,18 @@ def main(argv: list[str] | None = None) -> int:
 def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
     """Return (name of the check, finding) for each finding of each check."""
     report: list[tuple[str, Finding]] = []
-    ranks = int(launch.world_size())
+    gpus = _gpu_count()
+    ranks = max(gpus, 1)  # as many as `train.py` alone would start
+    if not launch.is_alone():
+        try:
+            launch.join()
+            ranks = int(launch.world_size())
+        except (launch.LaunchError, ValueError) as error:  # wrong environment variables
+            report.append(("launcher", _failure(error)))
     several = ranks > int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     config = _loaded(paths, ranks, report) if paths else None
     save = config.checkpoint.save if config is not None else None
-    case = Case(config, Path(save or ".").resolve(), _has_gpu(), ranks, several)
+    case = Case(config, Path(save or ".").resolve(), gpus > 0, ranks, several)
     for name, check in CHECKS.items():
         try:
             report += [(name, each) for each in check(case)]
@@ -81,7 +86,7 @@ def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
 
 
 def _failure(error: Exception) -> Finding:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = " ".join(f"{type(error).__name__}: {str(error).removeprefix('error: ')}".split())
     return Finding(PROBLEM, text, "mend what the message names; the other checks went on")
 
 
@@ -95,13 +100,13 @@ def _loaded(paths: list[Path], ranks: int, report: list[tuple[str, Finding]]) ->
         return None
 
 
-def _has_gpu() -> bool:
+def _gpu_count() -> int:
     try:
         import torch
 
-        return torch.cuda.is_available()
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
     except Exception:  # torch is missing or broken, as `packages` reports
-        return False
+        return 0
 
 
 def as_json(report: list[tuple[str, Finding]]) -> str:

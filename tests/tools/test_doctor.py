@@ -82,6 +82,14 @@ def broken_deepspeed(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
 
 
+def save_is_a_file(monkeypatch, folder):
+    (folder / "runs").write_text("")
+
+
+def unknown_threads(monkeypatch, folder):
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")
+
+
 def spinning_threads(monkeypatch, folder):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
 
@@ -89,6 +97,7 @@ def spinning_threads(monkeypatch, folder):
 FAULTS = [
     (few_files, machine.open_files, PROBLEM, "limit 256", "ulimit -n"),
     (small_disks, machine.disk, PROBLEM, "0.0 GB free", "name another `save`"),
+    (save_is_a_file, machine.disk, PROBLEM, "written, Not a directory", "name another `save`"),
     (small_disks, machine.shared_memory, WARNING, "/dev/shm has 64 MB", "--ipc=host"),
     (unsafe_triton, software.triton, WARNING, "read data before", "triton==3.7.1 or newer"),
     (no_compiler, software.compiler, WARNING, "C compiler: none", "apt-get install g++"),
@@ -96,6 +105,7 @@ FAULTS = [
     (broken_apex, software.apex, WARNING, "undefined symbol: _ZN3c10", "pip uninstall apex"),
     (no_name, machine.names, WARNING, "not resolved", "/etc/hosts"),
     (broken_deepspeed, software.packages, PROBLEM, "deepspeed 0", "pip install deepspeed=="),
+    (unknown_threads, machine.threads, WARNING, "OMP_NUM_THREADS=all", "export OMP_NUM_THREADS="),
     (spinning_threads, machine.threads, WARNING, "=active", "unset OMP_WAIT_POLICY"),
 ]
 
@@ -153,6 +163,25 @@ def test_a_wrong_config_is_one_of_the_problems(tmp_path, monkeypatch, capsys):
     path.write_text("pos_emb: kerpel_log\n")
     assert doctor.main([str(path)]) == 1
     assert "did you mean kerple_log" in capsys.readouterr().out
+
+
+def test_a_wrong_launch_is_one_of_the_problems(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", {"python": software.python})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert doctor.main([]) == 1
+    report = capsys.readouterr().out
+    assert "WORLD_SIZE is 2, but RANK" in report and "ok       python" in report
+
+
+def test_a_config_for_all_gpus(monkeypatch, capsys):
+    """Without a launcher, a config is that of one process for each GPU, as for train.py."""
+    monkeypatch.setattr(doctor, "CHECKS", {"python": software.python})
+    given = [str(QUICKSTART), str(ROOT / "configs" / "cluster" / "gpu8_zero1.yml")]
+    monkeypatch.setattr(doctor, "_gpu_count", lambda: 8)
+    assert doctor.main(given) == 0
+    monkeypatch.setattr(doctor, "_gpu_count", lambda: 3)
+    assert doctor.main(given) == 1
+    assert "data-parallel size 3" in capsys.readouterr().out
 
 
 def test_bf16_on_a_processor_without_it(case, monkeypatch):

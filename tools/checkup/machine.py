@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -40,9 +41,9 @@ def threads(case: Case) -> Iterator[Finding]:
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     given, policy = os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     text = f"OMP_NUM_THREADS={given or f'unset ({cores} threads)'}, {here} processes"
-    fitting = max(1, cores // here)
-    many = int(given or cores) * here > cores
-    yield judged(many, text, f"export OMP_NUM_THREADS={fitting}", WARNING)
+    number = given.partition(",")[0] if given else str(cores)  # OpenMP also takes 4,2
+    many = not number.isdecimal() or int(number) * here > cores
+    yield judged(many, text, f"export OMP_NUM_THREADS={max(1, cores // here)}", WARNING)
     remedy = "unset OMP_WAIT_POLICY: threads that spin make a busy machine up to ten times as slow"
     yield judged(policy.upper() == "ACTIVE", f"OMP_WAIT_POLICY={policy}", remedy, WARNING)
 
@@ -64,11 +65,23 @@ def disk(case: Case) -> Iterator[Finding]:
     files = os.statvfs(folder)
     none = files.f_files > 0 and files.f_favail == 0
     yield judged(none, f"{folder}: {files.f_favail:,} inodes free", "remove files there")
-    yield judged(not os.access(folder, os.W_OK), f"{folder}: writable", f"chown or chmod {folder}")
+    why = _unwritable(folder)
+    remedy = f"chown or chmod {folder}, or name another `save`"
+    yield judged(why, f"{folder}: {why or 'writable'}", remedy)
     shared = bool(_SHARED.search(kind))
     text = f"{folder}: {kind}, {'shared' if shared else 'local to this machine'}"
     remedy = "all machines of a job must see one `save`: name a folder on a shared file system"
     yield judged(case.several and not shared, text, remedy)
+
+
+def _unwritable(folder: Path) -> str:
+    """Write a temporary file into `folder`. Return "" or why this is impossible."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return f"cannot be written, {error.strerror}"
+    return ""
 
 
 def _file_system(folder: Path) -> str:
