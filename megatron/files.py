@@ -68,6 +68,20 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
+def replace_table(path: Path, content: bytes | None) -> None:
+    """Atomically replace the file `path` with `content`, or remove it if `content` is None.
+
+    The earlier file stays as `NAME.previous` if its content differs.
+    """
+    old = path.read_bytes() if path.exists() else None
+    if old is not None and old != content:
+        write_bytes(path.with_name(f"{path.name}.previous"), old)
+    if content is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_bytes(path, content)
+
+
 def read_small(path: Path, most: int) -> bytes:
     """Return the content of a file of unknown origin.
 

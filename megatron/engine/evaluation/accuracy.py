@@ -28,7 +28,7 @@ from megatron.data.tasks.samples import examples_at
 from megatron.engine.evaluation.losses import losses_of_sequences
 from megatron.engine.evaluation.report import figure_png, mark_training_length
 from megatron.engine.training.pipeline import PipelineLosses
-from megatron.files import write_bytes
+from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
 
@@ -132,7 +132,7 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
 
     table = pd.DataFrame([asdict(row) for row in rows])
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_bytes(run_dir / CSV_FILE, table.to_csv(index=False, lineterminator="\n").encode())
+    replace_table(run_dir / CSV_FILE, table.to_csv(index=False, lineterminator="\n").encode())
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
     axes = figure.add_subplot()
     bars = [table.exact - table.exact_low, table.exact_high - table.exact]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.files import write_bytes
+from megatron.files import replace_table, write_bytes
 from megatron.parallel.loss import perplexity
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def write_extrapolation(
 ) -> str:
     """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
 
+    Tables of an earlier evaluation stay as `extrapolation.csv.previous` and so on.
+
     Args:
         rows: the result of each length, in any order.
         train_length: the sequence length in training, in tokens; the plot marks it.
@@ -113,11 +115,10 @@ def write_extrapolation(
         raise ValueError(f"each length must have one result; the lengths are {lengths}")
     run_dir.mkdir(parents=True, exist_ok=True)
     columns = [field.name for field in fields(LengthResult)]
-    write_bytes(run_dir / CSV_FILE, _csv(columns, map(astuple, rows)))
-    if baselines:
-        named = ((name, *astuple(row)) for name, row in baselines.items())
-        content = _csv(["baseline", "context", *columns[1:]], named)
-        write_bytes(run_dir / BASELINES_FILE, content)
+    replace_table(run_dir / CSV_FILE, _csv(columns, map(astuple, rows)))
+    named = ((name, *astuple(row)) for name, row in baselines.items())
+    content = _csv(["baseline", "context", *columns[1:]], named) if baselines else None
+    replace_table(run_dir / BASELINES_FILE, content)
     figure = extrapolation_figure(rows, train_length, baselines, title)
     write_bytes(run_dir / PLOT_FILE, figure_png(figure))
     return _table(rows, train_length, baselines, title)

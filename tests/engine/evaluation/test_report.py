@@ -92,6 +92,20 @@ def test_rows_must_be_one_for_each_length(tmp_path, lengths):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tables_of_an_earlier_evaluation_stay(tmp_path):
+    """The files in the folder are those of one evaluation; the one before it is not lost."""
+    first, both = [result(128, 1.5)], {"16 tokens": result(16, 2.0)}
+    for _ in range(2):  # a second time the same
+        write_extrapolation(first, tmp_path, 128, both, "t")
+    names = {"extrapolation.csv", "context_baseline.csv"}
+    assert {p.name for p in tmp_path.iterdir()} == {*names, "extrapolation.png"}
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    write_extrapolation([result(65536, 1.5)], tmp_path, 128, {}, "t")
+    assert not (tmp_path / "context_baseline.csv").exists()
+    assert (tmp_path / "extrapolation.csv").read_bytes() != before["extrapolation.csv"]
+    assert before == {name: (tmp_path / f"{name}.previous").read_bytes() for name in names}
+
+
 def test_no_temporary_files_stay_and_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     write_extrapolation([result(128, 1.5)], tmp_path, 128, {}, "t")
     assert {p.name for p in tmp_path.iterdir()} == {"extrapolation.csv", "extrapolation.png"}
