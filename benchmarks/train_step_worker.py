@@ -45,6 +45,8 @@ PARTS = {
         "aten::bmm",
         "AddmmBackward",
         "MmBackward",
+        "convolution",
+        "ConvolutionBackward",
     ),
     "norms, activations": ("layer_norm", "LayerNorm", "gelu", "Gelu"),
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -51,10 +50,6 @@ class Numerics:
         """Return log(1 + x)."""
         return torch.log1p(x)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x @ weight.T + bias."""
-        return F.linear(x, weight, bias)
-
 
 @dataclass(frozen=True)
 class PublishedNumerics(Numerics):
@@ -80,10 +75,6 @@ class PublishedNumerics(Numerics):
 
     def log1p(self, x: Tensor) -> Tensor:
         return torch.log(1 + x)  # 1 + x is rounded before the logarithm
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = F.linear(x, weight)  # rounded before the bias is added
-        return product if bias is None else product + bias
 
 
 WIDE = Numerics()

@@ -16,7 +16,6 @@ slice.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.numerics import WIDE, Numerics
@@ -29,6 +28,7 @@ from megatron.parallel.collectives import (
     share_of,
 )
 from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.linear import linear
 from megatron.parallel.rng import rank_dropout
 from megatron.parallel.sharding import Sharding, mark_sharding
 
@@ -53,7 +53,7 @@ class ColumnLinear(nn.Linear):
             mark_sharding(param, Sharding(0, blocks), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.numerics.linear(enter_sharded(x, self.tp), self.weight, self.bias)
+        return linear(enter_sharded(x, self.tp), self.weight, self.bias, self.numerics)
 
 
 class RowLinear(nn.Linear):
@@ -84,7 +84,7 @@ class RowLinear(nn.Linear):
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
             x = scatter_to(x, self.tp, -1)
         bias = None if self.bias is None else share_of(self.bias, self.tp)
-        y = self.numerics.linear(x, self.weight, bias)
+        y = linear(x, self.weight, bias, self.numerics)
         if partial:
             return y
         return reduce_from(y, self.tp) if self.scatter else leave_sharded(y, self.tp)
@@ -107,7 +107,7 @@ class VocabEmbedding(nn.Embedding):
 
     def forward(self, x: Tensor, project: bool = False) -> Tensor:
         if project:
-            return F.linear(enter_sharded(x, self.tp), self.weight)
+            return linear(enter_sharded(x, self.tp), self.weight)
         if self.tp.size == 1:
             return super().forward(x)
         rows = self.num_embeddings
