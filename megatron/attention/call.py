@@ -137,20 +137,10 @@ def check(call: Call) -> None:
     Raises:
         AttentionError: Shapes, dtypes, devices or numbers do not fit together.
     """
+    _check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
-    batch, heads, queries, size = q_BHTE.shape
-    key_heads, keys = k_BKSE.shape[1:3]
-    if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
-        raise AttentionError(
-            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must agree "
-            "in batch and head size, and k and v in heads and length"
-        )
-    if key_heads == 0 or heads % key_heads:
-        raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
-    if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
-        raise AttentionError(
-            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
-        )
+    batch, heads, queries, _ = q_BHTE.shape
+    keys = k_BKSE.shape[2]
     if theta_HN is not None and theta_HN.device != q_BHTE.device:
         raise AttentionError(f"theta is on {theta_HN.device}, but q on {q_BHTE.device}")
     if not q_BHTE.device == k_BKSE.device == v_BKSE.device:
@@ -189,6 +179,30 @@ def check(call: Call) -> None:
         if theta_HN is None or tuple(theta_HN.shape) != expected:
             got = "none" if theta_HN is None else str(list(theta_HN.shape))
             raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")
+
+
+def _check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
+    """Raise `AttentionError` if the shapes or dtypes of q, k and v do not fit together."""
+    if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape:
+        raise AttentionError(
+            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must be "
+            "[batch, heads, positions, head size], each at least 1"
+        )
+    if not q_BHTE.is_floating_point():
+        raise AttentionError(f"q, k and v must be floating-point numbers, not {q_BHTE.dtype}")
+    batch, heads, _, size = q_BHTE.shape
+    key_heads, keys = k_BKSE.shape[1:3]
+    if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
+        raise AttentionError(
+            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must agree "
+            "in batch and head size, and k and v in heads and length"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
+    if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
+        raise AttentionError(
+            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
+        )
 
 
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:

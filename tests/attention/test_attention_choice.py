@@ -52,6 +52,11 @@ def test_what_cannot_be_had_names_alternatives(backend, message):
 @pytest.mark.parametrize(
     "change,message",
     [
+        ({"q_BHTE": Q[0]}, r"\[batch, heads, positions, head size\], each at least 1"),
+        ({"v_BKSE": V[0]}, r"must be \[batch, heads, positions, head size\]"),
+        ({"q_BHTE": Q[:, :, :0]}, "each at least 1"),
+        ({"q_BHTE": Q[:0], "k_BKSE": K[:0], "v_BKSE": V[:0]}, "each at least 1"),
+        ({"q_BHTE": Q.long(), "k_BKSE": K.long(), "v_BKSE": V.long()}, "floating-point numbers"),
         ({"k_BKSE": K[:, :, :5]}, "k and v in heads and length"),
         ({"k_BKSE": K[:1], "v_BKSE": V[:1]}, "agree in batch"),
         ({"v_BKSE": V.double()}, "one dtype"),
