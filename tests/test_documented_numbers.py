@@ -134,9 +134,14 @@ def test_report_on_the_use_of_context(repo_root):
     assert f"from {perplexity[128]:.1f} at 128 to {perplexity[2048]:.1f} at 2,048 (both" in text
 
 
-def test_perplexities_of_the_hand_scale_grid(repo_root):
-    table = rows(repo_root / "docs" / "results.md", "The paper's comparison at hand-scale")
-    results = pd.read_csv(repo_root / "docs" / "results" / "code" / "results.csv")
+HAND_SCALE = [("The paper's comparison at hand-scale", "code"), ("On prose", "prose")]
+"""The headings of the hand-scale grid in docs/results.md, and the folders of its CSV files."""
+
+
+@pytest.mark.parametrize(("heading", "folder"), HAND_SCALE)
+def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
+    table = rows(repo_root / "docs" / "results.md", heading)
+    results = pd.read_csv(repo_root / "docs" / "results" / folder / "results.csv")
     measured = results[results["metric"] == "perplexity"]
     lengths = [name for name in table[0] if name.replace(",", "").isdigit()]
     assert {row["embedding"] for row in table} == set(measured["embedding"])
@@ -180,7 +185,7 @@ def test_perplexities_beyond_the_paper(repo_root):
 
 @pytest.mark.parametrize(
     ("heading", "folder"),
-    [("The paper's comparison at hand-scale", "code"), ("Are two backends equal?", "backends")],
+    [*HAND_SCALE, ("Are two backends equal?", "backends")],
 )
 def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
     text = (repo_root / "docs" / "results.md").read_text().split(f"## {heading}\n")[1]
@@ -221,6 +226,27 @@ def test_percentages_of_the_hand_scale_grid(repo_root):
     assert f"`bias_a` by {log['bias_a']:.0f}%" in text
     assert f"by {power['bias_p']:.0f}% and {power['bias_a']:.0f}%" in text
     assert f"the table of `rpe` by {moved['rpe', 'table']:.0f}%" in text
+
+
+def test_percentages_on_prose(repo_root):
+    text = one_line(repo_root / "docs" / "results.md").split("### On prose")[1]
+    results = pd.read_csv(repo_root / "docs" / "results" / "prose" / "results.csv")
+    mean = results[results["metric"] == "perplexity"].pivot_table("value", "embedding", "length")
+    assert mean.loc["kerple_log"].is_monotonic_decreasing and "with every doubling up to" in text
+    alibi, power, rotary, rpe = (
+        100 * (mean.loc[name] / mean.loc["kerple_log"] - 1)
+        for name in ("alibi", "kerple_power", "rotary", "rpe")
+    )
+    assert {f"{x:.0f}" for x in alibi} == {"7"} and "`alibi` is 7% above it at every" in text
+    assert {f"{x:.0f}" for x in power} == {"-3"} and "`kerple_power` 3% below it" in text
+    assert rotary[[128, 256]].abs().max() < 1 and f"{rotary[1024]:.0f}% above it at 1,024" in text
+    assert f"{-rpe[128]:.1f}% below it at 128 and {rpe[8192]:.1f}% above at 8,192" in text
+    rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
+    assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
+    rpe = results[(results["metric"] == "perplexity") & (results["embedding"] == "rpe")]
+    rpe = rpe.pivot_table("value", "seed", "length")
+    worse = rpe[8192] > 1.02 * rpe[rpe.mean().idxmin()]
+    assert sum(worse) == 2 and "two of three seeds of `rpe`" in text
 
 
 def test_backends_of_the_hand_scale_grid(repo_root):

@@ -28,8 +28,20 @@ PAGES = [
 LAUNCHERS = ("python", "torchrun", "deepspeed", "sbatch", "srun", "mpirun")
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{'|'.join(LAUNCHERS)}|pip|docker) |[a-z_/]+\.py \S")
 FOREIGN = {
-    *("apt-get", "basedpyright", "cd", "done", "for", "git", "mkdocs", "ruff", "source"),
-    *("paste", "tensorboard", "wandb"),
+    *(
+        "apt-get",
+        "basedpyright",
+        "cd",
+        "cp",
+        "done",
+        "for",
+        "git",
+        "mkdocs",
+        "npm",
+        "ruff",
+        "source",
+    ),
+    *("mkdir", "paste", "tar", "tensorboard", "wandb"),
 }
 OWN_CONFIGS = re.compile(
     r"(runs|RUN|gpt-neox|kerple_configs)/|\$|[A-Z]+(\.yml)?$|(.*/)?(a|b|my\w*)\.yml$|\.\.\.$"
