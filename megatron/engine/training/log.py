@@ -56,7 +56,8 @@ class RunLog:
 
     Raises:
         ValueError: a wandb option or the wandb mode is unknown.
-        RunLogError: wandb could not be started, or the package tensorboard is missing.
+        RunLogError: wandb could not be started, the package tensorboard is missing, or its folder
+            cannot be written.
     """
 
     def __init__(

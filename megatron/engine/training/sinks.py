@@ -15,6 +15,7 @@ TensorBoard: each start of a run writes one more event file into the same folder
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class TensorBoard:
         settings: a text in Markdown that describes the run.
 
     Raises:
-        RunLogError: the package tensorboard is not installed.
+        RunLogError: the package tensorboard is not installed, or `folder` cannot be written.
     """
 
     def __init__(self, folder: Path, settings: str = ""):
@@ -48,6 +49,15 @@ class TensorBoard:
             raise RunLogError(
                 f"tensorboard_dir: {folder} needs the package tensorboard ({error}); install it "
                 "with `pip install tensorboard==2.21.0`, or leave the key out"
+            ) from error
+        try:  # now, before the run changes its other files
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise RunLogError(
+                f"tensorboard_dir: {folder} cannot be written ({error.strerror}); write another "
+                "folder, or leave the key out"
             ) from error
         self._create, self._settings = SummaryWriter, settings
         self._folder = folder

@@ -83,6 +83,13 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_wrong_folder_is_named_before_a_file_changes(tmp_path):
+    (tmp_path / "board").write_text("")
+    with pytest.raises(RunLogError, match="tensorboard_dir: .*board/run cannot be written"):
+        log_at(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_full_disk_under_the_events_ends_nothing(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
