@@ -57,8 +57,10 @@ def main() -> None:
     args = arguments().parse_args()
     names = [PROJECT, COMPILED, GRAPHS] if find_spec("deepspeed") else []
     names += [LOOP, LOOP_COMPILED, PLAIN, PLAIN_COMPILED, PUBLISHED]
-    names = [name for name in names if not args.only or name in args.only]
     names = [name for name in names if name != GRAPHS or args.device == "cuda"]
+    if unknown := set(args.only or ()) - set(names):
+        sys.exit(f"--only: {'; '.join(unknown)} cannot be measured here; known: {'; '.join(names)}")
+    names = [name for name in names if not args.only or name in args.only]
     torch.set_num_threads(args.threads)
     report = {"setting": setting(args), "matmul_tflops": matmul_tflops(args), "rows": []}
     workers = {name: Worker(name, args) for name in names}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.train_step import arguments, flops_per_token, markdown
+from benchmarks.train_step import arguments, flops_per_token, main, markdown
 from megatron.engine.training import speed
 from megatron.model import BlockShape, GPTShape
 from tests.helpers.paths import ROOT
@@ -32,6 +32,13 @@ def test_a_tiny_run_without_deepspeed(tmp_path):
         assert row["parts"]["products"] > 0 and row["parts"]["optimizer"] > 0
     assert (tmp_path / "train_step.md").read_text() == markdown(report)
     assert (tmp_path / "train_step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_variant_replaces_no_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path / "out"), "--only", "plan"])
+    with pytest.raises(SystemExit, match="--only: plan cannot be measured here; known: .*plain"):
+        main()
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_counts_operations_as_the_log_does():
