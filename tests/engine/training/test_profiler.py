@@ -42,7 +42,7 @@ def test_a_trace_and_a_table_of_the_asked_steps(folder):
     names = [event["name"] for event in events if event.get("ph") == "X"]
     # ZeRO takes the step of each of the two parameter groups by itself.
     assert sum(name.startswith("Optimizer.step#") for name in names) == 2 * 2
-    assert "aten::mm" in names
+    assert "aten::native_layer_norm" in names
     table = (run / "profile_step2-3.txt").read_text()
     shares = [float(each) for each in re.findall(r"^ +\S+ +([\d.]+)%", table, re.M)]
     assert "Self CPU" in table and len(shares) > 5 and shares == sorted(shares, reverse=True)
