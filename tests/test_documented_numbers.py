@@ -12,8 +12,6 @@ import pytest
 from megatron.digits import told_apart
 from megatron.engine.evaluation.suite.recall import NOTICEABLE
 from megatron.engine.evaluation.suite.statistics import Estimate
-from tools.experiments.report import change_of
-from tools.experiments.statistics import Verdict
 
 
 def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:
@@ -134,130 +132,6 @@ def test_report_on_the_use_of_context(repo_root):
     assert f"from {perplexity[128]:.1f} at 128 to {perplexity[2048]:.1f} at 2,048 (both" in text
 
 
-HAND_SCALE = [("The paper's comparison at hand-scale", "code"), ("On prose", "prose")]
-"""The headings of the hand-scale grid in docs/results.md, and the folders of its CSV files."""
-
-
-@pytest.mark.parametrize(("heading", "folder"), HAND_SCALE)
-def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
-    table = rows(repo_root / "docs" / "results.md", heading)
-    results = pd.read_csv(repo_root / "docs" / "results" / folder / "results.csv")
-    measured = results[results["metric"] == "perplexity"]
-    lengths = [name for name in table[0] if name.replace(",", "").isdigit()]
-    assert {row["embedding"] for row in table} == set(measured["embedding"])
-    assert len(lengths) == measured["length"].nunique()
-    for row in table:
-        runs = measured[measured["embedding"] == row["embedding"]]
-        assert int(row["seeds"]) == runs["seed"].nunique()
-        for length in lengths:
-            values = runs.loc[runs["length"] == int(length.replace(",", "")), "value"]
-            mean, deviation = row[length].split(" ± ")
-            assert_rounded(mean, values.mean())
-            assert_rounded(deviation, values.std())
-
-
-def test_perplexities_beyond_the_paper(repo_root):
-    table = rows(repo_root / "docs" / "results.md", "Beyond the paper")
-    results = pd.read_csv(repo_root / "docs" / "results" / "terms" / "results.csv")
-    measured = results[results["metric"] == "perplexity"].pivot_table(
-        "value", "embedding", "length"
-    )
-    assert {row["embedding"].replace(" + ", "+") for row in table} == set(measured.index)
-    for row in table:
-        found = measured.loc[row.pop("embedding").replace(" + ", "+")]
-        for length, cell in row.items():
-            assert_rounded(cell, found[int(length.replace(",", ""))])
-    change = 100 * (measured / measured.loc["kerple_log"] - 1)
-    text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
-    slopes, sink = change.loc["alibi_learned"], change.loc["sink+kerple_log"]
-    assert (
-        f"{-slopes[128]:.1f}% below `kerple_log` at 128 and {-slopes[8192]:.1f}% at 8,192" in text
-    )
-    rotary = change.loc["rotary+kerple_log"]
-    assert f"a sink by {-sink[128]:.1f}% at 128, rotary by {-rotary[128]:.1f}%" in text
-    assert (
-        f"{-sink[8192]:.1f}% below), and `rotary + kerple_log` is {rotary[8192]:.1f}% above" in text
-    )
-    falls = measured[(measured.diff(axis=1).iloc[:, 1:] < 0).all(axis=1)]
-    names = {"alibi_learned", "kerple_sum", "forget_gate", "forget_gate+kerple_log"}
-    assert set(falls.index) == names and "Four embeddings improve" in text
-
-
-@pytest.mark.parametrize(
-    ("heading", "folder"),
-    [*HAND_SCALE, ("Are two backends equal?", "backends")],
-)
-def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
-    text = (repo_root / "docs" / "results.md").read_text().split(f"## {heading}\n")[1]
-    items = re.split(r"\n## ", text)[0].replace("\n  ", " ").splitlines()
-    verdicts = pd.read_csv(repo_root / "docs" / "results" / folder / "verdicts.csv")
-    assert len(verdicts)
-    for each in verdicts.itertuples():
-        start = f"- {each.name}: **{each.word}**"
-        change, interval = change_of(Verdict(each.name, each.claim, *each[3:]))
-        numbers = f"({change}", interval
-        found = [item for item in items if all(number in item for number in numbers)]
-        found = [item for item in found if item.startswith(start)]
-        assert found, each
-        for p in re.findall(r"p = ([\d.e-]+)", found[0]):
-            assert float(p) in (float(f"{each.p:.2g}"), float(f"{each.holm:.2g}"))
-
-
-def test_percentages_of_the_hand_scale_grid(repo_root):
-    text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
-    folder = repo_root / "docs" / "results" / "code"
-    results = pd.read_csv(folder / "results.csv")
-    mean = results[results["metric"] == "perplexity"].pivot_table("value", "embedding", "length")
-    power = 100 * (1 - mean.loc["kerple_power"] / mean.loc["kerple_log"])
-    assert f"{power.min():.1f}% to {power.max():.1f}% below `kerple_log`" in text
-    rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
-    assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
-    alibi = 100 * (mean.loc["alibi"] / mean.loc["kerple_log"] - 1)
-    assert f"{alibi[128]:.0f}% above `kerple_log` at 128 and {alibi[8192]:.0f}% at 8,192" in text
-    shared = results[(results["metric"] == "perplexity") & (results["seed"] <= 1237)]
-    mean = shared.pivot_table("value", "embedding", "length")
-    rpe = 100 * (mean.loc["rpe"] / mean.loc["kerple_log"] - 1)
-    said = f"{-rpe[128]:.1f}% below it at 128, {rpe[2048]:.1f}% above at 2,048 and {rpe[8192]:.0f}%"
-    assert said in text
-    theta = pd.read_csv(folder / "theta.csv")
-    moved = 100 * theta.groupby(["embedding", "parameter"])["relative"].mean()
-    log, power = moved["kerple_log"], moved["kerple_power"]
-    assert f"`kerple_log` by {log['bias_p']:.0f}% of its start value" in text
-    assert f"`bias_a` by {log['bias_a']:.0f}%" in text
-    assert f"by {power['bias_p']:.0f}% and {power['bias_a']:.0f}%" in text
-    assert f"the table of `rpe` by {moved['rpe', 'table']:.0f}%" in text
-
-
-def test_percentages_on_prose(repo_root):
-    text = one_line(repo_root / "docs" / "results.md").split("### On prose")[1]
-    results = pd.read_csv(repo_root / "docs" / "results" / "prose" / "results.csv")
-    mean = results[results["metric"] == "perplexity"].pivot_table("value", "embedding", "length")
-    assert mean.loc["kerple_log"].is_monotonic_decreasing and "with every doubling up to" in text
-    alibi, power, rotary, rpe = (
-        100 * (mean.loc[name] / mean.loc["kerple_log"] - 1)
-        for name in ("alibi", "kerple_power", "rotary", "rpe")
-    )
-    assert {f"{x:.0f}" for x in alibi} == {"7"} and "`alibi` is 7% above it at every" in text
-    assert {f"{x:.0f}" for x in power} == {"-3"} and "`kerple_power` 3% below it" in text
-    assert rotary[[128, 256]].abs().max() < 1 and f"{rotary[1024]:.0f}% above it at 1,024" in text
-    assert f"{-rpe[128]:.1f}% below it at 128 and {rpe[8192]:.1f}% above at 8,192" in text
-    rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
-    assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
-    rpe = results[(results["metric"] == "perplexity") & (results["embedding"] == "rpe")]
-    rpe = rpe.pivot_table("value", "seed", "length")
-    worse = rpe[8192] > 1.02 * rpe[rpe.mean().idxmin()]
-    assert sum(worse) == 2 and "two of three seeds of `rpe`" in text
-
-
-def test_backends_of_the_hand_scale_grid(repo_root):
-    results = pd.read_csv(repo_root / "docs" / "results" / "backends" / "results.csv")
-    measured = results[results["metric"] == "loss"]
-    loss = measured.pivot_table("value", ["length", "seed"], "backend")
-    largest = (loss["blocked"] / loss["eager"] - 1).abs().max()
-    text = one_line(repo_root / "docs" / "results.md")
-    assert f"Runs of one seed differ by {largest:.0e} of the loss".replace("e-0", "e-") in text
-
-
 def test_times_of_the_benchmarks(repo_root):
     text = one_line(repo_root / "docs" / "results.md")
     measured = repo_root / "benchmarks" / "results"
@@ -270,23 +144,6 @@ def test_times_of_the_benchmarks(repo_root):
     auto, gigatoken = (ratio[f"prepare_data.py, {name}", 2] for name in ("auto", "gigatoken"))
     assert f"two workers are {auto:.1f} times as fast" in text
     assert f"`--backend gigatoken` {gigatoken:.1f} times" in text
-
-
-def test_learning_rates_of_the_hand_scale_grid(repo_root):
-    results = pd.read_csv(repo_root / "docs" / "results" / "lr" / "results.csv")
-    measured = results[results["metric"] == "perplexity"].set_index(["embedding", "lr"])["value"]
-    grid = (repo_root / "configs" / "paper" / "stand_in.yml").read_text()
-    table = rows(repo_root / "docs" / "results.md", "The search of learning rates")
-    assert {row["embedding"] for row in table} == set(results["embedding"])
-    for row in table:
-        embedding = row.pop("embedding")
-        for rate, cell in row.items():
-            if cell:
-                assert_rounded(cell.strip("*"), measured[embedding, float(rate)])
-        best = measured[embedding].idxmin()
-        (bold,) = (rate for rate, cell in row.items() if cell.startswith("*"))
-        assert float(bold) == best
-        assert f"{embedding}: {{overrides: {{optimizer.params.lr: {bold}}}" in grid
 
 
 def test_shares_of_rounding(repo_root):
