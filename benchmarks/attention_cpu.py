@@ -12,7 +12,7 @@ Each repetition runs every variant once, and the medians of the times are compar
 has the ratios of the fastest repetitions, because other load on the machine slows code with many
 short parallel loops most. Peak memory is what torch allocates during one call, including outputs
 and gradients but not inputs. Accuracy is the largest error relative to float64 eager attention, as
-a fraction of the largest true value. The reports are attention.json and attention.md in `--out`.
+a fraction of the largest true value. The reports are attention.json, .md and .png in `--out`.
 
 Legend: B batch, H heads, T positions, E head size.
 """
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_variants import published
-from benchmarks.report import processor
+from benchmarks.report import picture, processor
 from megatron.attention import attend
 from megatron.positional import load
 
@@ -227,4 +227,26 @@ def run(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "attention.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.out / "attention.md").write_text(markdown(report))
+    picture(args.out / "attention.png", lambda figure: draw(report, figure))
     print(markdown(report))
+
+
+def draw(report: dict, figure: Any) -> None:
+    """Draw each variant's time and memory relative to the published code, for each batch size."""
+    names = {
+        "forward_ratio": "forward",
+        "forward_backward_ratio": "forward and backward",
+        "peak_ratio": "peak memory",
+    }
+    batches = sorted({row["batch"] for row in report["timings"]})
+    for axes, batch in zip(
+        figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True
+    ):
+        rows = [row for row in report["timings"] if row["batch"] == batch]
+        for n, (key, name) in enumerate(names.items()):
+            places = [i + 0.25 * n for i in range(len(rows))]
+            axes.barh(places, [row[key] for row in rows], 0.25, label=name)
+        axes.set_yticks([i + 0.25 for i in range(len(rows))], [row["variant"] for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"batch {batch}: ratio to `{BASE}`")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)

@@ -3,9 +3,9 @@
     python benchmarks/plan_memory.py --out benchmarks/results/plan_memory
 
 A model of 92 million parameters takes two steps in each layout. Every tensor that exists is
-counted, on each rank; the largest number is compared with the plan. The table goes to OUT.md, the
-numbers go to OUT.json, where rows of other layouts stay. With `--plan`, nothing is trained: the
-measured numbers stay, and the planned ones are computed again.
+counted, on each rank; the largest number is compared with the plan. The table goes to OUT.md, a
+picture to OUT.png, and the numbers to OUT.json, where rows of other layouts stay. With `--plan`,
+nothing is trained: the measured numbers stay, and the planned ones are computed again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.report import picture
 from megatron.files import write_text
 
 MODEL = {
@@ -58,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name: ranks, ZeRO sta
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How exact is the plan of a run's memory?")
-    parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, required=True, help="OUT.json, .md and .png")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS], metavar="NAME")
     parser.add_argument("--plan", action="store_true", help="only plan again")
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)  # one rank of one layout
@@ -76,6 +77,7 @@ def main() -> None:
             found |= {"machine": f"{machine}, {platform.machine()}", "date": str(date.today())}
         write_text(path, json.dumps(found, indent=1) + "\n")
         write_text(args.out.with_suffix(".md"), table(found))
+    picture(args.out.with_suffix(".png"), lambda figure: draw(found["rows"], figure))
 
 
 def row(name: str, known: dict[str, float] | None) -> dict[str, float]:
@@ -144,6 +146,18 @@ def table(found: dict[str, Any]) -> str:
             f"{r['ratio']:.3f} | {resident:,.0f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def draw(rows: dict[str, dict[str, float]], figure: Any) -> None:
+    """Draw the planned and the measured memory of each layout."""
+    axes = figure.subplots()
+    for n, key in enumerate(("planned", "measured")):
+        places = [i + 0.4 * n for i in range(len(rows))]
+        axes.barh(places, [row[key] / 1e6 for row in rows.values()], 0.4, label=key)
+    axes.set_yticks([i + 0.2 for i in range(len(rows))], list(rows))
+    axes.invert_yaxis()
+    axes.set_xlabel("MB of tensors on the fullest rank")
+    figure.legend(loc="outside upper center", ncols=2)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,20 @@ def write(
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+    picture(Path(f"{out}.png"), lambda figure: draw(figure, rows))
+
+
+def picture(path: Path, draw: Callable[[Any], None]) -> None:
+    """Save what `draw` plots on a matplotlib figure, if matplotlib is installed."""
+    if not find_spec("matplotlib"):
+        return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    draw(figure, rows)
-    figure.savefig(f"{out}.png", dpi=120)
+    draw(figure)
+    figure.savefig(path, dpi=120)
 
 
 def without_folders(arguments: list[str]) -> list[str]:

@@ -73,6 +73,7 @@ def test_a_cpu_run(tmp_path):
     names = ["published", "eager", "blocked", "sdpa, no bias"]
     names += ["blocked, 3 documents", "blocked, window 7"]
     assert [row["variant"] for row in report["timings"]] == names
+    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert all(row["dtheta"] < 1e-4 for row in report["accuracy"] if "dtheta" in row)
 
 
