@@ -11,7 +11,11 @@ from tests.test_documented_numbers import assert_rounded, one_line, rows
 from tools.experiments.report import change_of
 from tools.experiments.statistics import Verdict
 
-HAND_SCALE = [("The paper's comparison at hand-scale", "code"), ("On prose", "prose")]
+HAND_SCALE = [
+    ("The paper's comparison at hand-scale", "code"),
+    ("On prose", "prose"),
+    ("On LaTeX", "latex"),
+]
 """The headings of the hand-scale grid in docs/results.md, and the folders of its CSV files."""
 
 
@@ -124,6 +128,38 @@ def test_percentages_on_prose(repo_root):
     rpe = rpe.pivot_table("value", "seed", "length")
     worse = rpe[8192] > 1.02 * rpe[rpe.mean().idxmin()]
     assert sum(worse) == 2 and "two of three seeds of `rpe`" in text
+
+
+def test_percentages_on_latex_and_on_all_texts(repo_root):
+    text = one_line(repo_root / "docs" / "results.md").split("### On LaTeX")[1]
+    means = {}
+    for _, folder in HAND_SCALE:
+        results = pd.read_csv(repo_root / "docs" / "results" / folder / "results.csv")
+        measured = results[results["metric"] == "perplexity"]
+        means[folder] = measured.pivot_table("value", "embedding", "length")
+    mean = means["latex"]
+    alibi, power, rpe = (
+        100 * (mean.loc[name] / mean.loc["kerple_log"] - 1)
+        for name in ("alibi", "kerple_power", "rpe")
+    )
+    assert mean.loc["kerple_log"].idxmin() == 1024 and mean.loc["alibi"].is_monotonic_decreasing
+    assert f"{alibi[128]:.1f}% above `kerple_log` at 128, and {alibi[8192]:.1f}% at 8,192" in text
+    assert f"{-power.max():.1f}% to {-power.min():.1f}% below `kerple_log`" in text
+    assert f"{-rpe[128]:.1f}% below it at 128 and {rpe[8192]:.0f}% above at 8,192" in text
+    rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
+    assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
+    below = {
+        name: 100 * (1 - m.loc["kerple_log", 2048] / m.loc["alibi", 2048])
+        for name, m in means.items()
+    }
+    assert f"on each, by {min(below.values()):.0f}% to {max(below.values()):.0f}%;" in text
+    power = pd.concat(
+        [100 * (1 - m.loc["kerple_power"] / m.loc["kerple_log"]) for m in means.values()]
+    )
+    assert f"on each, by {power.min():.1f}% to {power.max():.1f}%;" in text
+    for mean in means.values():
+        rotary = mean.loc["rotary"] / mean.loc["rotary", 128]
+        assert rotary[256] < 1.1 < rotary[1024]
 
 
 def test_backends_of_the_hand_scale_grid(repo_root):
