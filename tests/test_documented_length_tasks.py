@@ -26,7 +26,7 @@ def test_percentages_of_the_length_tasks(repo_root):
     ("heading", "file", "runs"),
     [
         ("Measured: five embeddings", "results.csv", 10),
-        ("Measured: crosses of terms", "crosses.csv", 11),
+        ("Measured: crosses of terms", "crosses.csv", 33),
     ],
 )
 def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
@@ -39,3 +39,21 @@ def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
         for length, cell in zip((10, 20, 40), cells, strict=True):
             start = (task, embedding.replace(" + ", "+"), length)
             assert cell == " / ".join(f"{100 * values[*start, x]:.1f}" for x in ("exact", "token"))
+
+
+def test_percentages_of_the_crosses(repo_root):
+    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
+    values = 100 * found.set_index(["metric", "task", "length", "embedding"])["value"].sort_index()
+    exact, token = values["exact"], values["token"]
+    text = one_line(repo_root / "docs" / "length_tasks.md")
+    sort, copy = exact["sort", 20], exact["copy", 20]
+    sink, cross = "sink+kerple_log", "rotary+kerple_log"
+    assert f"(from {sort['kerple_log']:.1f}% to {sort[sink]:.1f}% of the rows)" in text
+    others = copy.drop(sink).max()
+    said = f"is right on {copy[sink]:.1f}% of the rows of twice the training length, every other"
+    assert f"{said} embedding on at most {others:.1f}%" in text
+    assert exact["reverse", 20].max() == 0
+    learnt = [exact[task, 10, cross] for task in ("copy", "reverse")]
+    assert f"({learnt[0]:.1f}% and {learnt[1]:.1f}% of the rows at length 10)" in text
+    for task, best in zip(("copy", "reverse"), learnt, strict=True):
+        assert best == exact[task, 10].max() and token[task, 20].idxmin() == cross
