@@ -133,8 +133,6 @@ def forward(
     batch, heads, queries = q.shape[:3]
     out = empty_like_heads(q)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
     tile = setting.tiles(q).forward
     programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
@@ -160,9 +158,6 @@ def backward(
     batch, heads, queries = q.shape[:3]
     key_heads, keys = k.shape[1:3]
     dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
-    if q.numel() == 0:
-        drows = torch.zeros_like(rows_HW) if need_rows else None
-        return dq, dk.zero_(), dv.zero_(), drows, *terms.zeros()
     tiles, delta = setting.tiles(q), torch.empty_like(lse_BHT)
     need_theta = need_rows and not functions.tabulated
     columns = functions.num_theta if need_theta else 0

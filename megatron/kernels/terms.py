@@ -258,11 +258,5 @@ class Terms:
             ddecay_BHS[:, :, offset:] += lost_BHT
         return -lost_BHT.sum((0, 2)), ddecay_BHS
 
-    def zeros(self) -> tuple[Tensor | None, ...]:
-        """Return fp32 zeros as the gradients of the sink and the decay; None for absent terms."""
-        terms = (self.sink_H, self.decay_BHS)
-        fp32 = torch.float32
-        return tuple(None if x is None else torch.zeros_like(x, dtype=fp32) for x in terms)
-
 
 NO_TERMS = Terms()
