@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -19,11 +20,21 @@ HAND_SCALE = [
 """The headings of the hand-scale grid in docs/results.md, and the folders of its CSV files."""
 
 
+def perplexities(repo_root: Path, folder: str) -> pd.DataFrame:
+    """Return the rows of a grid's results that are perplexities."""
+    results = pd.read_csv(repo_root / "docs" / "results" / folder / "results.csv")
+    return results[results["metric"] == "perplexity"]
+
+
+def means(repo_root: Path, folder: str) -> pd.DataFrame:
+    """Return a grid's mean perplexities, by embedding and length."""
+    return perplexities(repo_root, folder).pivot_table("value", "embedding", "length")
+
+
 @pytest.mark.parametrize(("heading", "folder"), HAND_SCALE)
 def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
     table = rows(repo_root / "docs" / "results.md", heading)
-    results = pd.read_csv(repo_root / "docs" / "results" / folder / "results.csv")
-    measured = results[results["metric"] == "perplexity"]
+    measured = perplexities(repo_root, folder)
     lengths = [name for name in table[0] if name.replace(",", "").isdigit()]
     assert {row["embedding"] for row in table} == set(measured["embedding"])
     assert len(lengths) == measured["length"].nunique()
@@ -39,10 +50,7 @@ def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
 
 def test_perplexities_beyond_the_paper(repo_root):
     table = rows(repo_root / "docs" / "results.md", "Beyond the paper")
-    results = pd.read_csv(repo_root / "docs" / "results" / "terms" / "results.csv")
-    measured = results[results["metric"] == "perplexity"].pivot_table(
-        "value", "embedding", "length"
-    )
+    measured = means(repo_root, "terms")
     assert {row["embedding"].replace(" + ", "+") for row in table} == set(measured.index)
     for row in table:
         found = measured.loc[row.pop("embedding").replace(" + ", "+")]
@@ -87,16 +95,14 @@ def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
 def test_percentages_of_the_hand_scale_grid(repo_root):
     text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
     folder = repo_root / "docs" / "results" / "code"
-    results = pd.read_csv(folder / "results.csv")
-    mean = results[results["metric"] == "perplexity"].pivot_table("value", "embedding", "length")
+    measured, mean = perplexities(repo_root, "code"), means(repo_root, "code")
     power = 100 * (1 - mean.loc["kerple_power"] / mean.loc["kerple_log"])
     assert f"{power.min():.1f}% to {power.max():.1f}% below `kerple_log`" in text
     rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
     assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
     alibi = 100 * (mean.loc["alibi"] / mean.loc["kerple_log"] - 1)
     assert f"{alibi[128]:.0f}% above `kerple_log` at 128 and {alibi[8192]:.0f}% at 8,192" in text
-    shared = results[(results["metric"] == "perplexity") & (results["seed"] <= 1237)]
-    mean = shared.pivot_table("value", "embedding", "length")
+    mean = measured[measured["seed"] <= 1237].pivot_table("value", "embedding", "length")
     rpe = 100 * (mean.loc["rpe"] / mean.loc["kerple_log"] - 1)
     said = f"{-rpe[128]:.1f}% below it at 128, {rpe[2048]:.1f}% above at 2,048 and {rpe[8192]:.0f}%"
     assert said in text
@@ -111,8 +117,7 @@ def test_percentages_of_the_hand_scale_grid(repo_root):
 
 def test_percentages_on_prose(repo_root):
     text = one_line(repo_root / "docs" / "results.md").split("### On prose")[1]
-    results = pd.read_csv(repo_root / "docs" / "results" / "prose" / "results.csv")
-    mean = results[results["metric"] == "perplexity"].pivot_table("value", "embedding", "length")
+    measured, mean = perplexities(repo_root, "prose"), means(repo_root, "prose")
     assert mean.loc["kerple_log"].is_monotonic_decreasing and "with every doubling up to" in text
     alibi, power, rotary, rpe = (
         100 * (mean.loc[name] / mean.loc["kerple_log"] - 1)
@@ -124,20 +129,15 @@ def test_percentages_on_prose(repo_root):
     assert f"{-rpe[128]:.1f}% below it at 128 and {rpe[8192]:.1f}% above at 8,192" in text
     rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
     assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
-    rpe = results[(results["metric"] == "perplexity") & (results["embedding"] == "rpe")]
-    rpe = rpe.pivot_table("value", "seed", "length")
+    rpe = measured[measured["embedding"] == "rpe"].pivot_table("value", "seed", "length")
     worse = rpe[8192] > 1.02 * rpe[rpe.mean().idxmin()]
     assert sum(worse) == 2 and "two of three seeds of `rpe`" in text
 
 
 def test_percentages_on_latex_and_on_all_texts(repo_root):
     text = one_line(repo_root / "docs" / "results.md").split("### On LaTeX")[1]
-    means = {}
-    for _, folder in HAND_SCALE:
-        results = pd.read_csv(repo_root / "docs" / "results" / folder / "results.csv")
-        measured = results[results["metric"] == "perplexity"]
-        means[folder] = measured.pivot_table("value", "embedding", "length")
-    mean = means["latex"]
+    texts = {folder: means(repo_root, folder) for _, folder in HAND_SCALE}
+    mean = texts["latex"]
     alibi, power, rpe = (
         100 * (mean.loc[name] / mean.loc["kerple_log"] - 1)
         for name in ("alibi", "kerple_power", "rpe")
@@ -150,14 +150,14 @@ def test_percentages_on_latex_and_on_all_texts(repo_root):
     assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
     below = {
         name: 100 * (1 - m.loc["kerple_log", 2048] / m.loc["alibi", 2048])
-        for name, m in means.items()
+        for name, m in texts.items()
     }
     assert f"on each, by {min(below.values()):.0f}% to {max(below.values()):.0f}%;" in text
     power = pd.concat(
-        [100 * (1 - m.loc["kerple_power"] / m.loc["kerple_log"]) for m in means.values()]
+        [100 * (1 - m.loc["kerple_power"] / m.loc["kerple_log"]) for m in texts.values()]
     )
     assert f"on each, by {power.min():.1f}% to {power.max():.1f}%;" in text
-    for mean in means.values():
+    for mean in texts.values():
         rotary = mean.loc["rotary"] / mean.loc["rotary", 128]
         assert rotary[256] < 1.1 < rotary[1024]
 
@@ -172,11 +172,10 @@ def test_backends_of_the_hand_scale_grid(repo_root):
 
 
 def test_learning_rates_of_the_hand_scale_grid(repo_root):
-    results = pd.read_csv(repo_root / "docs" / "results" / "lr" / "results.csv")
-    measured = results[results["metric"] == "perplexity"].set_index(["embedding", "lr"])["value"]
+    measured = perplexities(repo_root, "lr").set_index(["embedding", "lr"])["value"]
     grid = (repo_root / "configs" / "paper" / "stand_in.yml").read_text()
     table = rows(repo_root / "docs" / "results.md", "The search of learning rates")
-    assert {row["embedding"] for row in table} == set(results["embedding"])
+    assert {row["embedding"] for row in table} == set(measured.index.unique("embedding"))
     for row in table:
         embedding = row.pop("embedding")
         for rate, cell in row.items():
