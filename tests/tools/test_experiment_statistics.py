@@ -50,7 +50,8 @@ def test_equality_holds_where_the_90_percent_interval_is_within_the_margin():
 def test_values_without_any_spread():
     a = np.array([1.0, 2.0, 3.0])
     assert p_value(a, a, "within", 0.01) == p_value(a, a, "equal", 0.01) == 0
-    assert p_value(a, a, "below") == p_value(a, a, "above") == p_value(a, a, "differs") == 1
+    assert p_value(a, a, "below") == p_value(a, a, "above") == 0.5
+    assert p_value(a, a, "differs") == 1
     assert p_value(a, a + 1, "below") == 0
 
 
@@ -104,13 +105,14 @@ def test_each_kind_of_claim_has_its_verdict():
             P4={"claim": "equal", "of": LOG, "than": {"length": 64}, "by": 2, "metric": "loss"},
             P5={"claim": "above", "of": LOG, "than": {"embedding": "alibi"}},
             P6={"claim": "above", "of": ALIBI, "than": {"length": 64}, "by": 19},
+            P7={"claim": "above", "of": LOG, "than": {}},
         ),
         RUNS,
     )
     words = {(each.name, each.word) for each in found}
     assert words == {
         ("P1", "holds"), ("P2", "holds"), ("P3", "holds"), ("P4", "holds"),
-        ("P5", "contradicted"), ("P6", "not shown"),
+        ("P5", "contradicted"), ("P6", "not shown"), ("P7", "not shown"),
     }  # fmt: skip
     first = found[0]
     differences = [1.995 - 2.22, 2.097 - 2.31, 1.945 - 2.15]

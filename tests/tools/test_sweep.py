@@ -20,6 +20,7 @@ from tests.helpers.jobs import BASE, rows, write_shards
 from tests.helpers.paths import ROOT
 from tools import sweep, table
 from tools.experiments import runner
+from tools.experiments.grid import read_grid
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +174,11 @@ def test_a_failed_cell_is_named_and_the_others_run(tmp_path, capsys):
         ({"seeds": []}, "seeds: List should have at least 1 item"),
         ({"configs": ["{corpus}.yml"]}, "configs: {corpus} is neither an axis nor under"),
         ({"axes": {"a": ["x/y"]}}, "axes.a: 'x/y' names folders"),
+        ({"axes": {"seed": ["a"]}}, "axes.seed: seed is another column of the results"),
+        ({"axes": {"a": []}}, "axes.a: has no values"),
+        ({"seeds": [1, 1]}, "axes: 2 cells are named kerple_log-1, and each needs a run folder"),
+        ({"overrides": {"seed": 3}}, "overrides: each cell has its own seed"),
+        ({"overrides": {"a": {"b": ["{c}"]}}}, "configs: {c} is neither an axis nor under"),
         ({"rows": "seed"}, "rows: seed is no axis; known: embedding"),
         ({"compare": "alibi"}, "compare: alibi is no value of embedding"),
         (
@@ -191,6 +197,14 @@ def test_faults_of_a_grid_file(tmp_path, capsys, change, message):
         sweep.main([str(grid), "--list"])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_names_stand_for_values_in_nested_overrides(tmp_path):
+    optimizer = {"params": {"lr": "{lr}", "betas": [0.9, "{beta}"]}, "type": "Adam"}
+    changed = {"optimizer": optimizer, "train_iters": 3, "train_micro_batch_size_per_gpu": 4}
+    changes = {"variables": {"lr": "2e-3", "beta": "0.5"}, "overrides": changed}
+    settings = read_grid(write_grid(tmp_path, "unread", **changes)).cells[0].config().optimizer
+    assert (settings.lr, settings.betas) == (2e-3, (0.9, 0.5))
 
 
 def test_each_faulty_cell_is_listed(tmp_path, capsys):

@@ -10,6 +10,8 @@ METRICS = {"perplexity": True, "loss": True, "bits_per_byte": True, "exact": Fal
 """Maps a column of a results file to whether lower is better. Such metrics are positive, and are
 compared as ratios. The others are shares of right answers, and are compared as differences."""
 BEST = "best"
+COLUMNS = ["cell", "seed", "folder", "length", "metric", "value"]
+"""The columns of a table of results, beside one for each axis."""
 
 
 class _Strict(BaseModel):

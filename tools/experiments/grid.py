@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron.config.reader import Settings, read_file
 from megatron.suggest import nearest
 from tools.experiments.description import (
     BEST,
+    COLUMNS,
     METRICS,
     Description,
     Endpoint,
@@ -108,7 +110,12 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
     if faults := list(_faults(about, variables)):
         raise _error(path, settings, faults)
     runs = Path(filled(about.runs, variables))
-    return Grid(path, about, variables, runs, tuple(_cells(about, runs, variables)))
+    cells = tuple(_cells(about, runs, variables))
+    for name, count in Counter(cell.name for cell in cells).items():
+        if count > 1:
+            text = f"{count} cells are named {name}, and each needs a run folder of its own"
+            raise _error(path, settings, [(("axes",), text)])
+    return Grid(path, about, variables, runs, cells)
 
 
 def filled(text: str, names: Mapping[str, str]) -> str:
@@ -148,7 +155,21 @@ def _yaml(value: Any, names: Mapping[str, str]) -> str:
     """Return a value as YAML in one line. Text with `{NAME}` becomes what stands there."""
     if isinstance(value, str) and re.search(_VARIABLE, value):
         return filled(value, names)
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)}: {_yaml(each, names)}" for key, each in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(each, names) for each in value) + "]"
     return json.dumps(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value of `overrides`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:
@@ -157,6 +178,10 @@ def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]
         yield ("variables",), f"there is no {name}, which --set names; write its default here"
     known = {*about.variables, *about.axes, "seed"}
     for axis in about.axes:
+        if axis in COLUMNS:
+            yield ("axes", axis), f"{axis} is another column of the results; rename the axis"
+        if not values_of(about, axis):
+            yield ("axes", axis), "has no values"
         for name in values_of(about, axis):
             if not _NAME.fullmatch(name):
                 text = f"{name!r} names folders; write letters, digits and . _ + -, with the value "
@@ -164,7 +189,9 @@ def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]
     parts = [value for axis in about.axes for value in values_of(about, axis).values()]
     texts = [about.paper.corpus] if about.paper else []
     for each in (about, *parts):
-        texts += [*each.configs, *(v for v in each.overrides.values() if isinstance(v, str))]
+        texts += [*each.configs, *_texts(each.overrides)]
+        for key in each.overrides.keys() & {"save", "seed"}:
+            yield ("overrides",), f"each cell has its own {key}; write `runs` and `seeds` instead"
     for name in set(re.findall(_VARIABLE, " ".join(texts))) - known:
         yield ("configs",), f"{{{name}}} is neither an axis nor under `variables`"
     texts = [about.runs, about.paper.table if about.paper else ""]

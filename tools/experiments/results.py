@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from megatron.config.reader import read_file
-from tools.experiments.description import METRICS
+from tools.experiments.description import COLUMNS, METRICS
 from tools.experiments.grid import Grid
 from tools.experiments.state import Record, state_of
 
@@ -23,7 +23,6 @@ Frame = Any
 """A table or a column of pandas, whose types basedpyright cannot infer."""
 CURVES = {"by_position": "loss by position", "receptive_field": "loss by context"}
 """Maps files of the suite to what they are called in a report."""
-COLUMNS = ["cell", "seed", "folder", "length", "metric", "value"]
 
 
 def of_grid(grid: Grid) -> tuple[Frame, list[str]]:

@@ -104,7 +104,9 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
     }[claim]
     d = (a - b) - offset
     if np.ptp(d) == 0:  # without any spread, t is not defined
-        holds = {"less": d[0] < 0, "greater": d[0] > 0, "two-sided": d[0] != 0}[alternative]
+        if d[0] == 0:  # says nothing for either side, as t = 0
+            return 1.0 if alternative == "two-sided" else 0.5
+        holds = {"less": d[0] < 0, "greater": d[0] > 0, "two-sided": True}[alternative]
         return 0.0 if holds else 1.0
     result: Any = stats.ttest_1samp(d, 0.0, alternative=alternative)
     return float(result.pvalue)
