@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         ]  # fmt: skip
     except ConfigError as error:
         entry.refuse(str(error), 2)
-    if args.list:
-        return _list(cells, grid)
     if not cells:
         entry.refuse(f"no cell matches; the first is named {grid.cells[0].name}", 2)
+    if args.list:
+        return _list(cells, grid)
     states = {cell.name: state_of(cell) for cell in cells}
     stale = [cell for cell in cells if states[cell.name][0] == "stale"]
     left = [cell for cell in cells if states[cell.name][0] not in ("finished", "stale")]

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from megatron.engine.job.lease import sole_writer
 from megatron.files import parse_json
 from tests.helpers.jobs import BASE, rows, write_shards
 from tests.helpers.paths import ROOT
@@ -213,6 +214,35 @@ def test_each_faulty_cell_is_listed(tmp_path, capsys):
     )
     out = capsys.readouterr().out
     assert out.count("num_layer: unknown key") == 4 and "4 cells in" in out
+
+
+def test_a_pattern_without_cells_is_refused(tmp_path, capsys):
+    for more in ([], ["--list"]):
+        with pytest.raises(SystemExit) as stopped:
+            sweep.main([str(write_grid(tmp_path, "unread")), "--only", "alibi-*", *more])
+        assert stopped.value.code == 2 and "no cell matches" in capsys.readouterr().err
+
+
+def test_the_run_of_another_sweep_is_left_as_it_is(tmp_path, capsys):
+    grid, cell = write_grid(tmp_path, write_shards(tmp_path)), tmp_path / "runs" / "rotary-1"
+    with sole_writer(cell):
+        record, results = cell / "cell.json", cell / "extrapolation.csv"
+        for path in (record, results):
+            path.write_text("of the other sweep")
+        assert sweep.main([str(grid), "--only", "rotary-1"]) == 1
+        assert re.search("rotary-1: FAILED: save: .* is in use by", capsys.readouterr().out)
+        assert record.read_text() == results.read_text() == "of the other sweep"
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"another": "file"}'])
+def test_a_run_with_a_damaged_record_is_stale(record, tmp_path, capsys):
+    grid, cell = write_grid(tmp_path, write_shards(tmp_path)), tmp_path / "runs" / "rotary-1"
+    cell.mkdir(parents=True)
+    (cell / "latest").write_text("global_step30")
+    (cell / "cell.json").write_text(record)
+    assert sweep.main([str(grid), "--only", "rotary-1"]) == 1
+    assert "or its cell.json is damaged" in capsys.readouterr().out
+    assert (cell / "cell.json").read_text() == record
 
 
 def test_slurm_runs_the_cells_that_are_left(tmp_path, capsys):

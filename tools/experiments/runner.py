@@ -110,9 +110,15 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
 
     def _start(self, cell: Cell) -> None:
+        # A sweep imports the engine only when it starts a run: the import takes seconds.
+        from megatron.engine.errors import CheckpointError
+        from megatron.engine.job.lease import sole_writer
+
         try:
             record = Record.of(cell)
-        except (ConfigError, DataError) as error:
+            with sole_writer(cell.folder):  # no other sweep is at this cell
+                pass
+        except (ConfigError, DataError, CheckpointError) as error:
             self._work -= 1
             self._fail(cell, str(error))
             return

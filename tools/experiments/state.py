@@ -12,6 +12,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -70,9 +71,10 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """Return the record in a run folder, or None if `tools/sweep.py` has not written one."""
-        path = folder / RECORD
-        return cls(**parse_json(path.read_bytes())) if path.exists() else None
+        """Return the record in a run folder, or None if there is none, or a damaged one."""
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            return cls(**parse_json((folder / RECORD).read_bytes()))
+        return None
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +121,8 @@ def state_of(cell: Cell) -> tuple[State, str]:
     record = Record.read(cell.folder)
     if record is None:
         if (cell.folder / "latest").exists():
-            return "stale", f"{cell.folder} holds a run that tools/sweep.py did not start"
+            why = f"and tools/sweep.py did not start it, or its {RECORD} is damaged"
+            return "stale", f"{cell.folder} holds a run, {why}"
         return "new", ""
     try:
         config = cell.config()
