@@ -31,15 +31,16 @@ def means(repo_root: Path, folder: str) -> pd.DataFrame:
     return perplexities(repo_root, folder).pivot_table("value", "embedding", "length")
 
 
-@pytest.mark.parametrize(("heading", "folder"), HAND_SCALE)
+@pytest.mark.parametrize(("heading", "folder"), [*HAND_SCALE, ("Beyond the paper", "terms")])
 def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
     table = rows(repo_root / "docs" / "results.md", heading)
     measured = perplexities(repo_root, folder)
     lengths = [name for name in table[0] if name.replace(",", "").isdigit()]
-    assert {row["embedding"] for row in table} == set(measured["embedding"])
+    names = [row["embedding"].replace(" + ", "+") for row in table]
+    assert sorted(names) == sorted(measured["embedding"].unique())
     assert len(lengths) == measured["length"].nunique()
-    for row in table:
-        runs = measured[measured["embedding"] == row["embedding"]]
+    for name, row in zip(names, table, strict=True):
+        runs = measured[measured["embedding"] == name]
         assert int(row["seeds"]) == runs["seed"].nunique()
         for length in lengths:
             values = runs.loc[runs["length"] == int(length.replace(",", "")), "value"]
@@ -48,14 +49,8 @@ def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
             assert_rounded(deviation, values.std())
 
 
-def test_perplexities_beyond_the_paper(repo_root):
-    table = rows(repo_root / "docs" / "results.md", "Beyond the paper")
+def test_percentages_beyond_the_paper(repo_root):
     measured = means(repo_root, "terms")
-    assert {row["embedding"].replace(" + ", "+") for row in table} == set(measured.index)
-    for row in table:
-        found = measured.loc[row.pop("embedding").replace(" + ", "+")]
-        for length, cell in row.items():
-            assert_rounded(cell, found[int(length.replace(",", ""))])
     change = 100 * (measured / measured.loc["kerple_log"] - 1)
     text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
     slopes, sink = change.loc["alibi_learned"], change.loc["sink+kerple_log"]
@@ -67,6 +62,11 @@ def test_perplexities_beyond_the_paper(repo_root):
     assert (
         f"{-sink[8192]:.1f}% below), and `rotary + kerple_log` is {rotary[8192]:.1f}% above" in text
     )
+    sharper, gates = change.loc["log_n+kerple_log"], measured.loc["forget_gate+kerple_log"]
+    assert sharper.min() > 0
+    assert (gates > measured.loc[["forget_gate", "kerple_log"]].max()).all()
+    alone = means(repo_root, "code").loc["rotary", 8192]
+    assert f"`rotary` alone is at {alone:.2f} there." in text
     falls = measured[(measured.diff(axis=1).iloc[:, 1:] < 0).all(axis=1)]
     names = {"alibi_learned", "kerple_sum", "forget_gate", "forget_gate+kerple_log"}
     assert set(falls.index) == names and "Four embeddings improve" in text
