@@ -216,11 +216,13 @@ def _by_length(results: Frame, rows: str, metric: str) -> bytes:
 
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
     axes = figure.add_subplot()
-    for row in dict.fromkeys(results[rows]):
+    names = list(dict.fromkeys(results[rows]))
+    for number, row in enumerate(names):
+        style = ("-", "--", ":")[number // 10 % 3]  # matplotlib has ten colours
         values = results[results[rows] == row].groupby("length")["value"].agg(["mean", "std"])
         mean, spread = values["mean"].to_numpy(), values["std"].fillna(0).to_numpy()
         lengths = values.index.to_numpy()
-        axes.plot(lengths, mean, marker="o", markersize=3, label=str(row))
+        axes.plot(lengths, mean, marker="o", markersize=3, linestyle=style, label=str(row))
         axes.fill_between(lengths, np.maximum(mean - spread, mean / 10), mean + spread, alpha=0.2)
     lengths = sorted(results["length"].unique())
     axes.set_xscale("log", base=2)
@@ -233,7 +235,10 @@ def _by_length(results: Frame, rows: str, metric: str) -> bytes:
         ylabel=metric,
     )
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+    if len(names) > 10:  # the legend would cover the lines
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    else:
+        axes.legend(frameon=False, fontsize="small")
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
     return out.getvalue()
