@@ -77,10 +77,10 @@ def sections(
         title = ", ".join(known.values()) or "all runs"
         own = moved[moved["folder"].isin(part["folder"])]
         section = Section(title, _table(part, rows, marked, paper), note, _moved(own, rows))
-        section.pictures[f"{metric} by length"] = _by_length(part, rows, metric)
+        section.pictures[f"{metric} by length"] = by_length(part, rows, metric)
         for curve in CURVES.values():
             if len(values := measured[measured["metric"] == curve]):
-                section.pictures[curve] = _by_length(values, rows, curve)
+                section.pictures[curve] = by_length(values, rows, curve)
         for row, runs in part.groupby(rows):
             kernels = sorted(Path(runs["folder"].iloc[0]).glob("kernels*.png"))
             section.pictures |= {f"kernels of {row}, {p.stem}": p.read_bytes() for p in kernels}
@@ -210,8 +210,8 @@ def _markdown(table: Frame) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def _by_length(results: Frame, rows: str, metric: str) -> bytes:
-    """Draw the mean over seeds of each row by length, with a band of one standard deviation."""
+def by_length(results: Frame, rows: str, metric: str) -> bytes:
+    """Return a PNG with the mean over seeds of each row by length, and a band of one deviation."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
