@@ -50,6 +50,8 @@ def main() -> int:
     if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
         parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
     overrides = asked(args)
+    if not launch.is_alone():
+        import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     # Each rank holds the full model, even if the model was trained with another parallel layout.
     config = load_or_exit(args, *sharing_layout(1), *overrides)
     load = args.load or config.checkpoint.load or config.checkpoint.save
@@ -64,13 +66,7 @@ def main() -> int:
         text = "of several processes measures one of both: give --lengths or --eval_tasks"
         entry.refuse(f"error: the config has eval_lengths and eval_tasks, and a job {text}", 2)
     out = args.out or Path(load)
-    try:  # check the output folder now, because the evaluation may take hours
-        if args.out:
-            out.mkdir(parents=True, exist_ok=True)
-        if out.is_dir() and not os.access(out, os.W_OK):
-            raise PermissionError("no permission to write there")
-    except OSError as error:
-        entry.refuse(f"error: results in {out}: {error}; give --out DIR", 1)
+    require_writable(out, makes=args.out is not None)
     from megatron.engine.job.exit_codes import user_errors
 
     with user_errors():
@@ -78,12 +74,27 @@ def main() -> int:
             measure_suite(args, config, Path(load))
             return 0
         if lengths:
-            from megatron.engine.evaluation.by_length import evaluate_checkpoint
+            from megatron.evaluation.by_length import evaluate_checkpoint
 
             evaluate_checkpoint(config, Path(load), lengths, out=args.out)
         if tasks:
             score_tasks(args, Path(load), out, overrides)
     return 0
+
+
+def require_writable(out, *, makes):
+    """Check that results can be written into the folder `out`; if `makes`, create it.
+
+    This happens before the evaluation, which may take hours. If it is impossible, print the reason
+    and exit with code 1.
+    """
+    try:
+        if makes:
+            out.mkdir(parents=True, exist_ok=True)
+        if out.is_dir() and not os.access(out, os.W_OK):
+            raise PermissionError("no permission to write there")
+    except OSError as error:
+        entry.refuse(f"error: results in {out}: {error}; give --out DIR", 1)
 
 
 def asked(args):
@@ -110,7 +121,7 @@ def measure_suite(args, config, load):
             )
         except ConfigError as error:
             entry.refuse(f"error: --judge {args.judge}: {error}", 2)
-    from megatron.engine.evaluation.suite.run import run_suite
+    from megatron.evaluation.suite.all_measures import run_suite
 
     found = (judge, args.judge) if judge else None
     run_suite(config, load, config.evaluation.eval_lengths, out=args.out, judge=found)
@@ -123,10 +134,10 @@ def score_tasks(args, load, out, overrides):
     prefix = config.evaluation.eval_results_prefix
     path = Path(f"{prefix}_{name}") if prefix else out / name
     path.parent.mkdir(parents=True, exist_ok=True)  # now, because tasks may take hours
-    from megatron.engine.harness.packages import harness_packages
+    from megatron.harness.packages import harness_packages
 
     with harness_packages():
-        from megatron.engine.harness.run import Request, score
+        from megatron.harness.score_tasks import Request, score
 
         request = Request(config.evaluation.eval_tasks, args.include_path)
         score(config, load, request, path)

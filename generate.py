@@ -9,7 +9,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from megatron import entry
+from megatron import entry, launch
 from megatron.config.command_line import config_parser, load_for_use_or_exit
 from megatron.entry import number
 
@@ -21,6 +21,8 @@ def main() -> int:
     fix.
     """
     args = parse_arguments()
+    if not launch.is_alone():
+        import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     config = load_for_use_or_exit(args, args.load)
     from megatron.engine.job.exit_codes import user_errors
 
@@ -28,8 +30,8 @@ def main() -> int:
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(encoding="utf-8")
     with user_errors(), redirect_stdout(sys.stderr):  # libraries print to stdout, too
-        from megatron.engine.generation.run import Request, generate
-        from megatron.engine.generation.sampling import Sampling
+        from megatron.generation.continue_prompts import Request, generate
+        from megatron.generation.sampling import Sampling
 
         request = Request(
             lambda: args.prompt or read_lines(args.prompts),

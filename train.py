@@ -41,10 +41,12 @@ def main() -> int:
         if gpus > 1:
             print(f"starting {gpus} processes, one for each visible GPU", flush=True)
             return launch.start_ranks(gpus)
+    if not launch.is_alone():
+        import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     config = load_or_exit(args)
     preemption.listen(config.training.preemption_exit_code, config.training.exit_duration_in_mins)
     from megatron.engine.job.exit_codes import user_errors
-    from megatron.engine.run import train
+    from megatron.pretraining.run import train
 
     with user_errors():
         return train(config, verbose=args.verbose, allow_fallback=args.allow_fallback)
@@ -67,7 +69,7 @@ def _plan(args: Namespace) -> int:
     load = partial(load_for, args.gpus or launch.world_size(), args)
     from megatron.attention import AttentionError
     from megatron.engine.errors import StartError
-    from megatron.engine.plan.report import plan_text
+    from megatron.plan.report import plan_text
 
     try:
         print(plan_text(load, args.gpu, args.mfu, args.price))

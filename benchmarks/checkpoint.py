@@ -26,8 +26,8 @@ from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.job.join import join_job
+from megatron.engine.local_model import build_local_model, count_parameters
 from megatron.engine.training.deepspeed_engine import job_engine, layout_of
-from megatron.engine.training.pipeline import build_local_shard, count_parameters
 
 VOCABULARY = 50257
 
@@ -55,7 +55,7 @@ def main() -> None:
             f"bf16: {{enabled: {str(args.precision == 'bf16').lower()}}}\n"
         )
         settings = load_config([config], world_size=1)
-        model = build_local_shard(settings, VOCABULARY, groups)
+        model = build_local_model(settings, VOCABULARY, groups)
         engine, _ = job_engine(settings, model, groups)
         print(f"{count_parameters(model, groups):,} parameters, {args.precision}")
         run = RunDescription(layout=layout_of(settings, groups), **describe(model, groups))

@@ -84,7 +84,7 @@ def row(name: str, known: dict[str, float] | None) -> dict[str, float]:
     """Return a layout's row of the table. Train in new processes, unless the row is known."""
     from megatron.config import load_config
     from megatron.engine.build import tokenizer_of
-    from megatron.engine.plan.memory import peak_of
+    from megatron.plan.memory import peak_of
 
     ranks, stage, keys = LAYOUTS[name]
     zero = {"stage": stage, "reduce_bucket_size": BUCKET}
@@ -110,8 +110,8 @@ def measure(config: Path, folder: Path) -> None:
     from megatron import launch
     from megatron.config import load_config
     from megatron.engine.job.join import joined_job
-    from megatron.engine.plan.live import LiveBytes
-    from megatron.engine.run import Job
+    from megatron.plan.live import LiveBytes
+    from megatron.pretraining.run import Job
 
     launch.join()
     os.chdir(folder)

@@ -130,9 +130,9 @@ def engine_step(args: argparse.Namespace) -> Step:
     """Return the step of `train.py`, for a config of this shape."""
     from megatron.config import load_config
     from megatron.engine.job.join import join_job
+    from megatron.engine.local_model import build_local_model
     from megatron.engine.training.deepspeed_engine import job_engine
     from megatron.engine.training.loop import train_step
-    from megatron.engine.training.pipeline import build_local_shard
 
     keys = {
         "num_layers": args.layers, "hidden_size": args.width, "num_attention_heads": args.heads,
@@ -148,7 +148,7 @@ def engine_step(args: argparse.Namespace) -> Step:
         path.write_text(json.dumps(keys))
         config = load_config([path], world_size=1)
     groups = join_job()
-    model = build_local_shard(config, args.vocab, groups)
+    model = build_local_model(config, args.vocab, groups)
     engine, _ = job_engine(config, model, groups)
     shape, random = (args.batch, args.length + 1), np.random.default_rng(1)
     batches = (random.integers(args.vocab, size=shape) for _ in iter(int, 1))

@@ -1,16 +1,48 @@
-"""End a process at once, without waiting for its threads."""
+"""End a process at once, without waiting for its threads, or end all processes of its job."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 GIVE_BACK: list[Callable[[], None]] = []
 """Functions that release what other processes wait for, such as the lease of a run folder."""
 LONGEST = 5.0
 """The most seconds that `end_now` waits for the functions in `GIVE_BACK`."""
+
+
+class EndJob(Protocol):
+    """A function that ends all processes of a job with an error message.
+
+    This process ends with the exit code `code`, the others with 1 or, if `ends_all`, with `code`.
+    """
+
+    def __call__(self, text: str, *, code: int, ends_all: bool = False) -> NoReturn: ...
+
+
+_end_job: list[EndJob] = []
+
+
+def register(end_job: EndJob) -> None:
+    """Let `end_job_of_this_process` call `end_job`. `engine.job.failure` registers itself."""
+    _end_job[:] = [end_job]
+
+
+def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
+    """Print `text` and end all processes of the job; return if this process belongs to no job.
+
+    A process belongs to a job if a launcher such as torchrun started it as one of several.
+    """
+    if _end_job and is_member():
+        _end_job[0](text, code=code, ends_all=ends_all)
+
+
+def is_member() -> bool:
+    """Return whether a launcher such as torchrun started this process as one of several."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return several and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def end_now(code: int) -> NoReturn:

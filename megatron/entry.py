@@ -76,11 +76,9 @@ def refuse(text: str, code: int) -> "NoReturn":
 
     If this process belongs to a distributed job, end all processes of the job.
     """
-    if "RANK" in os.environ:
-        from megatron.engine.job import failure
+    from megatron.ending import end_job_of_this_process
 
-        if failure.is_member():
-            failure.end_process(text, code=code)
+    end_job_of_this_process(text, code=code)
     print(text, file=sys.stderr)
     sys.exit(code)
 

@@ -136,6 +136,11 @@ def launcher_has_ended() -> bool:
     return True
 
 
+def launcher_has_store() -> bool:
+    """Return whether torchrun holds the job's key-value store; otherwise rank 0 holds it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def outlive_launcher() -> None:
     """Make `launcher_has_ended` return False from now on, because this process ends soon anyway."""
     _launcher.clear()

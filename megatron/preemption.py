@@ -37,6 +37,9 @@ import threading
 import time
 from typing import Any
 
+from megatron import ending, launch
+from megatron.entry import INTERRUPTED
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT = 3
 """If Ctrl-C is pressed this many times, the process ends at once, without saving first."""
@@ -147,14 +150,11 @@ class Preemption:
                 self._receive(signal.Signals(number))
 
     def _receive(self, sent: signal.Signals) -> None:
-        from megatron.ending import end_now
-        from megatron.entry import INTERRUPTED
-
         self._interrupts += sent is signal.SIGINT
         name = "Ctrl-C" if sent is signal.SIGINT else sent.name
         if self._interrupts >= IMPATIENT:
             _say(f"{name} for the {IMPATIENT}rd time: ending at once, nothing more is saved")
-            end_now(INTERRUPTED)
+            ending.end_now(INTERRUPTED)
         if not self._trains:
             self._end_at_once(f"{name} before the first step: there is nothing to save")
         _outlive_launcher()
@@ -165,13 +165,9 @@ class Preemption:
         self.ask(name)
 
     def _end_at_once(self, text: str) -> None:
-        from megatron.ending import end_now
-        from megatron.engine.job import failure
-
-        if failure.is_member():
-            failure.end_process(text, code=self.exit_code, ends_all=True)
+        ending.end_job_of_this_process(text, code=self.exit_code, ends_all=True)
         _say(text)
-        end_now(self.exit_code)
+        ending.end_now(self.exit_code)
 
 
 _current: Preemption | None = None
@@ -242,10 +238,7 @@ def _outlive_launcher() -> None:
     Do nothing if the job has several ranks and its launcher holds the job's key-value store. The
     store then ends with the launcher, and the ranks cannot agree on a safe point without it.
     """
-    from megatron import launch
-    from megatron.engine.job.store import launcher_has_store
-
-    if _ranks() == 1 or not launcher_has_store():
+    if _ranks() == 1 or not launch.launcher_has_store():
         launch.outlive_launcher()
 
 

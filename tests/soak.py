@@ -102,8 +102,8 @@ def hurt_rank(fault: Fault) -> None:
     """Prepare this rank so that it hurts the job at the fault's moment."""
     from megatron.data.samples.loader import TrainLoader
     from megatron.engine.checkpoint import publish, relayout, write
-    from megatron.engine.evaluation import losses
     from megatron.engine.training import loop
+    from megatron.evaluation import losses
 
     def strike() -> None:
         pid = os.getppid() if fault.whom == "launcher" else os.getpid()

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from megatron.digits import told_apart
-from megatron.engine.evaluation.suite.recall import NOTICEABLE
-from megatron.engine.evaluation.suite.statistics import Estimate
+from megatron.evaluation.suite.recall import NOTICEABLE
+from megatron.evaluation.suite.statistics import Estimate
 
 
 def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:

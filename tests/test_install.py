@@ -104,7 +104,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(repo_root, wheel):
     }
     assert packed == tree
     assert "megatron/__init__.py" not in packed, "megatron is a namespace, shared with others"
-    assert {"megatron/data/shards/__init__.py", "megatron/engine/run.py"} <= packed
+    assert {"megatron/data/shards/__init__.py", "megatron/pretraining/run.py"} <= packed
 
 
 def test_the_wheel_needs_what_requirements_txt_pins(repo_root, wheel):

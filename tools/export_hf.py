@@ -48,8 +48,8 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as modules:
         os.environ["HF_MODULES_CACHE"] = modules  # transformers copies modeling_kerple.py there
-        from megatron.engine.hub.export import export
-        from megatron.engine.hub.run import load_run
+        from megatron.hub.export import export
+        from megatron.hub.load_run import load_run
 
         with new_folder(args.target) as folder:
             run = load_run(args.run, args.config, args.o, args.dtype)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron import entry
-from megatron.engine.hub.importing import import_folder
 from megatron.engine.job.exit_codes import USER_ERRORS
+from megatron.hub.importing import import_folder
 
 
 @entry.reports(*USER_ERRORS)

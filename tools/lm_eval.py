@@ -30,12 +30,12 @@ def main() -> int:
     """
     args = parse_arguments()
     config, out = load_for_use_or_exit(args, args.run), sys.stdout
-    from megatron.engine.harness.packages import harness_packages
     from megatron.engine.job.exit_codes import user_errors
+    from megatron.harness.packages import harness_packages
 
     # Libraries print to standard output, too.
     with user_errors(), redirect_stdout(sys.stderr), harness_packages():
-        from megatron.engine.harness.run import Request, score
+        from megatron.harness.score_tasks import Request, score
 
         request = Request(
             tuple(args.tasks.split(",")),

@@ -9,8 +9,8 @@ import torch
 
 from megatron.config import load_config
 from megatron.engine.checkpoint.saved import Saved, newest
-from megatron.engine.run import Job
 from megatron.parallel import loss
+from megatron.pretraining.run import Job
 from tests.helpers.jobs import STAGES, cell, digest, rewind, rows, write_config, write_shards
 from tests.helpers.launch import call, run_ranks
 

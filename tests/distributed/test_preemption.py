@@ -18,9 +18,9 @@ from megatron import launch, preemption
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint import relayout, write
 from megatron.engine.checkpoint.saved import newest
-from megatron.engine.evaluation import losses
 from megatron.engine.job import failure
 from megatron.engine.text import JobData
+from megatron.engine.training import pipeline
 from tests.helpers.jobs import all_but_speed, digest, write_config, write_shards
 from tests.helpers.loose import run
 from tests.helpers.paths import ROOT
@@ -40,7 +40,7 @@ TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 MOMENTS = {
     "accumulation": (TrainLoader, "__next__"),
     "save": (write, "describe_files"),
-    "evaluation": (losses, "next_batches"),
+    "evaluation": (pipeline, "next_batches"),
     "conversion": (relayout.ds_to_universal, "main"),
     "loading": (JobData, "training"),
 }

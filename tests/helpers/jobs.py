@@ -15,8 +15,8 @@ import yaml
 
 from megatron.config import load_config
 from megatron.engine.checkpoint.saved import newest
-from megatron.engine.run import Job
 from megatron.parallel.groups import Groups
+from megatron.pretraining.run import Job
 from tests.helpers.shards import write_documents
 
 STAGES = (0, 1, 2, 3)

@@ -23,14 +23,14 @@ from unittest import mock
 
 import torch.multiprocessing as mp
 
-from megatron.engine.evaluation import report
 from megatron.engine.job import join
+from megatron.evaluation import report
 from megatron.launch import PORTS
 from tests.helpers.paths import ROOT
 
 PRELOADED = [
-    "megatron.engine.run",
-    "megatron.engine.evaluation.by_length",
+    "megatron.pretraining.run",
+    "megatron.evaluation.by_length",
     "deepspeed.runtime.zero.muon.original_muon",  # any engine imports it, and a compiler with it
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
@@ -97,7 +97,7 @@ def _rank(rank, world_size, port, results, function, args):
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    # Drawing takes a third of such a short run; tests/engine/evaluation tests the pictures.
+    # Drawing takes a third of such a short run; tests/evaluation tests the pictures.
     report.write_kernels = report.extrapolation_figure = mock.Mock()
     try:
         groups = join.join_job()

@@ -24,7 +24,7 @@ from megatron.parallel.groups import Groups
 from megatron.positional import within_bounds
 
 if TYPE_CHECKING:
-    from megatron.engine.training.pipeline import Model
+    from megatron.engine.local_model import Model
 
 WORDS = "embedding.word_embeddings.weight"
 

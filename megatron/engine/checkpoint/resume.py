@@ -41,7 +41,7 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.rng import set_rng_state
 
 if TYPE_CHECKING:
-    from megatron.engine.training.pipeline import Model
+    from megatron.engine.local_model import Model
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from megatron.attention import AttentionError
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
+from megatron.ending import is_member
 from megatron.engine.errors import (
     CheckpointError,
     DivergedError,
@@ -52,10 +53,10 @@ def user_errors() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and output_has_no_reader():
-            if failure.is_member():
+            if is_member():
                 failure.end_process("error: nobody reads the output any more", code=NOBODY_READS)
             raise  # `entry.run` handles it
-        if failure.is_member():
+        if is_member():
             lost = failure.lost_contact(error)
             text = failure.LOST_TEXT if lost else _message(error)
             lost = lost or isinstance(error, FailedElsewhereError)

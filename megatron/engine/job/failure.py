@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from megatron import launch
-from megatron.ending import end_now
+from megatron.ending import end_now, is_member, register
 from megatron.engine.job.heartbeat import Hearing
-from megatron.engine.job.store import connect, launcher_has_store
+from megatron.engine.job.store import connect
 from megatron.files import write_text
 
 GRACE = 5.0
@@ -86,12 +86,6 @@ _ending = threading.Lock()
 """A lock that the first thread to end this process takes and never releases."""
 _received: list[Failure] = []
 """The failure that this process's `Watch` read, kept because the store may be lost later."""
-
-
-def is_member() -> bool:
-    """Return whether a launcher such as torchrun started this process as one of several."""
-    several = os.environ.get("WORLD_SIZE", "1") != "1"
-    return several and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 class Watch:
@@ -188,6 +182,9 @@ def end_process(
     end_now(code)
 
 
+register(end_process)
+
+
 def lost_contact(error: BaseException | None) -> bool:
     """Return whether `error`, or an error that caused it, means that another process has ended."""
     while error is not None:
@@ -208,7 +205,7 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.
-        if is_member() and not (launcher_has_store() and launch.launcher_has_ended()):
+        if is_member() and not (launch.launcher_has_store() and launch.launcher_has_ended()):
             cause = _report_to_store(failure, lost)
             causes += [cause] if cause else []
             return
@@ -230,7 +227,7 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
         print_if_elsewhere(_received[0])
         return _received[0]
     is_main = failure["rank"] == 0
-    opens = is_main and not (dist.is_initialized() or launcher_has_store())
+    opens = is_main and not (dist.is_initialized() or launch.launcher_has_store())
     store = connect(0 if launch.launcher_has_ended() else CAUSE_WAIT, opens)
     if lost and (first := _wait_for(store, "end")):
         print_if_elsewhere(first)

@@ -19,6 +19,7 @@ from deepspeed.ops import __compatible_ops__
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from megatron import preemption
+from megatron.ending import is_member
 from megatron.engine.errors import StartError
 from megatron.engine.job import failure
 from megatron.parallel.groups import Groups, build_groups
@@ -47,7 +48,7 @@ def joined_job(
         silence: the seconds without a sign of life after which a rank counts as lost.
     """
     watch = failure.Watch(silence, preemption.exchange)
-    if failure.is_member():
+    if is_member():
         groups = join_job(backend=backend, verbose=verbose)
         yield groups
         groups.barrier()
@@ -86,7 +87,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     # On a CPU, `init_distributed` would compile a shared-memory collective. The compilation needs a
     # C++ compiler, ninja and most of a minute, and gloo does the same work. This entry prevents it.
     __compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized() and not failure.is_member():
+    if not dist.is_initialized() and not is_member():
         # A job of one process needs no port, so jobs on a shared machine cannot collide.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -19,6 +19,8 @@ from torch.distributed import (  # documented, but not in its `__all__`
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from megatron import launch
+
 
 def connect(patience: float = 0.0, opens: bool = False) -> Store:
     """Open a new connection to the job's key-value store and return it.
@@ -48,10 +50,5 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
     )
     # torchrun's store survives a restart of the job, so there the key needs the restart count.
     # Other stores end with the job, and there each machine's agent may count differently.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if launcher_has_store() else "only"
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if launch.launcher_has_store() else "only"
     return PrefixStore(f"failures/{attempt}", store)
-
-
-def launcher_has_store() -> bool:
-    """Return whether torchrun holds the job's key-value store; otherwise rank 0 holds it."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,144 +1,30 @@
-"""Build this rank's shard of the model, as a plain model or as a stage of a DeepSpeed pipeline.
+"""Use a DeepSpeed engine in the same way for a plain model and for a stage of a pipeline.
 
-`Pipeline` has the interface of the plain model, `GPT`. `PipelineLosses` can be called like the
-DeepSpeed engine of a plain model. Each stage holds complete transformer blocks. The training loop
-gives every stage the same batches, so that all ranks count the same samples. Only the first stage
-uses the inputs, and only the last stage uses the targets.
+The training loop gives every stage of a pipeline the same batches, so that all ranks count the same
+samples. Only the first stage uses the inputs, and only the last stage uses the targets.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
 
-from megatron.config import Config
-from megatron.engine.build import plan_of
-from megatron.model import GPT, Plan
-from megatron.model.embedding import SHARED_THETA, THETA
-from megatron.model.init import initialise
-from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers, pipeline_loss
+from megatron import preemption
+from megatron.engine.training.batches import next_batches
 from megatron.parallel.groups import Groups
+from megatron.parallel.loss import mean_loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-class Pipeline(PipelineModule):
-    """This rank's pipeline stage of the model, with the parameter names of `megatron.model.GPT`.
-
-    Attributes:
-        layer_names: the names of all layers of the full model, in order. DeepSpeed's checkpoint
-            files are numbered by this order.
-    """
-
-    def __init__(self, plan: Plan, groups: Groups):
-        layers = pipeline_layers(plan)
-        topology = PipeModelDataParallelTopology(
-            num_pp=groups.pipe_size, num_mp=groups.model.size, num_dp=groups.data_size
-        )
-        self.layer_names = [layer.name for layer in layers]
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its partition
-            super().__init__(
-                [_spec(layer) for layer in layers],
-                topology=topology,
-                loss_fn=pipeline_loss(plan),
-                partition_method=f"type:{PipeBlock.__name__}",
-            )
-        self.shape, self.pos, self.attends = plan.shape, plan.pos, plan.attends
-        initialise(self.named_parameters(), plan.shape, plan.seed)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this stage's parameters under the plain model's names, such as `layers.3.mlp...`.
-
-        DeepSpeed's name would begin with the position of the layer, such as `5.mlp...`.
-        """
-        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
-            head, _, rest = name.partition(".")
-            if head == "tied_modules":
-                head, _, rest = rest.partition(".")
-                yield f"{_from_key(head)}.{rest}", param
-            else:
-                yield f"{self.layer_names[int(head)]}.{rest}", param
-
-    @torch.no_grad()  # autograd would record the broadcast of a parameter
-    def _synchronize_tied_weights(self) -> None:
-        super()._synchronize_tied_weights()
-
-    @property
-    def theta(self) -> nn.Parameter | None:
-        """The positional embedding's learned parameters [this rank's heads, parameters per head].
-
-        Only the first stage holds them. The value is None on other stages, and for an embedding
-        without learned parameters.
-        """
-        return dict(self.named_parameters()).get(THETA)
-
-    @property
-    def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The positional embedding's learned parameters; an empty tuple on a stage without them.
-
-        The first tensor is `theta` [this rank's heads, parameters per head]. If all heads share
-        some parameters, a second tensor [1, shared parameters] holds them.
-        """
-        named = dict(self.named_parameters())
-        return tuple(named[name] for name in (THETA, SHARED_THETA) if name in named)
-
-
-Model = GPT | Pipeline
-
-
-def build_local_shard(
-    config: Config, vocab_size: int, groups: Groups, eod: int | None = None
-) -> Model:
-    """Build this rank's tensor-parallel shard of the model, or of its stage in a pipeline.
-
-    `plan_of` describes the arguments.
-    """
-    device, tp, cp = groups.device.type, groups.model, groups.context
-    plan = plan_of(config, vocab_size, device_type=device, eod=eod, tp=tp, cp=cp)
-    return GPT(plan) if groups.pipe_size == 1 else Pipeline(plan, groups)
-
-
-def count_parameters(model: Model, groups: Groups) -> int:
-    """Count the parameters of the full model over all ranks; tied weights count once.
-
-    Every rank must call this function.
-    """
-    local = sum(
-        getattr(p, "ds_numel", p.numel()) * getattr(p, "shard_count", 1)
-        for p in model.parameters()
-        if not getattr(p, "ds_pipe_replicated", False)
-    )
-    return sum(groups.gather_from_pipe(local))
-
-
-def _spec(layer: Layer) -> LayerSpec:
-    if not layer.tied:
-        return LayerSpec(layer.build, **layer.args)
-    return TiedLayerSpec(
-        _key(layer.name), layer.build, forward_fn=layer.call, tied_weight_attr="weight",
-        **layer.args,
-    )  # fmt: skip
-
-
-def _key(name: str) -> str:
-    """Replace each dot in a layer's name by `/`, because torch allows no dots in module names."""
-    return name.replace(".", "/")
-
-
-def _from_key(key: str) -> str:
-    return key.replace("/", ".")
+Engine = deepspeed.DeepSpeedEngine
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
 
 
 def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tensor:
@@ -181,3 +67,36 @@ class PipelineLosses:
             losses_BT = torch.empty(inputs_BT.shape, device=self.groups.device)
         dist.broadcast(losses_BT, src=self.last, group=self.groups.pipe)
         return losses_BT
+
+
+def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
+    """Return the engine's model, pipelined or not, as a `LossFn` that every rank can call."""
+    return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
+
+
+@torch.compiler.set_stance("force_eager")  # `torch_compile` is for the training step
+@torch.no_grad()
+def loss_of_batches(
+    engine: deepspeed.DeepSpeedEngine,
+    batches: Iterator[np.ndarray],
+    count: int,
+    groups: Groups,
+    uncounted_after: int | None = None,
+) -> float:
+    """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
+
+    All micro-batches have the same weight, as in training. Every rank must call this function, and
+    every rank gets the same result.
+
+    Args:
+        batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
+        uncounted_after: the id of a token; targets that follow it do not count. None counts all.
+    """
+    engine.eval()
+    loss_fn = loss_function(engine, groups)
+    total = torch.zeros((), device=groups.device)
+    for inputs, targets in next_batches(batches, count, groups, uncounted_after):
+        preemption.safe_point()
+        total += mean_loss(loss_fn(inputs, targets), targets).float()
+    engine.train()
+    return groups.sum_over_data(total).item() / (count * groups.data_size)

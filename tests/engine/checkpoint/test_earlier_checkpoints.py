@@ -7,8 +7,8 @@ import pytest
 
 from megatron.config import load_config
 from megatron.engine.checkpoint.exchange import export_checkpoint
-from megatron.engine.evaluation.by_length import evaluate_checkpoint
-from megatron.engine.run import Job
+from megatron.evaluation.by_length import evaluate_checkpoint
+from megatron.pretraining.run import Job
 from tests.helpers.jobs import tensors_digest
 from tests.helpers.launch import run_ranks
 from tests.helpers.paths import FIXTURES

@@ -22,9 +22,9 @@ from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import choose_start
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.errors import CheckpointError
-from megatron.engine.evaluation.by_length import evaluate_checkpoint
 from megatron.engine.text import JobData
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
+from megatron.evaluation.by_length import evaluate_checkpoint
 from megatron.model import GPT
 from megatron.parallel.groups import Groups
 from tests.helpers.jobs import rows, write_config, write_shards

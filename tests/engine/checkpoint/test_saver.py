@@ -10,7 +10,7 @@ from torch import nn
 from megatron.config import load_config
 from megatron.engine.checkpoint import saver
 from megatron.engine.checkpoint.saved import finished, newest
-from megatron.engine.run import Job
+from megatron.pretraining.run import Job
 from tests.helpers.jobs import cell, rows, write_config, write_shards
 from tests.helpers.launch import run_ranks
 

@@ -13,7 +13,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from megatron.config import load_config
 from megatron.engine.checkpoint import saver
 from megatron.engine.checkpoint.saved import newest
-from megatron.engine.run import Job
+from megatron.pretraining.run import Job
 from tests.helpers.jobs import digest, rows, write_run_config, write_shards
 from tests.helpers.launch import call, run_ranks, run_script
 from tests.helpers.paths import ROOT

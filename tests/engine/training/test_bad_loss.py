@@ -11,8 +11,8 @@ import torch
 from megatron.config import ConfigError, load_config
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import BadLossError, DivergedError
-from megatron.engine.run import Job
 from megatron.engine.training.bad_loss import LossGuard
+from megatron.pretraining.run import Job
 from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config, write_shards
 from tests.helpers.launch import run_ranks
 

@@ -1,0 +1,133 @@
+"""Build this rank's part of the model: the plain model, or a stage of a DeepSpeed pipeline.
+
+Both hold only this tensor-parallel rank's slices of the weights. `Pipeline` has the interface of
+the plain model, `GPT`. Each stage holds complete transformer blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from megatron.config import Config
+from megatron.engine.build import plan_of
+from megatron.model import GPT, Plan
+from megatron.model.embedding import SHARED_THETA, THETA
+from megatron.model.init import initialise
+from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers, pipeline_loss
+from megatron.parallel.groups import Groups
+
+
+class Pipeline(PipelineModule):
+    """This rank's pipeline stage of the model, with the parameter names of `megatron.model.GPT`.
+
+    Attributes:
+        layer_names: the names of all layers of the full model, in order. DeepSpeed's checkpoint
+            files are numbered by this order.
+    """
+
+    def __init__(self, plan: Plan, groups: Groups):
+        layers = pipeline_layers(plan)
+        topology = PipeModelDataParallelTopology(
+            num_pp=groups.pipe_size, num_mp=groups.model.size, num_dp=groups.data_size
+        )
+        self.layer_names = [layer.name for layer in layers]
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its partition
+            super().__init__(
+                [_spec(layer) for layer in layers],
+                topology=topology,
+                loss_fn=pipeline_loss(plan),
+                partition_method=f"type:{PipeBlock.__name__}",
+            )
+        self.shape, self.pos, self.attends = plan.shape, plan.pos, plan.attends
+        initialise(self.named_parameters(), plan.shape, plan.seed)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this stage's parameters under the plain model's names, such as `layers.3.mlp...`.
+
+        DeepSpeed's name would begin with the position of the layer, such as `5.mlp...`.
+        """
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            head, _, rest = name.partition(".")
+            if head == "tied_modules":
+                head, _, rest = rest.partition(".")
+                yield f"{_from_key(head)}.{rest}", param
+            else:
+                yield f"{self.layer_names[int(head)]}.{rest}", param
+
+    @torch.no_grad()  # autograd would record the broadcast of a parameter
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
+    @property
+    def theta(self) -> nn.Parameter | None:
+        """The positional embedding's learned parameters [this rank's heads, parameters per head].
+
+        Only the first stage holds them. The value is None on other stages, and for an embedding
+        without learned parameters.
+        """
+        return dict(self.named_parameters()).get(THETA)
+
+    @property
+    def theta_parts(self) -> tuple[nn.Parameter, ...]:
+        """The positional embedding's learned parameters; an empty tuple on a stage without them.
+
+        The first tensor is `theta` [this rank's heads, parameters per head]. If all heads share
+        some parameters, a second tensor [1, shared parameters] holds them.
+        """
+        named = dict(self.named_parameters())
+        return tuple(named[name] for name in (THETA, SHARED_THETA) if name in named)
+
+
+Model = GPT | Pipeline
+
+
+def build_local_model(
+    config: Config, vocab_size: int, groups: Groups, eod: int | None = None
+) -> Model:
+    """Build this rank's tensor-parallel shard of the model, or of its stage in a pipeline.
+
+    `plan_of` describes the arguments.
+    """
+    device, tp, cp = groups.device.type, groups.model, groups.context
+    plan = plan_of(config, vocab_size, device_type=device, eod=eod, tp=tp, cp=cp)
+    return GPT(plan) if groups.pipe_size == 1 else Pipeline(plan, groups)
+
+
+def count_parameters(model: Model, groups: Groups) -> int:
+    """Count the parameters of the full model over all ranks; tied weights count once.
+
+    Every rank must call this function.
+    """
+    local = sum(
+        getattr(p, "ds_numel", p.numel()) * getattr(p, "shard_count", 1)
+        for p in model.parameters()
+        if not getattr(p, "ds_pipe_replicated", False)
+    )
+    return sum(groups.gather_from_pipe(local))
+
+
+def _spec(layer: Layer) -> LayerSpec:
+    if not layer.tied:
+        return LayerSpec(layer.build, **layer.args)
+    return TiedLayerSpec(
+        _key(layer.name), layer.build, forward_fn=layer.call, tied_weight_attr="weight",
+        **layer.args,
+    )  # fmt: skip
+
+
+def _key(name: str) -> str:
+    """Replace each dot in a layer's name by `/`, because torch allows no dots in module names."""
+    return name.replace(".", "/")
+
+
+def _from_key(key: str) -> str:
+    return key.replace("/", ".")

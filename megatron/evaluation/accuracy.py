@@ -1,0 +1,148 @@
+"""Measure a model's accuracy on a length task, by the length of its examples.
+
+    exact accuracy = examples whose answers are all right / examples
+    token accuracy = answers (tokens) that are right / answers
+
+An answer is right if it is the most likely token after the true tokens before it. Where the answer
+is one piece at the end of the example, the exact accuracy is therefore that of greedy generation:
+up to the first mistake, both read the same tokens. The interval of the exact accuracy is Wilson's,
+with 95% confidence. Token accuracy has no interval, because the tokens of one example are not
+independent.
+
+scipy, pandas and matplotlib are imported inside the functions, so that training does not wait for
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron.config import Config
+from megatron.data.tasks.base import Task
+from megatron.data.tasks.samples import examples_at
+from megatron.engine.training.pipeline import PipelineLosses
+from megatron.evaluation.losses import losses_of_sequences
+from megatron.evaluation.report import figure_png, mark_training_length
+from megatron.files import replace_table, write_bytes
+from megatron.parallel.groups import Groups
+from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
+
+CSV_FILE, PLOT_FILE = "accuracy.csv", "accuracy.png"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The result for one length: a row of `accuracy.csv`, whose columns are these fields."""
+
+    length: int
+    times_train: float  # the length, divided by the longest length in training
+    examples: int
+    exact: float
+    exact_low: float  # the bounds of the 95% interval of `exact`
+    exact_high: float
+    token: float
+    distance_scale: float = 1.0  # the kernel saw every distance times this factor
+
+
+def accuracy_at(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    task: Task,
+    length: int,
+    count: int,
+    groups: Groups,
+    batch_tokens: int,
+) -> Accuracy:
+    """Measure a model on `count` examples of one length. Every rank must call this function.
+
+    Args:
+        logits_of: a function from tokens [B, T] to logits [B, T, vocabulary].
+        batch_tokens: the approximate number of tokens in a forward pass.
+    """
+
+    from scipy.stats import binomtest
+
+    def mistakes(tokens_BT: torch.Tensor, next_BT: torch.Tensor) -> torch.Tensor:
+        inputs_BT, targets_BT = inputs_and_targets(torch.cat([tokens_BT, next_BT[:, -1:]], 1))
+        wrong_BT = logits_of(inputs_BT).argmax(-1) != targets_BT
+        return wrong_BT & (targets_BT != UNCOUNTED)
+
+    rows = examples_at(task, length, count)
+    shares = losses_of_sequences(mistakes, rows, groups, batch_tokens=batch_tokens)
+    wrong = np.rint(shares * (rows.shape[1] - 1)).astype(int)
+    right, asked = int((wrong == 0).sum()), int((rows >= 0).sum())
+    interval = binomtest(right, count).proportion_ci(method="wilson")
+    return Accuracy(
+        length=length,
+        times_train=length / task.max_length,
+        examples=count,
+        exact=right / count,
+        exact_low=float(interval.low),
+        exact_high=float(interval.high),
+        token=(asked - int(wrong.sum())) / asked,
+    )
+
+
+def evaluate_task(
+    config: Config,
+    groups: Groups,
+    model: Callable[..., torch.Tensor],
+    name: str,
+    task: Task,
+    lengths: Sequence[int],
+    run_dir: Path,
+    say: Callable[[str], None],
+) -> list[Accuracy]:
+    """Measure a model at each of `lengths`, print a table, and write a CSV and a plot.
+
+    Every rank must call this function. In a pipelined job, it only says what to run instead.
+
+    Args:
+        model: the model, which returns logits if it gets no targets.
+        name: the name of the model's positional embedding, for the title.
+        run_dir: the folder into which the CSV and the plot are written.
+
+    Raises:
+        TaskError: the task's options do not allow one of the lengths.
+    """
+    if isinstance(model, PipelineLosses):
+        say("a pipeline gives no logits: measure the accuracy by evaluate.py, with the same config")
+        return []
+    chosen, rows = config.evaluation, []
+    for length in sorted(set(lengths)):
+        count, size = chosen.eval_examples, chosen.eval_batch_tokens
+        row = accuracy_at(model, task, length, count, groups, size)
+        rows.append(replace(row, distance_scale=chosen.eval_distance_scale))
+    if groups.is_main:
+        title = f"{task.name}, {name}, trained at {task.min_length} to {task.max_length}"
+        if chosen.eval_distance_scale != 1.0:
+            title += f", distances x {chosen.eval_distance_scale:g}"
+        say(write_accuracy(rows, task, run_dir, title))
+    return rows
+
+
+def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: str) -> str:
+    """Write `accuracy.csv` and `accuracy.png` into `run_dir`, and return the table."""
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    table = pd.DataFrame([asdict(row) for row in rows])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    replace_table(run_dir / CSV_FILE, table.to_csv(index=False, lineterminator="\n").encode())
+    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
+    axes = figure.add_subplot()
+    bars = [table.exact - table.exact_low, table.exact_high - table.exact]
+    label = "whole answers, 95% interval"
+    axes.errorbar(table.length, table.exact, yerr=bars, marker="o", capsize=3, label=label)
+    axes.plot(table.length, table.token, marker=".", linestyle=":", label="tokens")
+    mark_training_length(axes, task.max_length)
+    axes.set(xlabel="length", ylabel="accuracy", ylim=(-0.02, 1.02), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    write_bytes(run_dir / PLOT_FILE, figure_png(figure))
+    text = table.to_string(index=False, float_format="{:.3f}".format)
+    return f"{title}\n{text}\nwritten to {run_dir}: {CSV_FILE} and {PLOT_FILE}"

@@ -1,0 +1,291 @@
+"""Measure perplexity by sequence length L, on sequences s with tokens x_{s,t} at positions t.
+
+    loss(L)   = mean over sequences s and positions t of -log p(x_{s,t+1} | x_{s,<=t})   [nats]
+    ppl(L)    = exp(loss(L))
+    bits/byte = loss(L) * tokens / (ln 2 * bytes)
+    stderr(L) = std over sequences of the sequence's mean loss / sqrt(number of sequences)
+
+Here tokens is the number of target tokens, and bytes the number of their UTF-8 bytes. Each token is
+predicted from all earlier tokens of its sequence. Sequences do not overlap, and every length reads
+the same span of text. Two baselines measure the same model with short contexts of c tokens. The
+first splits the text into sequences of c tokens, so that each token has 1 ... c predecessors. The
+second scores single tokens that have exactly c predecessors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.data.samples.evaluation import eval_sequences, eval_span
+from megatron.data.samples.split import SPLITS
+from megatron.data.tasks.base import Task
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.build import tokenizer_of
+from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.job.alone import job_or_alone
+from megatron.engine.text import Text, open_text
+from megatron.evaluation import report
+from megatron.evaluation.accuracy import Accuracy, evaluate_task
+from megatron.evaluation.losses import LossFn, losses_of_sequences
+from megatron.evaluation.perplexity_statistics import LengthResult, summarise
+from megatron.model.embedding import columns_of, trained_theta
+from megatron.parallel.groups import Groups
+from megatron.positional import PositionalEmbedding
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model that is evaluated.
+
+    Attributes:
+        loss_fn: the function that returns the loss of each target token.
+        pos: the model's positional embedding. It is plotted if it depends on query-key distances.
+        tokenizer: the tokenizer with which the text was made.
+        theta_HN: the learned parameters of `pos` [heads, parameters per head], in fp32; None if
+            `pos` has no learned parameters.
+    """
+
+    loss_fn: LossFn
+    pos: PositionalEmbedding
+    tokenizer: Tokenizer
+    theta_HN: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A model, the text on which its losses are measured, and the size of a batch.
+
+    Attributes:
+        loss_fn: the function that returns the loss of each target token.
+        read: a function that takes a length and returns the text in sequences, int64 [number of
+            sequences, length + 1]. The last token of each sequence is a target, but no input.
+        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
+        batch_tokens: the approximate number of tokens in a forward pass.
+        groups: the job's process groups; each data-parallel rank reads a part of the sequences.
+        uncounted_after: the id of a token; targets that follow it are not scored. None scores all.
+    """
+
+    loss_fn: LossFn
+    read: Callable[[int], np.ndarray]
+    token_bytes: Callable[[np.ndarray], np.ndarray]
+    batch_tokens: int
+    groups: Groups
+    uncounted_after: int | None = None
+
+    def at_length(self, length: int) -> LengthResult:
+        """Measure the model on sequences of `length` tokens. Every rank must call this method."""
+        sequences = self.read(length)
+        losses = losses_of_sequences(
+            self.loss_fn,
+            sequences,
+            self.groups,
+            batch_tokens=self.batch_tokens,
+            uncounted_after=self.uncounted_after,
+        )
+        scored = sequences[:, 1:][sequences[:, :-1] != self.uncounted_after]
+        return summarise(length, losses, scored, self.token_bytes)
+
+    def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
+        """Measure the model at each of `lengths`, and return the results in the same order.
+
+        After each length, `say` gets a line with the result. Every rank must call this method.
+        """
+        results = []
+        for length in lengths:
+            start = time.monotonic()
+            result = self.at_length(length)
+            rate = result.sequences * length / (time.monotonic() - start)
+            say(
+                f"length {length}: perplexity {result.perplexity:.4f} over {result.sequences} "
+                f"sequences ({rate:,.0f} tokens/s)"
+            )
+            results.append(result)
+        return results
+
+    def with_context(self, context: int, *, length: int, targets: int) -> LengthResult:
+        """Measure the model on tokens that each have exactly `context` predecessors.
+
+        Args:
+            context: the number of tokens that the model reads before each scored token.
+            length: the length of the sequences into which the text is cut. The scored tokens are
+                taken from these sequences at equal distances.
+            targets: the approximate number of tokens to score.
+        """
+        windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
+        windows = windows.reshape(-1, context + 1)
+        windows = windows[windows[:, -2] != self.uncounted_after]
+        windows = np.ascontiguousarray(windows[:: max(1, len(windows) // targets)])
+        losses = losses_of_sequences(
+            self.loss_fn, windows, self.groups, batch_tokens=self.batch_tokens, last_only=True
+        )
+        return summarise(context, losses, windows[:, -1:], self.token_bytes)
+
+
+def evaluate_checkpoint(
+    config: Config,
+    load: Path,
+    lengths: Sequence[int],
+    *,
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[LengthResult] | list[Accuracy]:
+    """Evaluate the newest checkpoint in the run folder `load` at several sequence lengths.
+
+    Call this function in a single process, or in every process of a torchrun job.
+
+    Args:
+        out: the folder for the CSV and the plots; None writes them into `load`.
+        say: a function that prints a text; only the main rank calls it.
+
+    Raises:
+        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+    """
+    with job_or_alone(config) as groups:
+        say = say if groups.is_main else lambda text: None
+        tokenizer = tokenizer_of(config)
+        model, saved, notes = load_model(config, load, tokenizer, groups)
+        text = open_text(config, tokenizer)
+        say("\n".join([f"evaluating {saved.path}", *notes]))
+        parts = [theta.detach().float().cpu() for theta in model.theta_parts]
+        theta_HN = trained_theta(model.pos, parts) if parts else None
+        measured = MeasuredModel(model, model.pos, tokenizer, theta_HN)
+        return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
+
+
+def evaluate_lengths(
+    config: Config,
+    groups: Groups,
+    model: MeasuredModel,
+    text: Text | Task,
+    lengths: Sequence[int],
+    run_dir: Path,
+    say: Callable[[str], None],
+) -> list[LengthResult] | list[Accuracy]:
+    """Measure `model` at each of `lengths`, print a table, and write a CSV and plots.
+
+    Every rank must call this function.
+
+    Args:
+        text: the text that is read, or the length task on which the accuracy is measured.
+        run_dir: the folder into which the CSV and the plots are written.
+
+    Raises:
+        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+    """
+    if isinstance(text, Task):
+        return evaluate_task(
+            config, groups, model.loss_fn, model.pos.name, text, lengths, run_dir, say
+        )
+    chosen, lengths = config.evaluation, sorted(set(lengths))
+    measurement, span = measurement_of(
+        config, groups, model.loss_fn, model.tokenizer, text, lengths, chosen.eval_tokens
+    )
+    scale = chosen.eval_distance_scale
+    results = [replace(r, distance_scale=scale) for r in measurement.at_lengths(lengths, say)]
+    baselines: dict[str, LengthResult] = {}
+    if context := chosen.eval_context_baseline:
+        baselines = {
+            f"the text cut into pieces of {context} tokens": measurement.at_length(context),
+            f"the {context} tokens before each scored one": measurement.with_context(
+                context, length=max(lengths), targets=max(1, span // context)
+            ),
+        }
+    baselines = {name: replace(r, distance_scale=scale) for name, r in baselines.items()}
+    if groups.is_main:
+        train_length = config.model.seq_length
+        stretched = "" if scale == 1.0 else f", distances x {scale:g}"
+        title = f"{model.pos.name}, trained at {train_length}{stretched}"
+        say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
+        if model.pos.has("distance"):
+            draw_kernels(model.pos, model.theta_HN, config, run_dir, max(lengths))
+        say(f"written to {run_dir}: {report.CSV_FILE} and pictures")
+    return results
+
+
+def measurement_of(
+    config: Config,
+    groups: Groups,
+    loss_fn: LossFn,
+    tokenizer: Tokenizer,
+    text: Text,
+    lengths: Sequence[int],
+    tokens: int,
+) -> tuple[Measurement, int]:
+    """Return the measurement of `eval_split` at `lengths`, and the number of targets at each.
+
+    Args:
+        tokens: the largest number of targets.
+
+    Raises:
+        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+    """
+    chosen = config.evaluation
+    documents = text.splits[SPLITS.index(chosen.eval_split)]
+    span = eval_span(text.shards, documents, lengths, tokens)
+    if span == 0:
+        raise DataError(
+            f"the {chosen.eval_split} split ({documents[1] - documents[0]} documents) is shorter "
+            f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
+            "larger part of `split`"
+        )
+    measurement = Measurement(
+        loss_fn,
+        lambda length: eval_sequences(text.shards, documents, length, span),
+        tokenizer.token_bytes,
+        chosen.eval_batch_tokens,
+        groups,
+        tokenizer.eod if config.training.eod_mask_loss else None,
+    )
+    return measurement, span
+
+
+def draw_kernels(
+    pos: PositionalEmbedding,
+    trained_HN: torch.Tensor | None,
+    config: Config,
+    run_dir: Path,
+    longest: int | None = None,
+) -> None:
+    """Plot the bias b_h(d) and the weight w_h(d) of each head h into `kernels.png` in `run_dir`.
+
+    If layers have different kernels, there is one picture for each kernel. Its file is named after
+    the first layer with this kernel.
+
+    If a bias depends on the query's position, it is plotted for a query at position `longest`.
+
+    Args:
+        trained_HN: the learned parameters [heads, parameters per head]; None if there are none.
+        longest: the largest distance d; None is the largest of `eval_lengths`.
+    """
+    path, longest = run_dir / report.KERNELS_FILE, longest or max(config.evaluation.eval_lengths)
+    theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
+    if trained_HN is not None:
+        theta_HN[:, columns_of(pos, trained=True)] = trained_HN.cpu()
+    distances = torch.logspace(0, math.log10(longest), 400).long().unique()
+    position = torch.full_like(distances, longest)
+    kernels = {}
+    for index in range(config.model.num_layers):
+        layer_pos, columns = pos.of_layer(index)
+        kernels.setdefault((layer_pos, columns.start), (index, layer_pos, theta_HN[:, columns]))
+    for index, layer_pos, own_HN in kernels.values():
+        kernel, kernel_HN = layer_pos.kernel_part(own_HN)
+        if kernel_HN is None or not kernel.has("distance"):
+            continue
+        bias = kernel.bias_at(kernel_HN, distances, position)
+        weight = kernel.weight(kernel_HN, distances)
+        report.write_kernels(
+            None if bias is None else bias.numpy(),
+            distances.numpy(),
+            None if weight is None else weight.numpy(),
+            config.model.seq_length,
+            path if len(kernels) == 1 else path.with_stem(f"{path.stem}_layer{index}"),
+        )

@@ -1,0 +1,108 @@
+"""Measure the loss on the splits `valid` and `test`, during and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.config import Config
+from megatron.data.tasks.base import Task
+from megatron.engine.text import JobData
+from megatron.engine.training.log import RunLog
+from megatron.engine.training.pipeline import Engine, PipelineLosses, loss_function, loss_of_batches
+from megatron.evaluation.accuracy import accuracy_at
+from megatron.evaluation.by_length import measurement_of
+from megatron.parallel.groups import Groups
+
+
+def validation(
+    config: Config,
+    data: JobData,
+    engine: Engine,
+    groups: Groups,
+    step: int,
+) -> dict[str, float]:
+    """Return the metrics of the validation after `step`. Every rank must call this function.
+
+    They are `validation/loss` and, at multiples of `eval_lengths_interval`, those by length.
+    """
+    t, interval = config.training, config.evaluation.eval_lengths_interval
+    found = {}
+    if t.eval_iters:
+        before = step // t.eval_interval - 1
+        loss = held_out_loss(config, data, engine, groups, "valid", before)
+        found = {} if loss is None else {"validation/loss": loss}
+    if interval and step % interval == 0:
+        engine.eval()
+        found |= _by_length(config, data, loss_function(engine, groups), groups)
+        engine.train()
+    return found
+
+
+def _by_length(
+    config: Config, data: JobData, model: Callable[..., torch.Tensor], groups: Groups
+) -> dict[str, float]:
+    """Return `validation/loss_at_L` for each length L of `eval_lengths`.
+
+    As many tokens are read at each length as in a validation (`eval_iters` batches), but at least
+    one sequence. The results of a length task are its exact accuracies, `validation/exact_at_L`; a
+    pipeline gives none.
+
+    Raises:
+        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+    """
+    chosen, batch = config.evaluation, config.batch.train_batch_size
+    lengths = sorted(set(chosen.eval_lengths))
+    if isinstance(data.text, Task):
+        if isinstance(model, PipelineLosses):
+            return {}
+        sizes = (chosen.eval_examples, groups, chosen.eval_batch_tokens)
+        exact = {n: accuracy_at(model, data.text, n, *sizes).exact for n in lengths}
+        return {f"validation/exact_at_{length}": each for length, each in exact.items()}
+    tokens = max(config.training.eval_iters * batch * config.model.seq_length, *lengths)
+    measurement, _ = measurement_of(
+        config, groups, model, data.tokenizer, data.text, lengths, tokens
+    )
+    return {f"validation/loss_at_{n}": measurement.at_length(n).loss for n in lengths}
+
+
+def held_out_loss(
+    config: Config,
+    data: JobData,
+    engine: Engine,
+    groups: Groups,
+    name: str,
+    evaluations_before: int,
+) -> float | None:
+    """Return the mean loss on the split `name`, or None if the split has no batches.
+
+    Every rank must call this function.
+
+    Args:
+        name: `valid` or `test`.
+        evaluations_before: the number of earlier evaluations, whose batches are skipped.
+    """
+    loader = data.held_out(name, evaluations_before=evaluations_before)
+    if loader is None:
+        return None
+    count = config.training.eval_iters * config.batch.gradient_accumulation_steps
+    return loss_of_batches(engine, loader, count, groups, data.uncounted_after)
+
+
+def log_final_losses(
+    config: Config, data: JobData, engine: Engine, groups: Groups, log: RunLog
+) -> None:
+    """Measure and log the losses on `valid` and `test` after training.
+
+    Every rank must call this function.
+    """
+    t = config.training
+    for name, before in (("valid", t.train_iters // t.eval_interval), ("test", 0)):
+        loss = held_out_loss(config, data, engine, groups, name, before)
+        if loss is not None:
+            log.metrics(
+                t.train_iters,
+                {f"final/{name}_loss": loss},
+                text=f"{name} loss after training: {loss:.4f}",
+            )

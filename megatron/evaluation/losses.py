@@ -1,0 +1,89 @@
+"""Compute losses of sequences, in nats per token; all ranks get the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from megatron import preemption
+from megatron.engine.training.batches import on_device
+from megatron.engine.training.pipeline import LossFn
+from megatron.parallel.groups import Groups
+
+
+def losses_of_sequences(
+    loss_fn: LossFn,
+    sequences: np.ndarray,
+    groups: Groups,
+    *,
+    batch_tokens: int,
+    last_only: bool = False,
+    uncounted_after: int | None = None,
+) -> np.ndarray:
+    """Return the mean loss of each of n sequences in nats per token, as float64 [n].
+
+    The data-parallel ranks divide the sequences among themselves. All ranks run the same number of
+    forward passes, because ZeRO-3 gathers the weights in each pass. Every rank must call this
+    function.
+
+    Args:
+        sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
+        batch_tokens: the approximate number of tokens in a forward pass.
+        last_only: whether to score only the last position of each sequence.
+        uncounted_after: the id of a token; targets that follow it are not scored. Each sequence's
+            result is then weighted by its number of scored targets, so that the mean over all
+            sequences is the mean over all scored targets. None scores all targets.
+    """
+
+    def score(losses_BT: torch.Tensor, inputs_BT: torch.Tensor) -> torch.Tensor:
+        if uncounted_after is not None:
+            losses_BT = losses_BT.masked_fill(inputs_BT == uncounted_after, 0.0)
+        return losses_BT[:, -1:] if last_only else losses_BT.mean(1, keepdim=True)
+
+    losses = scores_of_sequences(
+        loss_fn, sequences, groups, batch_tokens=batch_tokens, score=score, width=1
+    )[:, 0]
+    if uncounted_after is None or last_only:
+        return losses
+    return losses / max(1e-9, float((sequences[:, :-1] != uncounted_after).mean()))
+
+
+@torch.compiler.set_stance("force_eager")  # it would compile for each length
+@torch.no_grad()
+def scores_of_sequences(
+    loss_fn: LossFn,
+    sequences: np.ndarray,
+    groups: Groups,
+    *,
+    batch_tokens: int,
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    width: int,
+    tick: Callable[[int], object] = lambda tokens: None,
+) -> np.ndarray:
+    """Return `width` numbers for each of n sequences, computed from its losses: float64 [n, width].
+
+    The data-parallel ranks divide the sequences among themselves, as in `losses_of_sequences`.
+
+    Args:
+        sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
+        batch_tokens: the approximate number of tokens in a forward pass.
+        score: a function of a batch's losses (fp64) and inputs, both [B, L], to [B, width].
+        tick: a function that gets the number of tokens of each finished forward pass.
+    """
+    count, length = sequences.shape[0], sequences.shape[1] - 1
+    rows = max(1, batch_tokens // length)
+    batches = [slice(i, min(i + rows, count)) for i in range(0, count, rows)]
+    rounds = -(-len(batches) // groups.data_size)
+    scores = torch.zeros(count, width, dtype=torch.float64)
+    for turn in range(rounds):
+        preemption.safe_point()
+        mine = turn * groups.data_size + groups.data_rank
+        where = batches[min(mine, len(batches) - 1)]
+        batch = on_device(sequences[where], groups.device)
+        token_losses = loss_fn(batch[:, :-1], batch[:, 1:]).double()
+        if mine < len(batches):
+            scores[where] = score(token_losses, batch[:, :-1]).cpu()
+        tick(batch[:, 1:].numel())
+    return groups.sum_over_data(scores.to(groups.device)).cpu().numpy()

@@ -1,0 +1,70 @@
+"""Compute perplexity, bits per byte and standard errors from the losses of sequences of one length.
+
+For n sequences of one length, where sequence i has the mean loss l_i (nats per target token):
+
+    loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
+    bits_per_byte = loss / ln 2 * (target tokens / UTF-8 bytes of these tokens)
+
+The standard errors of perplexity and bits_per_byte are first-order approximations. The first is
+perplexity * stderr, and the second is bits_per_byte * stderr / loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.parallel.loss import perplexity
+
+
+@dataclass(frozen=True)
+class LengthResult:
+    """The result for one sequence length: a row of `extrapolation.csv`.
+
+    The fields, in this order, are the columns of the file.
+    """
+
+    length: int  # the target tokens in a sequence
+    sequences: int
+    loss: float  # nats per target token
+    perplexity: float
+    bits_per_byte: float
+    stderr: float  # the standard error of `loss` over sequences; NaN for a single sequence
+    distance_scale: float = 1.0  # the kernel saw every distance times this factor
+
+    @property
+    def perplexity_stderr(self) -> float:
+        return self.perplexity * self.stderr
+
+    @property
+    def bits_per_byte_stderr(self) -> float:
+        return self.bits_per_byte * self.stderr / self.loss if self.loss else 0.0
+
+
+def summarise(
+    length: int,
+    losses: np.ndarray,
+    scored: np.ndarray,
+    token_bytes: Callable[[np.ndarray], np.ndarray],
+) -> LengthResult:
+    """Return the statistics of sequences of `length` tokens.
+
+    Args:
+        losses: the mean loss of each of n sequences in nats, float64 [n].
+        scored: the ids of the target tokens, any shape.
+        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
+    """
+    loss = float(losses.mean())
+    bytes_scored = int(token_bytes(scored.ravel()).sum())
+    stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else math.nan
+    return LengthResult(
+        length=length,
+        sequences=len(losses),
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=loss * scored.size / (math.log(2) * bytes_scored),
+        stderr=stderr,
+    )

@@ -1,0 +1,45 @@
+"""Log the losses that GPT-NeoX prints with `train_iters: 0`, measured on the same batches."""
+
+from __future__ import annotations
+
+from megatron.config import Config
+from megatron.engine.text import JobData
+from megatron.engine.training.log import RunLog
+from megatron.engine.training.pipeline import Engine, loss_of_batches
+from megatron.parallel.groups import Groups
+from megatron.parallel.loss import perplexity
+
+
+def log_published_losses(
+    config: Config,
+    data: JobData,
+    engine: Engine,
+    groups: Groups,
+    log: RunLog,
+    step: int,
+) -> None:
+    """Log the loss and perplexity on the `valid` and `test` batches that GPT-NeoX would evaluate.
+
+    Every rank must call this function.
+
+    Args:
+        step: the number of optimizer steps after which the model was saved.
+    """
+    wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps
+    for name in ("valid", "test"):
+        loader = data.held_out_at(name, iteration=step)
+        count = 0 if loader is None else min(wanted, loader.batches_left)
+        if loader is None or count == 0:
+            log.line(f"{name}: the split holds no batch to evaluate")
+            continue
+        first = loader.consumed_samples
+        loss = loss_of_batches(engine, loader, count, groups, data.uncounted_after)
+        short = f", all that are left of {wanted} batches" if count < wanted else ""
+        sequences = count * loader.micro_batch * loader.dp_size
+        text = (
+            f"{name} loss at iteration {step}: {loss:.6f} | perplexity "
+            f"{perplexity(loss):.4f} | {sequences} sequences of "
+            f"{config.model.seq_length_val} tokens, from sample {first} on{short}"
+        )
+        values = {f"final/{name}_loss": loss, f"final/{name}_ppl": perplexity(loss)}
+        log.metrics(step, values, text=text)

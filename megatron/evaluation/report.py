@@ -1,0 +1,224 @@
+"""Write the results of an evaluation by length: a table, two CSV files, and two plots.
+
+matplotlib is imported inside the functions, because the import takes half a second. pyplot is not
+used, because a bare `Figure` draws with Agg, needs no display and leaves no global state.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.evaluation.perplexity_statistics import LengthResult
+from megatron.files import replace_table, write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CSV_FILE, BASELINES_FILE = "extrapolation.csv", "context_baseline.csv"
+PLOT_FILE, KERNELS_FILE = "extrapolation.png", "kernels.png"
+
+
+def write_extrapolation(
+    rows: Sequence[LengthResult],
+    run_dir: Path,
+    train_length: int,
+    baselines: Mapping[str, LengthResult],
+    title: str,
+) -> str:
+    """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
+
+    Tables of an earlier evaluation stay as `extrapolation.csv.previous` and so on.
+
+    Args:
+        rows: the result of each length, in any order.
+        train_length: the sequence length in training, in tokens; the plot marks it.
+        baselines: maps descriptions to results of the same model with a short context. The table
+            and the plot show these results, and `context_baseline.csv` holds them. A model that
+            uses its long context has a lower perplexity than these baselines.
+        title: the title of the table and the plot.
+
+    Raises:
+        ValueError: there are no rows, or a length occurs twice.
+    """
+    rows = sorted(rows, key=lambda row: row.length)
+    lengths = [row.length for row in rows]
+    if not rows or len(set(lengths)) != len(lengths):
+        raise ValueError(f"each length must have one result; the lengths are {lengths}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    columns = [field.name for field in fields(LengthResult)]
+    replace_table(run_dir / CSV_FILE, _csv(columns, map(astuple, rows)))
+    named = ((name, *astuple(row)) for name, row in baselines.items())
+    content = _csv(["baseline", "context", *columns[1:]], named) if baselines else None
+    replace_table(run_dir / BASELINES_FILE, content)
+    figure = extrapolation_figure(rows, train_length, baselines, title)
+    write_bytes(run_dir / PLOT_FILE, figure_png(figure))
+    return _table(rows, train_length, baselines, title)
+
+
+def write_kernels(
+    bias_by_head: Any | None,
+    distances: Any,
+    weights: Any | None,
+    train_length: int,
+    path: Path,
+) -> None:
+    """Plot the distance kernel of each head h: its bias b_h(d) and its weight w_h(d).
+
+    The distances d between query and key are on a log axis, so d = 0 is left out.
+
+    Args:
+        bias_by_head: [H, n], the biases that H heads add to the attention scores at n distances;
+            None if there are none.
+        distances: [n], the distances in tokens.
+        weights: [H, n], the factors that multiply the attention scores; None if there are none.
+        train_length: the sequence length in training, in tokens; the plot marks it.
+        path: the PNG file to write.
+
+    Raises:
+        ValueError: the shapes do not fit, or there is neither a bias nor a weight.
+    """
+    distance_n = np.asarray(distances, dtype=np.float64)
+    panels = [
+        (label, np.asarray(values, dtype=np.float64))
+        for label, values in (("bias $b_h(d)$", bias_by_head), ("weight $w_h(d)$", weights))
+        if values is not None
+    ]
+    if not panels:
+        raise ValueError("neither a bias nor a weight: there is no kernel to draw")
+    for label, values in panels:
+        if values.ndim != 2 or values.shape[1:] != distance_n.shape:
+            raise ValueError(
+                f"{label}: shape {values.shape} does not fit {distance_n.shape} distances"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, figure_png(kernels_figure(panels, distance_n, train_length)))
+
+
+def _csv(columns: Sequence[str], rows: Iterable[tuple]) -> bytes:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def _table(
+    rows: Sequence[LengthResult],
+    train_length: int,
+    baselines: Mapping[str, LengthResult],
+    title: str,
+) -> str:
+    head = ("length", "x train", "sequences", "loss", "perplexity", "bits per byte")
+    cells: list[tuple[str, ...]] = [head]
+    for row in (*rows, *baselines.values()):
+        cells.append(
+            (
+                f"{row.length:,}",
+                f"{row.length / train_length:g}",
+                f"{row.sequences:,}",
+                _measured(row.loss, row.stderr, 4),
+                _measured(row.perplexity, row.perplexity_stderr, 3),
+                _measured(row.bits_per_byte, row.bits_per_byte_stderr, 4),
+            )
+        )
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+    rule = "-" * len(lines[0])
+    body = lines[1 : 1 + len(rows)]
+    for label, line in zip(baselines, lines[1 + len(rows) :], strict=True):
+        body += [f"same model, {label}:", line]
+    return "\n".join([title, lines[0], rule, *body, "(± one standard error over sequences)"])
+
+
+def _measured(value: float, error: float, digits: int) -> str:
+    """Format `value ± error`, or only the value if the error is NaN (for a single sequence)."""
+    return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+
+
+def extrapolation_figure(
+    rows: Sequence[LengthResult],
+    train_length: int,
+    baselines: Mapping[str, LengthResult],
+    title: str,
+) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
+    axes = figure.add_subplot()
+    lengths = [row.length for row in rows]
+    values = [row.perplexity for row in rows]
+    axes.errorbar(
+        lengths, values, yerr=[row.perplexity_stderr for row in rows],
+        marker="o", markersize=4, capsize=3, color="tab:blue", label="perplexity ± standard error",
+    )  # fmt: skip
+    shown = list(values)
+    styles = itertools.cycle(("dotted", "dashdot"))
+    for (label, baseline), style in zip(baselines.items(), styles, strict=False):
+        shown.append(baseline.perplexity)
+        axes.axhline(
+            baseline.perplexity, color="tab:red", linestyle=style, label=f"same model, {label}"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    mark_training_length(axes, train_length)
+    # Leave room above and below, so that noise on a flat curve does not fill the plot.
+    lowest, highest = min(shown), max(shown)
+    if math.isfinite(highest) and lowest > 0:
+        axes.set_ylim(lowest * 0.85, highest * 1.15)
+        if highest > 10 * lowest:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set(xlabel="sequence length (tokens)", ylabel="perplexity", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def kernels_figure(
+    panels: Sequence[tuple[str, np.ndarray]], distance_n: np.ndarray, train_length: int
+) -> Figure:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 3.6 * len(panels)), layout="constrained")
+    on_axis = distance_n >= 1
+    for axes, (label, values_hn) in zip(
+        figure.subplots(len(panels), squeeze=False).flat, panels, strict=True
+    ):
+        heads = len(values_hn)
+        colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, heads))
+        for head, (values, colour) in enumerate(zip(values_hn, colours, strict=True)):
+            axes.plot(distance_n[on_axis], values[on_axis], color=colour, label=f"head {head}")
+        axes.set_xscale("log")
+        mark_training_length(axes, train_length)
+        axes.set(xlabel="distance $d$ (tokens)", ylabel=label)
+        axes.grid(alpha=0.3)
+        if heads <= 16:
+            axes.legend(frameon=False, fontsize="x-small", ncols=2)
+    return figure
+
+
+def mark_training_length(axes: Axes, train_length: int) -> None:
+    label = f"training length {train_length:,}"
+    axes.axvline(train_length, color="0.4", linestyle="--", linewidth=1, label=label)
+
+
+def figure_png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=150)
+    return out.getvalue()

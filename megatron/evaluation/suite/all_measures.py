@@ -1,0 +1,151 @@
+"""Run the suite on a checkpoint: read the text, measure, write the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.data.samples.split import SPLITS
+from megatron.data.tasks.base import Task
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.build import tokenizer_of
+from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.errors import CheckpointError
+from megatron.engine.job.alone import job_or_alone
+from megatron.engine.text import open_text
+from megatron.evaluation.suite import context, perplexity, recall
+from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
+from megatron.evaluation.suite.report import FOLDER, PAGE, Report, write_report
+from megatron.evaluation.suite.verdict import verdict
+from megatron.parallel.groups import Groups
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The model that chooses the key tokens."""
+
+    name: str
+    subject: Subject
+
+
+def run_suite(
+    config: Config,
+    load: Path,
+    lengths: tuple[int, ...],
+    *,
+    out: Path | None = None,
+    judge: tuple[Config, Path] | None = None,
+    say: Callable[[str], None] = print,
+) -> Report:
+    """Measure the newest checkpoint of `load`, and write the report into `out`.
+
+    Call this function in a single process, or in every process of a torchrun job.
+
+    Args:
+        lengths: the sequence lengths; the longest one decides which documents are long enough.
+        out: the folder for the report; None means `load/suite`.
+        judge: config and run folder of the model that chooses the key tokens; None means that the
+            model chooses them itself.
+
+    Raises:
+        CheckpointError: a checkpoint is missing or does not fit its config, or the judge has
+            another tokenizer.
+        DataError: fewer than two documents are long enough.
+    """
+    with job_or_alone(config) as groups:
+        say = say if groups.is_main else lambda text: None
+        tokenizer = tokenizer_of(config)
+        model, saved, notes = load_model(config, load, tokenizer, groups)
+        say("\n".join([f"evaluating {saved.path}", *notes]))
+        text, chosen = open_text(config, tokenizer), config.evaluation
+        if isinstance(text, Task):
+            raise DataError(f"--suite reads text, and data_path is a length task, {text.name}")
+        sample = read_sample(
+            text.shards,
+            text.splits[SPLITS.index(chosen.eval_split)],
+            tuple(sorted(set(lengths))),
+            train_length=config.model.seq_length,
+            tokens=chosen.eval_suite_tokens,
+            eod=tokenizer.eod,
+        )
+        subject = Subject(model, groups, chosen.eval_batch_tokens)
+        judged = _load_judge(*judge, tokenizer, groups) if judge else None
+        measures = measure_with_progress(subject, sample, tokenizer, judged)
+        title = f"{model.pos.name}, trained at {config.model.seq_length:,} tokens"
+        if chosen.eval_distance_scale != 1.0:
+            title += f", distances x {chosen.eval_distance_scale:g}"
+        facts: dict[str, Any] = {
+            "checkpoint": str(saved.path),
+            "text": f"{chosen.eval_split} of {text.shards.prefix}",
+            "sequences": f"{len(sample.documents)} of {sample.longest:,} tokens, out of "
+            f"{len(np.unique(sample.documents))} documents that are long enough",
+        }
+        report = Report(title, facts, verdict(measures), measures)
+        folder = out or load / FOLDER
+        if groups.is_main:
+            write_report(report, folder, sample.train_length)
+        say("\n".join([title, *(f"  {m.says}" for m in measures), *report.verdict]))
+        say(f"written to {folder}: {PAGE}, and tables and pictures")
+        return report
+
+
+def measure_with_progress(
+    subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Judge | None = None
+) -> list[Measure]:
+    """Run all measures, with a progress bar that knows how many tokens they will read."""
+    counts: list[int] = []
+    for each in (subject, judge.subject if judge else subject):
+        each.tick, each.loss_fn = counts.append, lambda inputs, targets: torch.zeros(inputs.shape)
+    measure_all(subject, sample, tokenizer, judge)  # counts the tokens, without the model
+    quiet = not subject.groups.is_main
+    interval = 0.2 if sys.stderr.isatty() else 15.0  # a log file gets fewer lines
+    with tqdm(
+        total=sum(counts), unit="token", unit_scale=True, mininterval=interval, disable=quiet
+    ) as bar:
+        for each in (subject, judge.subject if judge else subject):
+            each.tick, each.loss_fn = bar.update, each.model
+        return measure_all(subject, sample, tokenizer, judge)
+
+
+def measure_all(
+    subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Judge | None = None
+) -> list[Measure]:
+    """Return the results of all measures. Every rank must call this function."""
+
+    def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:
+        full_nT = of.losses(sample.sequences_nT)
+        return full_nT, of.losses(sample.sequences_nT, window=sample.train_length)
+
+    full_nT, twin_nT = passes(subject)
+    gain_nT = perplexity.judged_gain(*passes(judge.subject) if judge else (full_nT, twin_nT))
+    who = judge.name if judge else "the model itself"
+    return [
+        perplexity.by_length(subject, sample, full_nT, tokenizer.token_bytes),
+        perplexity.by_position(sample, full_nT),
+        context.receptive_field(subject, sample, full_nT),
+        context.windowed_twin(sample, full_nT, twin_nT),
+        context.far_swap(subject, sample, full_nT),
+        perplexity.key_tokens(sample, full_nT, twin_nT, gain_nT, who),
+        recall.induction(subject, sample),
+        recall.copying(subject, sample),
+        recall.passkey(subject, sample, tokenizer),
+    ]
+
+
+def _load_judge(config: Config, load: Path, tokenizer: Tokenizer, groups: Groups) -> Judge:
+    if tokenizer_of(config).fingerprint() != tokenizer.fingerprint():
+        raise CheckpointError(
+            f"--judge {load} has another tokenizer than the model, so its tokens are different; "
+            "name a run with the same tokenizer"
+        )
+    model, saved, _ = load_model(config, load, tokenizer, groups)
+    return Judge(str(saved.path), Subject(model, groups, config.evaluation.eval_batch_tokens))

@@ -1,0 +1,126 @@
+"""Measure what far context is worth: the windowed twin, far-swap and the receptive field."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
+from megatron.evaluation.suite.statistics import mean_of
+
+MARGIN = 0.01
+"""The part of the loss that counts as nothing when the receptive field is determined."""
+NATS = "nats per token"
+
+
+def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
+    """Measure the gain over the windowed twin, on tokens beyond the training length.
+
+    The twin is the same model, with every layer limited to a window of the training length. (Text
+    can still reach further through several layers; the receptive field has no such leak.)
+
+    Args:
+        full_nT, twin_nT: the losses of the model and of its twin.
+    """
+    title, name = "Gain over the windowed twin", "windowed_twin"
+    if sample.longest <= sample.train_length:
+        return Measure(name, title, NATS, sample.too_short, [])
+    gain_nT, first = twin_nT - full_nT, sample.train_length + 1
+    spans = [(first, sample.longest + 1, "all"), *((*b, "doubling") for b in sample.bins(first))]
+    rows = [
+        Row(
+            {"context": start, "bins": kind},
+            mean_of(gain_nT[:, start - 1 : end - 1], sample.documents),
+        )
+        for start, end, kind in spans
+    ]
+    gain = rows[0].estimate
+    effect = "neither gains nor loses"
+    if gain.excludes_zero:
+        effect = "gains" if gain.low > 0 else "loses"
+    says = f"By attention beyond {sample.train_length:,} tokens, the model {effect}: {gain} nats."
+    return Measure(name, title, NATS, says, rows)
+
+
+def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
+    """Measure how the last tokens' loss changes when far text is that of another document.
+
+    The last `tail` tokens of a sequence keep the text of the training length before them. What is
+    further away is replaced by text of another document, of the same length.
+    """
+    title, name = "Far-swap", "far_swap"
+    far = sample.longest + 1 - sample.tail - sample.train_length
+    if far < 1:
+        return Measure(name, title, NATS, sample.too_short, [])
+    swapped_nT = sample.sequences_nT.copy()
+    swapped_nT[:, :far] = sample.sequences_nT[_of_other_documents(sample.documents), :far]
+    changed_nT = subject.losses(swapped_nT) - full_nT
+    found = mean_of(changed_nT[:, -sample.tail :], sample.documents)
+    effect = "no effect is seen"
+    if found.excludes_zero:
+        effect = "the far text matters" if found.low > 0 else "the far text did harm"
+    says = (
+        f"With another document's text beyond {sample.train_length:,} tokens, the loss of the last "
+        f"{sample.tail} tokens changes by {found} nats: {effect}."
+    )
+    return Measure(name, title, NATS, says, [Row({"kept": sample.train_length}, found)])
+
+
+def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
+    """Measure the last tokens' loss by the number of tokens that the model reads before them.
+
+    The model gets only these tokens, so the limit is exact at any number of layers. Up to c // 4
+    neighbouring tokens are scored together, so their context is at least c and below 1.25 c.
+    """
+    losses: dict[int, np.ndarray] = {}
+    context, full = 1, full_nT[:, -sample.tail :]
+    while context < sample.longest - sample.tail:
+        losses[context] = _after_context(subject, sample, context)
+        context *= 2
+    losses[sample.longest] = full
+    rows = []
+    for context, losses_nT in losses.items():
+        gain = mean_of(losses_nT - full, sample.documents)
+        also = {"more_than_full": gain.value, "more_low": gain.low, "more_high": gain.high}
+        rows.append(Row({"context": context}, mean_of(losses_nT, sample.documents), also))
+    field, best = field_of(rows)
+    says = (
+        f"The shortest context with a loss within {MARGIN:.0%} of the best "
+        f"(that with {best:,} token{'s' * (best > 1)}) is {field:,} token{'s' * (field > 1)}."
+    )
+    return Measure("receptive_field", "Loss by context", NATS, says, rows)
+
+
+def field_of(rows: list[Row]) -> tuple[int, int]:
+    """Return (receptive field, context with the lowest loss) from `receptive_field`'s rows."""
+    losses = {row.at["context"]: row.estimate.value for row in rows}
+    best = min(losses, key=lambda context: losses[context])
+    within = (c for c, loss in losses.items() if loss - losses[best] <= MARGIN * losses[best])
+    return next(within), best
+
+
+def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray:
+    """Return the losses of the last `tail` tokens [n, tail] after about `context` tokens."""
+    tail, end = sample.tail, sample.longest + 1
+    step = min(max(1, context // 4), tail)
+    losses = np.empty((len(sample.sequences_nT), tail))
+    starts = [*range(0, tail - step, step), tail - step]
+    begins = [end - tail + start - context for start in starts]
+    pieces = np.stack([sample.sequences_nT[:, b : b + context + step] for b in begins], 1)
+    found = subject.losses(pieces.reshape(-1, context + step))[:, -step:]
+    found = found.reshape(len(losses), len(starts), step)
+    for number, start in enumerate(starts):
+        losses[:, start : start + step] = found[:, number]
+    return losses
+
+
+def _of_other_documents(documents: np.ndarray) -> np.ndarray:
+    """Return, for each sequence, the number of a sequence of another document.
+
+    Args:
+        documents: [n], the document of each sequence, in ascending order; at least 2 different.
+    """
+    count = len(documents)
+    later = np.searchsorted(documents, documents, side="right")
+    offset = np.arange(count) - np.searchsorted(documents, documents)
+    other = (later + offset) % count
+    return np.where(documents[other] == documents, later % count, other)

@@ -1,0 +1,198 @@
+"""Define the inputs and the results of the suite's measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.data.errors import DataError
+from megatron.data.shards.interface import Shards
+from megatron.engine.errors import DivergedError
+from megatron.evaluation.losses import LossFn, scores_of_sequences
+from megatron.evaluation.suite.statistics import Estimate
+from megatron.model.block import limited_window
+from megatron.parallel.groups import Groups
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result of a measure.
+
+    Attributes:
+        at: where it was measured, such as {"length": 128}. The first value is the plot's x axis,
+            and each combination of the others is a curve.
+        also: further numbers for the tables.
+    """
+
+    at: Mapping[str, Any]
+    estimate: Estimate
+    also: Mapping[str, float] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, Any]:
+        """Return the row as one dict: a line of the CSV."""
+        return {**self.at, **asdict(self.estimate), **self.also}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure with its results.
+
+    Attributes:
+        name: the name of its files.
+        unit: what `Estimate.value` is, for tables and axes.
+        says: one sentence about the results.
+    """
+
+    name: str
+    title: str
+    unit: str
+    says: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The text that the suite reads.
+
+    Attributes:
+        sequences_nT: int64 [n, longest + 1], sequences that lie inside of one document each.
+        documents: [n], the document of each sequence, in ascending order.
+        train_length: the length at which the model was trained.
+        lengths: the lengths at which it is measured, ascending, the last being the longest.
+        tokens: the approximate number of tokens that a measure reads for each of its results.
+    """
+
+    sequences_nT: np.ndarray
+    documents: np.ndarray
+    train_length: int
+    lengths: tuple[int, ...]
+    tokens: int
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
+
+    @property
+    def tail(self) -> int:
+        """The tokens at the end of a sequence that far-swap and the receptive field score."""
+        return max(1, min(128, self.longest // 8))
+
+    @property
+    def too_short(self) -> str:
+        """What a measure says if it needs longer sequences."""
+        length = self.train_length
+        return f"Not measured: {self.longest:,} tokens are too few after training at {length:,}."
+
+    def bins(self, first: int) -> list[tuple[int, int]]:
+        """Return bins (c, end) of numbers of tokens read, c to end - 1, from c = `first` on.
+
+        Each bin is twice as wide as the one before it, and the last one is at most that wide.
+        """
+        starts = [first]
+        while 2 * starts[-1] < self.longest:
+            starts.append(2 * starts[-1])
+        return list(zip(starts, [*starts[1:], self.longest + 1], strict=True))
+
+    def random(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+        """Return random tokens [shape], each equally likely, out of those that the text has."""
+        return rng.choice(np.unique(self.sequences_nT), shape)
+
+
+def read_sample(
+    shards: Shards,
+    documents: tuple[int, int],
+    lengths: tuple[int, ...],
+    *,
+    train_length: int,
+    tokens: int,
+    eod: int,
+) -> Sample:
+    """Cut sequences of the longest length out of the documents that are long enough.
+
+    Shorter documents are left out: a sequence that runs over the end of a document would measure
+    how the model reads a stranger's text. If there are few documents, several sequences come from
+    each one. At least 16 sequences are read, if there are as many.
+
+    Args:
+        documents: (start, end), the range of documents [start, end).
+        tokens: the approximate number of tokens to read.
+        eod: the id of the end-of-document token, at which a document's text ends.
+
+    Raises:
+        DataError: fewer than 2 documents are long enough.
+    """
+    size, rng = lengths[-1] + 1, np.random.default_rng(0)
+    begins = shards.pointers[slice(*documents)] // shards.dtype.itemsize
+    texts = [(int(b), int(n)) for b, n in zip(begins, shards.sizes[slice(*documents)], strict=True)]
+    texts = [(b, n - int(shards.tokens[b + n - 1 : b + n][0] == eod)) for b, n in texts if n]
+    whole = {number: text for number, text in enumerate(texts) if text[1] >= size}
+    if len(whole) < 2:
+        longest = max((n for _, n in texts), default=0)
+        raise DataError(
+            f"{len(whole)} of {len(texts)} documents have the {size} tokens that --suite needs, "
+            f"and it needs 2 of them (the longest has {longest}); give shorter --lengths, or give "
+            "the split more of `split`"
+        )
+    wanted = max(16, tokens // size)
+    chosen = sorted(rng.permutation(list(whole))[:wanted].tolist())
+    each = -(-wanted // len(chosen))
+    rows, owners = [], []
+    for number in chosen:
+        begin, length = whole[number]
+        count = min(each, length // size)
+        room = length // count - size
+        for part in range(count):
+            start = begin + part * (length // count) + int(rng.integers(room + 1))
+            rows.append(np.asarray(shards.tokens[start : start + size], np.int64))
+            owners.append(number)
+    return Sample(np.stack(rows), np.array(owners), train_length, lengths, tokens)
+
+
+class Subject:
+    """A model that is measured.
+
+    Args:
+        model: the model whose attention `losses` can limit.
+        loss_fn: the function that returns the loss of each target; `model` itself, or a stand-in.
+        tick: a function that gets the number of tokens of each finished batch.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: Groups,
+        batch_tokens: int,
+        tick: Callable[[int], object] = lambda tokens: None,
+        loss_fn: LossFn | None = None,
+    ):
+        self.model, self.groups, self.batch_tokens, self.tick = model, groups, batch_tokens, tick
+        self.loss_fn = loss_fn or model
+
+    def losses(self, sequences_nT: np.ndarray, *, window: int | None = None) -> np.ndarray:
+        """Return the loss of each target in nats, float64 [n, T - 1]. Every rank must call this.
+
+        Args:
+            sequences_nT: int64 [n, T].
+            window: each layer sees only so many tokens, the current one included. None sets no
+                limit beyond the model's own.
+
+        Raises:
+            DivergedError: a loss is infinite or not a number.
+        """
+        with limited_window(self.model, window):
+            losses_nT = scores_of_sequences(
+                self.loss_fn,
+                sequences_nT,
+                self.groups,
+                batch_tokens=self.batch_tokens,
+                score=lambda losses_BT, _: losses_BT,
+                width=sequences_nT.shape[1] - 1,
+                tick=self.tick,
+            )
+        if not np.isfinite(losses_nT).all():
+            raise DivergedError("the model's losses are not finite; -o precision=fp32 may help")
+        return losses_nT

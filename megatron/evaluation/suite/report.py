@@ -1,0 +1,131 @@
+"""Write the suite's report: `report.md`, `report.json`, and a CSV and a PNG for each measure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.evaluation.report import figure_png, mark_training_length
+from megatron.evaluation.suite.measure import Measure, Row
+from megatron.evaluation.suite.statistics import LEVEL
+from megatron.files import write_bytes, write_text
+
+FOLDER, PAGE, DATA = "suite", "report.md", "report.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one model.
+
+    Attributes:
+        title: the model, in words.
+        facts: what was measured on what, for the head of the page.
+        verdict: what follows from all measures; the first sentence is about the context.
+    """
+
+    title: str
+    facts: dict[str, Any]
+    verdict: list[str]
+    measures: list[Measure]
+
+
+def write_report(report: Report, folder: Path, train_length: int) -> None:
+    """Write all files of the report into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f"# {report.title}", "\n".join(f"**{line}**  " for line in report.verdict)]
+    parts.append("\n".join(f"- {name}: {value}" for name, value in report.facts.items()))
+    for measure in report.measures:
+        parts += [f"## {measure.title}", measure.says]
+        if measure.rows:
+            write_text(folder / f"{measure.name}.csv", _csv(measure.rows))
+            parts.append(_table(measure))
+        if len(measure.rows) > 2:
+            picture = f"{measure.name}.png"
+            write_bytes(folder / picture, _picture(measure, train_length))
+            parts.append(f"![{measure.title}]({picture})")
+    parts.append(
+        f"Intervals have a level of {LEVEL:.0f}%, by bootstrap over documents (or, for induction, "
+        "over random sequences)."
+    )
+    write_text(folder / PAGE, "\n\n".join(parts) + "\n")
+    content = {"title": report.title, "verdict": report.verdict, "facts": report.facts}
+    content["measures"] = {
+        measure.name: {
+            "unit": measure.unit,
+            "says": measure.says,
+            "rows": [{key: _json(value) for key, value in row.flat().items()} for row in each],
+        }
+        for measure in report.measures
+        for each in (measure.rows,)
+    }
+    write_text(folder / DATA, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _json(value: Any) -> Any:
+    """Return the value, or None for a number that JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, rows[0].flat(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.flat() for row in rows)
+    return out.getvalue()
+
+
+def _table(measure: Measure) -> str:
+    first = measure.rows[0]
+    head = [*first.at, measure.unit, "interval", "documents", *first.also]
+    lines = ["| " + " | ".join(head).replace("_", " ") + " |", "|" + "---:|" * len(head)]
+    for row in measure.rows:
+        found = row.estimate
+        cells = [*map(_shown, row.at.values()), f"{found.value:.4f}"]
+        cells += [f"{found.low:.4f} to {found.high:.4f}", str(found.documents)]
+        cells += map(_shown, row.also.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _picture(measure: Measure, train_length: int) -> bytes:
+    """Draw the values with their intervals over the first label, one curve for each of the rest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    label = next(iter(measure.rows[0].at))
+    rows = sorted(measure.rows, key=lambda row: (_rest(row), row.at[label]))
+    for rest, curve in itertools.groupby(rows, _rest):
+        points = [(row.at[label], row.estimate) for row in curve]
+        values = [found.value for _, found in points]
+        ends = [
+            [abs(found.value - end) for (_, found), end in zip(points, each, strict=True)]
+            for each in ([f.low for _, f in points], [f.high for _, f in points])
+        ]
+        at = [x for x, _ in points]
+        axes.errorbar(at, values, yerr=ends, marker="o", markersize=4, capsize=3, label=rest)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    mark_training_length(axes, train_length)
+    axes.set(xlabel=f"{label} (tokens)", ylabel=measure.unit, title=measure.title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure_png(figure)
+
+
+def _rest(row: Row) -> str:
+    """Return the labels of a row after the first one, which name its curve."""
+    return ", ".join(f"{name} {value}" for name, value in list(row.at.items())[1:])

@@ -1,0 +1,173 @@
+"""Load a run's newest checkpoint, and write prompts with the continuations that it generates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.build import tokenizer_of
+from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.checkpoint.saved import Kind, Saved
+from megatron.engine.job.alone import job_or_alone
+from megatron.generation.loop import Speed, continue_texts
+from megatron.generation.sampling import Sampling
+from megatron.generation.text import Continuation
+from megatron.model import GPT
+from megatron.parallel.groups import Groups
+from megatron.parallel.rng import named_generator
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate.
+
+    Attributes:
+        read_prompts: A function that returns the prompts. Only rank 0 calls it.
+        max_new_tokens: The largest number of tokens of a continuation.
+        sampling: The settings for choosing tokens.
+        stops: The stop sequences. A continuation ends before the first one that occurs in it.
+        endless: If true, the end-of-document token is never chosen. If false, this token can be
+            chosen and ends the continuation.
+        seed: The seed of the random numbers. Each prompt has its own random generator.
+        batch_size: The number of prompts that are continued at the same time.
+        as_json: If true, write one JSON object per prompt. If false, write plain text. The text of
+            a single prompt is then written while it is generated.
+    """
+
+    read_prompts: Callable[[], list[str]]
+    max_new_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    endless: bool = False
+    seed: int = 0
+    batch_size: int = 8
+    as_json: bool = False
+
+
+def generate(
+    config: Config,
+    load: Path,
+    request: Request,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Continue the request's prompts with the newest checkpoint in the run folder `load`.
+
+    Call this function in a single process, or in every process of a torchrun job. All processes of
+    the job share the model by tensor parallelism.
+
+    Args:
+        config: The configuration. Its degree of tensor parallelism must be the number of processes.
+        load: The run folder.
+        write: A function that gets the prompts and continuations. Only rank 0 calls it.
+        say: A function that prints a message for the user. Only rank 0 calls it.
+
+    Raises:
+        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+        DataError: There is no prompt, or a prompt has no tokens.
+        PositionalError: A trained position table is too short for a prompt and its continuation.
+    """
+    with job_or_alone(config) as groups:
+        groups = groups.divided(model_size=groups.world_size)
+        if not groups.is_main:
+            write = say = _nothing
+        tokenizer = tokenizer_of(config)
+        model, saved, notes = load_model(config, load, tokenizer, groups)
+        say("\n".join([_origin(saved, groups), *notes]))
+        texts = groups.gather_from_job(request.read_prompts() if groups.is_main else [])[0]
+        prompts = _encoded(texts, tokenizer, model)
+        # The last token is chosen, but never read.
+        longest = max(map(len, prompts)) + request.max_new_tokens - 1
+        model.embedding.require_positions(longest)
+        streams = len(texts) == 1 and not request.as_json
+        if streams:
+            write(texts[0])
+        rows = [
+            Continuation(tokenizer, ids, request.stops, write if streams else _nothing)
+            for ids in prompts
+        ]
+        speed = Speed()
+        for begin in range(0, len(rows), request.batch_size):
+            batch = range(begin, min(begin + request.batch_size, len(rows)))
+            continue_texts(
+                model,
+                [prompts[n] for n in batch],
+                [rows[n] for n in batch],
+                [named_generator(request.seed, f"prompt {n}") for n in batch],
+                how=request.sampling,
+                max_new_tokens=request.max_new_tokens,
+                banned=_banned(model, tokenizer, request.endless),
+                tp=groups.model,
+                speed=speed,
+            )
+            for n in batch:
+                write("\n" if streams else _line(texts[n], rows[n], request.as_json))
+        say(_report(speed, rows))
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def _origin(saved: Saved, groups: Groups) -> str:
+    """Return a line that names the checkpoint and the parallel layout in which it was trained.
+
+    The layout is left out if this project did not write the checkpoint.
+    """
+    line = f"generating with {saved.path} on {groups.world_size} {groups.device.type}"
+    if saved.kind is not Kind.OURS:
+        return line
+    layout = saved.record.layout
+    stages, tensor = layout["pipe_parallel_size"], layout["model_parallel_size"]
+    return f"{line} (trained in {stages} pipeline stage(s) x {tensor} tensor-parallel)"
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
+    """Return the token ids of each prompt.
+
+    If the model's tokens attend only to their own document, only the tokens after the prompt's last
+    end-of-document token are returned.
+
+    Raises:
+        DataError: There is no prompt, or no token of a prompt is left.
+    """
+    if not texts:
+        raise DataError("there is no prompt; write one per line")
+    prompts = []
+    for number, text in enumerate(texts, 1):
+        ids = tokenizer.encode(text).tolist()
+        if model.documents is not None and tokenizer.eod in ids:  # no token sees older documents
+            ids = ids[len(ids) - ids[::-1].index(tokenizer.eod) :]
+        if not ids:
+            raise DataError(f"prompt {number} is empty; the model continues at least one token")
+        prompts.append(ids)
+    return prompts
+
+
+def _banned(model: GPT, tokenizer: Tokenizer, endless: bool) -> list[int]:
+    """Return the ids of tokens that are never chosen.
+
+    These are the ids that pad the vocabulary and, if `endless`, the end-of-document token.
+    """
+    padding = range(tokenizer.vocab_size, model.shape.vocab_size)
+    return [*padding, *([tokenizer.eod] if endless else [])]
+
+
+def _line(prompt: str, row: Continuation, as_json: bool) -> str:
+    if not as_json:
+        return f"{prompt}{row.text}\n"
+    values = {"prompt": prompt, "text": row.text, "tokens": row.tokens, "end": row.end}
+    return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+def _report(speed: Speed, rows: list[Continuation]) -> str:
+    total, rate = sum(row.tokens for row in rows), speed.tokens / max(speed.seconds, 1e-9)
+    return (
+        f"{speed.prompt_tokens:,} prompt tokens, first new tokens after "
+        f"{speed.prompt_seconds:.2f} s; {total:,} new tokens, {rate:,.1f} tokens/s after the first"
+    )

@@ -1,0 +1,224 @@
+"""Answer the requests of lm-evaluation-harness with the model of a run folder.
+
+The log-likelihood of a text t after a context c, both in tokens, is
+
+    sum over i of log p(t_i | c, t_1 ... t_{i-1})   [nats]
+
+The end-of-document token stands for an empty context. p includes the ids that pad the vocabulary,
+as in the loss.
+
+Legend: B texts, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.errors import DivergedError
+from megatron.generation.loop import Speed, continue_texts
+from megatron.generation.sampling import Sampling
+from megatron.generation.text import Continuation
+from megatron.model import GPT
+from megatron.parallel.groups import TensorGroup
+from megatron.parallel.rng import named_generator
+
+MAX_GEN_TOKS = 256
+"""The most new tokens of a text, if the task does not set `max_gen_toks`. The harness's default."""
+_GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+
+
+class RunModel(TemplateLM):
+    """A model that answers the harness's requests. All ranks must get the same requests.
+
+    Args:
+        tp: The tensor-parallel group. It contains all ranks of the job.
+        max_length: The most tokens that the model reads. Longer contexts lose their start.
+        batch_size: The number of texts in a forward pass.
+        info: What the results say about the model.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        tp: TensorGroup,
+        *,
+        max_length: int,
+        batch_size: int,
+        seed: int,
+        info: dict[str, Any],
+    ):
+        super().__init__()
+        self._model, self._tokenizer, self._tp = model, tokenizer, tp
+        self._max_length, self._batch_size, self._seed = max_length, batch_size, seed
+        self._info = info
+        self._device = next(model.parameters()).device
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id of the end-of-document token."""
+        return self._tokenizer.eod
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the results say about the model."""
+        return self._info
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Return the token ids of a text. There are no special tokens to add."""
+        return self._tokenizer.encode(string).tolist()
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of each text, after an end-of-document token.
+
+        A text of more than `max_length` tokens is cut into windows by the harness's rule: windows
+        of `max_length` tokens, of which the last overlaps the one before.
+        """
+        owners, pairs = [], []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.eot_token_id, self._max_length, 1)
+            for window in windows:
+                owners.append(number)
+                pairs.append(make_disjoint_window(window))
+        totals = [0.0] * len(requests)
+        for owner, (total, _) in zip(owners, self._score(pairs, greedy=False), strict=True):
+            totals[owner] += total
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context or [self.eot_token_id], target) for _, context, target in requests]
+        return self._score(pairs, greedy=True)
+
+    @torch.inference_mode()
+    def _score(
+        self, pairs: Sequence[tuple[list[int], list[int]]], *, greedy: bool
+    ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, is greedy) of each target after its context.
+
+        Args:
+            greedy: Whether to find out if each token of the target is the most likely one. If
+                false, the logits are never held as a whole, and the second result means nothing.
+
+        Raises:
+            DataError: A target is longer than `max_length`.
+            DivergedError: A log-likelihood is infinite or not a number.
+        """
+        longest = max((len(target) for _, target in pairs), default=0)
+        if longest > self._max_length:
+            raise DataError(
+                f"the task scores a text of {longest} tokens, but --max_length is "
+                f"{self._max_length}; give at least {longest}"
+            )
+        answers = [(0.0, True)] * len(pairs)
+        for batch in self._batches([len(context) + len(target) for context, target in pairs]):
+            rows = [sum(pairs[n], [])[-self._max_length - 1 :] for n in batch]
+            counts = [len(pairs[n][1]) for n in batch]
+            width = max(2, *map(len, rows))  # an empty text needs no logits, but a model some input
+            padded = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+            inputs_BT, targets_BT = padded[:, :-1].to(self.device), padded[:, 1:].to(self.device)
+            ends = [len(row) - 1 for row in rows]
+            first = min(end - count for end, count in zip(ends, counts, strict=True))
+            if greedy:
+                scores_BTV = self._model(inputs_BT, first=first)
+            else:
+                losses_BT = self._model(inputs_BT, targets_BT)[:, first:]
+            for row, (n, end, count) in enumerate(zip(batch, ends, counts, strict=True)):
+                part = slice(end - count - first, end - first)
+                if greedy:
+                    target_T = targets_BT[row, end - count : end]
+                    logs_TV = scores_BTV[row, part].double().log_softmax(-1)
+                    likely = bool((logs_TV.argmax(-1) == target_T).all())
+                    total = logs_TV.gather(1, target_T[:, None]).sum()
+                else:
+                    likely, total = True, -losses_BT[row, part].double().sum()
+                if not total.isfinite():
+                    text = "log-likelihoods are not finite; -o precision=fp32 may help"
+                    raise DivergedError(f"the model's {text}")
+                answers[n] = (total.item(), likely)
+        return answers
+
+    @torch.inference_mode()
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return the continuation of each text, up to a stop sequence or the end of a document.
+
+        Raises:
+            DataError: The task sets a generation option that does not exist here.
+        """
+        asked: list[Any] = [request.args for request in requests]
+        answers = [""] * len(asked)
+        by_options: dict[str, list[int]] = {}
+        for number, (_, given) in enumerate(asked):
+            by_options.setdefault(repr(given), []).append(number)
+        for numbers in by_options.values():
+            options = dict[str, Any](normalize_gen_kwargs(asked[numbers[0]][1], MAX_GEN_TOKS))
+            how = sampling_of(options)
+            room = self._max_length - options["max_gen_toks"]
+            if room < 1:
+                raise DataError(
+                    f"max_gen_toks {options['max_gen_toks']} leaves no room for a context within "
+                    f"--max_length {self._max_length}"
+                )
+            prompts = [self._prompt(asked[n][0])[-room:] for n in numbers]
+            stops = [stop for stop in options["until"] if stop]
+            for batch in self._batches([len(prompt) for prompt in prompts]):
+                texts = [Continuation(self._tokenizer, prompts[n], stops) for n in batch]
+                continue_texts(
+                    self._model,
+                    [prompts[n] for n in batch],
+                    texts,
+                    [named_generator(self._seed, f"request {numbers[n]}") for n in batch],
+                    how=how,
+                    max_new_tokens=options["max_gen_toks"],
+                    banned=range(self._tokenizer.vocab_size, self._model.shape.vocab_size),
+                    tp=self._tp,
+                    speed=Speed(),
+                )
+                for n, text in zip(batch, texts, strict=True):
+                    answers[numbers[n]] = text.text
+        return answers
+
+    def _prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text to continue: those of its last document, or the end token."""
+        ids, end = self.tok_encode(text), self.eot_token_id
+        if self._model.documents is not None and end in ids:  # no token sees older documents
+            ids = ids[len(ids) - ids[::-1].index(end) :]
+        return ids or [end]
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the numbers of the texts with these lengths in batches, the longest texts first."""
+        order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+        for begin in range(0, len(order), self._batch_size):
+            yield order[begin : begin + self._batch_size]
+
+
+def sampling_of(options: dict[str, Any]) -> Sampling:
+    """Return the settings for choosing tokens that the options of a task mean.
+
+    Args:
+        options: The task's `generation_kwargs`, after the harness's `normalize_gen_kwargs`.
+
+    Raises:
+        DataError: An option does not exist here.
+    """
+    if unknown := sorted(options.keys() - _GENERATION):
+        raise DataError(
+            f"generation_kwargs: {', '.join(unknown)} cannot be used here; write only "
+            f"{', '.join(sorted(_GENERATION))}"
+        )
+    temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
+    return Sampling(float(temperature), options.get("top_k") or None, options.get("top_p") or 1.0)

@@ -1,0 +1,157 @@
+"""Score a run's newest checkpoint on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable, make_table
+
+from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.engine.build import tokenizer_of
+from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.job.alone import job_or_alone
+from megatron.files import write_text
+from megatron.harness.model import RunModel
+from megatron.model import GPT
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to score.
+
+    Attributes:
+        tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
+        include_path: A folder with the YAML files of more tasks, or None.
+        num_fewshot: The number of examples before each question. None leaves it to the task.
+        limit: The number of questions per task, or below 1 the part of them. None scores all.
+        batch_size: The number of texts in a forward pass.
+        max_length: The most tokens that the model reads. None stands for `longest_context`.
+        seed: The seed of the few-shot examples and of generated texts.
+        unsafe_code: Whether tasks may run the code that the model writes.
+    """
+
+    tasks: tuple[str, ...]
+    include_path: Path | None = None
+    num_fewshot: int | None = None
+    limit: float | None = None
+    batch_size: int = 8
+    max_length: int | None = None
+    seed: int = 1234
+    unsafe_code: bool = False
+
+
+def score(
+    config: Config,
+    load: Path,
+    request: Request,
+    write: Path | None,
+    show: Callable[[str], None] = print,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Score the newest checkpoint in the run folder `load`, and show the harness's tables.
+
+    Call this function inside `harness_packages`, in a single process or in every process of a
+    torchrun job. All processes of the job share the model by tensor parallelism.
+
+    Args:
+        config: The configuration. Its degree of tensor parallelism must be the number of processes.
+        write: The JSON file for the results, or None.
+        show: A function that prints a table. Only rank 0 calls it.
+        say: A function that prints a message for the user. Only rank 0 calls it.
+
+    Raises:
+        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+        DataError: A task does not exist or cannot be loaded.
+    """
+    with job_or_alone(config) as groups:
+        groups = groups.divided(model_size=groups.world_size)
+        manager, tasks = find_tasks(request)
+        tokenizer = tokenizer_of(config)
+        model, saved, notes = load_model(config, load, tokenizer, groups)
+        limit = request.max_length or longest_context(model, config)
+        model.embedding.require_positions(limit)
+        shown = None if limit == sys.maxsize else limit
+        precision = config.training.precision
+        info = {"checkpoint": str(saved.path), "precision": precision, "max_length": shown}
+        sizes = {"max_length": limit, "batch_size": request.batch_size, "seed": request.seed}
+        adapter = RunModel(model, tokenizer, groups.model, info=info, **sizes)
+        if groups.is_main:
+            say("\n".join([f"evaluating {saved.path}", *notes]))
+        results: Any = simple_evaluate(
+            model=adapter,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=request.num_fewshot,
+            limit=request.limit,
+            batch_size=request.batch_size,
+            fewshot_random_seed=request.seed,
+            confirm_run_unsafe_code=request.unsafe_code,
+            log_samples=False,
+        )
+        if groups.is_main:
+            for column in [each for each in ("results", "groups") if each in results]:
+                show(make_table(results, column))
+            if write:
+                text = json.dumps(results, indent=2, default=handle_non_serializable)
+                write_text(write, text + "\n")
+                say(f"written to {write}")
+
+
+def longest_context(model: GPT, config: Config) -> int:
+    """Return the most tokens that the model should read at a time.
+
+    Embeddings that are made for longer texts have no limit. For rotary embeddings and position
+    vectors it is `max_position_embeddings`, as in GPT-NeoX.
+    """
+    table = model.embedding.position_embeddings
+    if table is not None:
+        return table.num_embeddings - model.embedding.offset
+    if model.pos.has("rotary") or model.pos.has("input"):
+        return config.model.max_position_embeddings
+    return sys.maxsize
+
+
+class _Tasks(TaskManager):
+    """A task manager that reports all faults of a task's files and data as DataError."""
+
+    def load(self, task_list: Any) -> Any:
+        try:
+            return super().load(task_list)
+        except Exception as error:  # each task's code and data raise errors of their own
+            raise DataError(f"a task cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def find_tasks(request: Request) -> tuple[TaskManager, list[Any]]:
+    """Return a task manager, and the names or paths of the tasks that are asked for.
+
+    The harness's own tasks are listed only if `include_path` lacks a name, because that takes long.
+
+    Raises:
+        DataError: No task is named, `include_path` is no folder, or there is no task of a name.
+    """
+    folder, names = request.include_path, [each.strip() for each in request.tasks if each.strip()]
+    if not names:
+        raise DataError("no task is named; give e.g. lambada_openai")
+    if folder and not folder.is_dir():
+        raise DataError(f"--include_path {folder}: there is no such folder")
+    for with_defaults in (False, True):
+        manager = _Tasks(include_path=folder, include_defaults=with_defaults)
+        found, missing = dict[str, None](), []
+        for name in names:
+            matches = [name] if name.endswith((".yaml", ".yml")) else manager.match_tasks([name])
+            found.update(dict.fromkeys(sorted(matches)))
+            missing += [] if matches else [name]
+        if not missing:
+            return manager, list(found)
+    raise DataError(
+        f"there is no task {', '.join(missing)}, neither in lm-evaluation-harness nor in "
+        f"{folder or '--include_path DIR'}; `lm_eval ls tasks` lists those of the harness"
+    )

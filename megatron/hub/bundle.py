@@ -1,0 +1,72 @@
+"""Join the sources of an exported model into one file that needs only torch and transformers."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable
+from importlib import import_module
+
+from megatron import positional
+
+_PREFIX = "megatron."
+_ALWAYS = ("megatron.positional.combination",)
+_MODEL = ("megatron.hub.layers", "megatron.hub.modeling_kerple")
+_LOAD = '''
+def load(name: str, **options: Any) -> PositionalEmbedding:
+    """Build the positional embedding `name`, or a combination such as `rotary + kerple_log`."""
+    terms = name.split(" + ")
+    if len(terms) == 1:
+        return EMBEDDINGS[name](**options)
+    return Combination([load(term, **options.get(term, {})) for term in terms])
+'''
+HEADER = '''"""A model exported from KERPLE-NeoX (Apache License 2.0) for torch and transformers."""
+
+from __future__ import annotations
+'''
+
+
+def bundle(terms: Iterable[str]) -> str:
+    """Return the source of a file with the model and the positional embeddings `terms`.
+
+    Args:
+        terms: Names of positional embeddings, without combinations.
+    """
+    terms = sorted(set(terms))
+    modules = {name: f"{positional.__name__}.{name}" for name in terms}
+    order: list[str] = []
+    for module in (*_ALWAYS, *modules.values()):
+        _add(module, order)
+    parts = [HEADER, *map(_source, order), "# " + "-" * 98, "EMBEDDINGS: dict[str, Any] = {"]
+    classes = {name: type(positional.load(name)).__name__ for name in terms}
+    parts[-1] += "".join(f'\n    "{name}": {classes[name]},' for name in terms) + "\n}"
+    parts.append("for _name, _class in EMBEDDINGS.items():\n    _class.name = _name")
+    return "\n\n".join([*parts, _LOAD, *map(_source, _MODEL)]) + "\n"
+
+
+def _add(module: str, order: list[str]) -> None:
+    """Append `module` to `order`, after the modules of this project that it imports."""
+    if module in order:
+        return
+    for node in ast.walk(ast.parse(_text(module))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PREFIX):
+            _add(str(node.module), order)
+    order.append(module)
+
+
+def _text(module: str) -> str:
+    return inspect.getsource(import_module(module))
+
+
+def _source(module: str) -> str:
+    """Return a module's source without its imports of this project and of `__future__`."""
+    text = _text(module)
+    lines: list[str | None] = list(text.splitlines())
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and (
+            node.module == "__future__" or (node.module or "").startswith(_PREFIX)
+        ):
+            end = node.end_lineno or node.lineno
+            lines[node.lineno - 1 : end] = [None] * (end - node.lineno + 1)
+    kept = "\n".join(line for line in lines if line is not None)
+    return f"# {'-' * 98}\n# {module}\n\n{kept.strip()}"

@@ -1,0 +1,226 @@
+"""Export a run as a folder from which `transformers` loads the model and the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from megatron.config import Config
+from megatron.config.per_layer import layers_of, values_of
+from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
+from megatron.engine.build import positional_options
+from megatron.engine.checkpoint.publish import why_not_written
+from megatron.engine.errors import HubError
+from megatron.hub.bundle import bundle
+from megatron.hub.keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
+from megatron.hub.load_run import Run
+from megatron.hub.tokenizer import write_tokenizer
+from megatron.hub.weights import layout_of
+from megatron.model import GPT
+from megatron.model.embedding import is_theta
+from megatron.parallel.rng import named_generator
+
+CODE = "modeling_kerple"
+"""The name of the Python file of an export, without its ending."""
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""The largest difference of logits, by the dtype in which they are compared."""
+_SHARD = "5GB"
+_LONGEST = 1024
+"""The largest number of tokens of a text that both models read for the comparison."""
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model in the form in which transformers stores it.
+
+    Attributes:
+        config: The content of config.json.
+        weights: The weights by their names in transformers.
+        code: The content of `CODE`.py, or "" if transformers itself has the class.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor] = field(repr=False)
+    code: str = field(default="", repr=False)
+
+
+def export(run: Run, folder: Path) -> list[str]:
+    """Write a run's model and tokenizer to the empty folder `folder`.
+
+    The written files are loaded again, and must give this project's logits and token ids.
+
+    Returns:
+        Lines to print for the user.
+
+    Raises:
+        HubError: The model or the tokenizer cannot be exported, or logits or token ids differ.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub = _hub_model(run)
+    _write(hub, run, folder)
+    write_tokenizer(run.tokenizer, folder)
+    difference = _compare(folder, run, remote_code=bool(hub.code))
+    code = f"with its code in {CODE}.py" if hub.code else "without code"
+    return [
+        f"{hub.config['architectures'][0]} in {hub.config['dtype']}, {code}",
+        f"compared with this project: logits differ by at most {difference:.1e}, token ids agree",
+    ]
+
+
+def _hub_model(run: Run) -> HubModel:
+    """Return the run's model as a class of transformers, or as our own if there is none.
+
+    transformers' classes compute rotary angles in fp32, so ours is used for float64.
+    """
+    if run.dtype is torch.float64 or misfits(run.config):
+        return _own_class(run)
+    kind, about = hub_config(run.config)
+    weights, state = {}, run.model.state_dict()
+    for name, parts in layout_of(kind, run.model.shape, run.model.pos).items():
+        weights |= dict(zip(parts.names, parts.split(state[name]), strict=True))
+    return HubModel(about | _common(run), weights)
+
+
+def _own_class(run: Run) -> HubModel:
+    """Return the model as the class `KerpleForCausalLM`, whose code comes with it."""
+    config, model = run.config, run.model
+    if config.model.published_numerics:
+        raise HubError(
+            "published_numerics: the export cannot round numbers as the released code does; "
+            "export with -o published_numerics=false, which computes in fp32 at least"
+        )
+    weights = {name: x for name, x in model.state_dict().items() if not is_theta(name)}
+    if model.pos.parameters:
+        weights["theta"] = _theta(model)
+    terms = (term.name for term in model.pos.terms)
+    classes = {"AutoConfig": "KerpleConfig", "AutoModelForCausalLM": OWN_CLASS}
+    about = {
+        "model_type": "kerple",
+        "architectures": [OWN_CLASS],
+        "auto_map": {auto: f"{CODE}.{name}" for auto, name in classes.items()},
+        **_values(config, model),
+    }
+    return HubModel(about | _common(run), weights, bundle(terms))
+
+
+def _theta(model: GPT) -> Tensor:
+    """Return all parameters of the positional embedding [heads, columns], at least in fp32."""
+    no_tokens_BT = torch.zeros(1, 0, dtype=torch.int64)
+    with torch.no_grad():
+        _, theta_HN = model.embedding(no_tokens_BT)
+    return theta_HN
+
+
+def _common(run: Run) -> dict[str, Any]:
+    """Return the entries of config.json that every class has."""
+    return {
+        "dtype": str(run.dtype).removeprefix("torch."),
+        "eos_token_id": run.tokenizer.eod,
+        "pad_token_id": run.tokenizer.eod,
+        "tie_word_embeddings": run.model.shape.tie_weights,
+        "vocab_size": run.model.shape.vocab_size,
+        OWN_KEYS: own_keys(run.config),
+    }
+
+
+def _values(config: Config, model: GPT) -> dict[str, Any]:
+    """Return the values of `KerpleConfig` that describe the model."""
+    m, shape, block, documents = config.model, model.shape, model.shape.block, model.documents
+    inside = block.norm == "rmsnorm" and block.fused_norm
+    options = {name: positional_options(m, name) for name in values_of(m.pos_emb)}
+    windows = m.sliding_window_width
+    return {
+        "hidden_size": block.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": block.num_heads,
+        "num_key_value_heads": block.num_heads // block.group,
+        "intermediate_size": block.mlp_size,
+        "max_position_embeddings": shape.max_positions,
+        "norm": "fused_rmsnorm" if inside else block.norm,
+        "norm_eps": block.norm_eps,
+        "qk_norm": block.qk_norm,
+        "activation": block.activation,
+        "tanh_gelu": block.tanh_gelu,
+        "attention_bias": block.attention_bias,
+        "mlp_bias": block.mlp_bias,
+        "gpt_j_residual": block.gpt_j_residual,
+        "rotary_ndims": block.rotary_ndims,
+        "rotary_base": block.rotary_base,
+        "pos_emb": layers_of(m.pos_emb, m.num_layers),
+        "pos_emb_options": options,
+        "theta_per_layer": m.theta_per_layer,
+        "distance_scale": config.evaluation.eval_distance_scale,
+        "windows": None if windows is None else layers_of(windows, m.num_layers),
+        "document_end": None if documents is None else documents.end,
+        "restart_positions": documents is not None and documents.restart_positions,
+        "position_offset": shape.position_offset,
+    }
+
+
+def _write(hub: HubModel, run: Run, folder: Path) -> None:
+    """Write all files but the tokenizer's."""
+    end, unused = run.tokenizer.eod, range(run.tokenizer.vocab_size, run.model.shape.vocab_size)
+    generation = {"eos_token_id": end, "pad_token_id": end, "suppress_tokens": [*unused] or None}
+    for name, content in (("config", hub.config), ("generation_config", generation)):
+        text = json.dumps(content, indent=2, default=dict)
+        (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    if hub.code:
+        (folder / f"{CODE}.py").write_text(hub.code, encoding="utf-8")
+    try:
+        save_torch_state_dict(hub.weights, folder, max_shard_size=_SHARD)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"the weights: {why_not_written(folder, error)}") from None
+    for path in folder.glob("*.safetensors"):  # written for their owner alone
+        path.chmod((folder / "config.json").stat().st_mode)
+
+
+@torch.no_grad()
+def _compare(folder: Path, run: Run, *, remote_code: bool) -> float:
+    """Return the largest difference between our logits and those of the model in `folder`.
+
+    Half of a text is read with the cache of the other half. Both models compute in fp32, or in
+    float64 if the weights are float64.
+
+    Raises:
+        HubError: The difference is above `TOLERANCE`.
+    """
+    dtype = torch.promote_types(run.dtype, torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=remote_code, local_files_only=True
+    )
+    ids_BT = _prompts(run)
+    wanted_BTV = run.model.to(dtype)(ids_BT)
+    first = theirs(ids_BT[:, : ids_BT.shape[1] // 2], use_cache=True)
+    second = theirs(ids_BT[:, first.logits.shape[1] :], past_key_values=first.past_key_values)
+    cached_BTV = torch.cat((first.logits, second.logits), dim=1)
+    found = (theirs(ids_BT, use_cache=False).logits, cached_BTV)
+    difference = max(float((logits_BTV - wanted_BTV).abs().max()) for logits_BTV in found)
+    if not difference <= TOLERANCE[dtype]:
+        raise HubError(
+            f"the exported model's logits differ from ours by {difference:.1e}, more than "
+            f"{TOLERANCE[dtype]:.0e} ({dtype}), so there is no export"
+        )
+    return difference
+
+
+def _prompts(run: Run) -> Tensor:
+    """Return two texts of equal length, one of difficult words and one of random tokens."""
+    length = min(2 * run.config.model.seq_length, _LONGEST)
+    embedding = run.model.embedding
+    if (table := embedding.position_embeddings) is not None:
+        length = min(length, table.num_embeddings - embedding.offset)
+    words: list[int] = run.tokenizer.encode(" ".join(DIFFICULT_TEXTS)).tolist()
+    words = (words * (length // len(words) + 1))[-length:]
+    generator = named_generator(0, "export")
+    random = torch.randint(run.tokenizer.vocab_size, (length,), generator=generator)
+    return torch.stack((torch.tensor(words), random))

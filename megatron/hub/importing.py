@@ -1,0 +1,171 @@
+"""Import a folder of transformers into a new run folder, which our commands take.
+
+RUN/config.yml            the model's keys, and the least that a run needs
+RUN/tokenizer.json        the folder's, with tokenizer_config.json
+RUN/global_step0/         a checkpoint without an optimizer
+RUN/latest
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import Config, ConfigError, load_config
+from megatron.config.flat import to_yaml
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.build import positional_of, tokenizer_of
+from megatron.engine.checkpoint.checksums import FORMAT, RECORD, describe_files, sealed
+from megatron.engine.checkpoint.publish import why_not_written
+from megatron.engine.checkpoint.saved import tag_of
+from megatron.engine.errors import HubError
+from megatron.engine.shape import identity_of, shape_of
+from megatron.files import new_folder
+from megatron.hub.classes import class_of
+from megatron.hub.keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
+from megatron.hub.read import read_json, read_weights
+from megatron.hub.weights import Parts, layout_of
+from megatron.model.embedding import SHARED_THETA, THETA, columns_of
+from megatron.parallel.groups import build_groups
+from megatron.positional import PositionalEmbedding
+from megatron.version import __version__
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_HEAD = """\
+# Imported from {source}.
+# The keys of the model and its tokenizer. To train it further, add a file with your own keys:
+#   python train.py {run}/config.yml YOURS.yml -o finetune=true -o load={run} -o save=NEW
+"""
+_RUN = {
+    "train_iters": 0,
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
+}
+"""The keys that every configuration needs. A file for training replaces them."""
+
+
+def import_folder(source: Path, target: Path) -> list[str]:
+    """Import the model in the folder `source` into the new run folder `target`.
+
+    Returns:
+        Lines to print for the user.
+
+    Raises:
+        HubError: `source` holds no model that can be imported.
+        TokenizerError: The tokenizer.json cannot be read, or does not end documents.
+        FileExistsError: `target` exists and is not empty.
+    """
+    described = read_json(source / "config.json")
+    own = described.get("architectures") == [OWN_CLASS]
+    with new_folder(target) as folder:
+        try:
+            keys = keys_of_export(described) if own else keys_of(described)
+        except HubError as error:
+            raise HubError(f"{source / 'config.json'}: {error}") from None
+        for name in _TOKENIZER:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        keys |= _tokenizer_keys(described, folder, target)
+        config = _write_config(source, folder, target, keys | _precision(described))
+        rows = config.model.make_vocab_size_divisible_by
+        shape, tokenizer = shape_of(config, rows), None
+        if "tokenizer_type" in keys:
+            tokenizer = _tokenizer_in(source, config, rows)
+        kind, pos = None if own else class_of(described), positional_of(config)
+        layout, name = layout_of(kind, shape, pos), kind.name if kind else OWN_CLASS
+        if own and pos.parameters:
+            layout["theta"] = Parts(("theta",), 1, (shape.block.num_heads,), (len(pos.parameters),))
+        weights = read_weights(source, layout)
+        if own and pos.parameters:
+            weights |= _divided_theta(weights.pop("theta"), pos, weights)
+        about = {"origin": name, "model": identity_of(config, shape, tokenizer)}
+        _write_checkpoint(folder, weights, about, config)
+    count = sum(weight.numel() for weight in weights.values())
+    lines = [f"{source} ({name}) -> {target}: {shape.num_layers} layers, {count:,} parameters"]
+    if tokenizer is None:
+        text = "no tokenizer.json: name tokenizer_type and vocab_file in"
+        lines.insert(0, f"note: {source} has {text} {target / 'config.yml'}")
+    return lines
+
+
+def _write_checkpoint(
+    folder: Path, weights: dict[str, Tensor], about: dict[str, Any], config: Config
+) -> None:
+    record = about | {
+        "format": FORMAT,
+        "version": __version__,
+        "progress": {"step": 0, "consumed_samples": 0, "train_samples": 0},
+        "layout": {"zero_stage": 0},
+        "shapes": {name: list(weight.shape) for name, weight in weights.items()},
+        "config": config.to_flat_dict(),
+    }
+    checkpoint = folder / tag_of(0)
+    checkpoint.mkdir()
+    try:
+        torch.save({"module": weights}, checkpoint / "mp_rank_00_model_states.pt")
+    except RuntimeError as error:  # such as a full disk
+        raise OSError(f"the weights: {why_not_written(folder, error)}") from None
+    record["files"] = describe_files(checkpoint, build_groups(torch.device("cpu")))
+    (checkpoint / RECORD).write_text(sealed(record))
+    (folder / "latest").write_text(checkpoint.name)
+
+
+def _divided_theta(
+    theta_HN: Tensor, pos: PositionalEmbedding, weights: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return theta's trained columns as our weights: those of each head, and shared ones."""
+    theta_HN = theta_HN.to(weights["embedding.word_embeddings.weight"].dtype)  # exported as fp32
+    own, shared = (columns_of(pos, trained=True, shared=each) for each in (False, True))
+    parts = {THETA: theta_HN[:, own]} if own or shared else {}
+    return parts | ({SHARED_THETA: theta_HN[:1, shared]} if shared else {})
+
+
+def _precision(described: dict[str, Any]) -> dict[str, str]:
+    dtype = described.get("dtype") or described.get("torch_dtype")
+    return {"precision": dtype if dtype in ("bfloat16", "float16") else "fp32"}
+
+
+def _tokenizer_keys(described: dict[str, Any], folder: Path, target: Path) -> dict[str, str]:
+    """Return the keys that name the tokenizer; empty if `folder` has no tokenizer.json."""
+    if name := fileless_tokenizer(described):
+        return {"tokenizer_type": name}
+    if not (folder / _TOKENIZER[0]).is_file():
+        return {}
+    vocab_file = str(target.resolve() / _TOKENIZER[0])
+    return {"tokenizer_type": "HFTokenizer", "vocab_file": vocab_file}
+
+
+def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]) -> Config:
+    """Write config.yml, and return the configuration that it describes.
+
+    Raises:
+        HubError: An entry of config.json has a value that no key of ours takes.
+    """
+    path = folder / "config.yml"
+    head = _HEAD.format(source=json.dumps(str(source)), run=target)
+    path.write_text(head + to_yaml(keys | _RUN), encoding="utf-8")
+    try:
+        return load_config([path])
+    except ConfigError as error:
+        listed = "\n  ".join(f"{each.key}: {each.text}" for each in error.problems)
+        raise HubError(f"{source / 'config.json'} does not fit our keys:\n  {listed}") from None
+
+
+def _tokenizer_in(folder: Path, config: Config, rows: int) -> Tokenizer:
+    """Build the tokenizer whose files are in `folder`.
+
+    Raises:
+        HubError: The tokenizer has ids for which the model has no embedding.
+    """
+    data = config.data.model_copy(update={"vocab_file": str(folder / _TOKENIZER[0])})
+    tokenizer = tokenizer_of(config.model_copy(update={"data": data}))
+    if tokenizer.vocab_size > rows:
+        raise HubError(
+            f"tokenizer.json has {tokenizer.vocab_size} ids, but the model embeds only {rows}"
+        )
+    return tokenizer

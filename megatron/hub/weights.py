@@ -1,0 +1,95 @@
+"""Name our weights as transformers does, and convert them.
+
+One tensor here is one tensor there, or several whose rows alternate, so many rows of each for every
+key head. (Legend: K key heads, D hidden size.)
+
+    query_key_value    [K, (q ... q | k | v), D]    q_proj, k_proj, v_proj; GPTNeoX has ours
+    dense_h_to_4h      [1, (value | gate), D]       up_proj, gate_proj
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.attention import choose
+from megatron.hub.classes import HubClass
+from megatron.model import GPT, GPTShape, LayerAttention, Plan
+from megatron.model.embedding import is_theta
+from megatron.positional import PositionalEmbedding
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How transformers stores one of our tensors.
+
+    Our tensor has the rows [heads, (part 1 | part 2 | ...)]: each head's rows of all parts follow
+    each other. With one part, both tensors are the same.
+
+    Attributes:
+        names: The names of the parts.
+        heads: The number of key heads, or 1.
+        rows: The number of rows of each part per head.
+        columns: The sizes of the other dimensions.
+    """
+
+    names: tuple[str, ...]
+    heads: int
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and the shape of each part."""
+        for name, rows in zip(self.names, self.rows, strict=True):
+            yield name, (self.heads * rows, *self.columns)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Return our tensor."""
+        if len(parts) == 1:
+            return parts[0]
+        grouped = [part.unflatten(0, (self.heads, -1)) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of our tensor. This method is the inverse of `join`."""
+        grouped = tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1)
+        return [part.flatten(0, 1).clone() for part in grouped]  # files store no views
+
+
+def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
+    """Return a dict from the name of each of our weights to the way `kind` stores it.
+
+    Theta is left out. If `kind` is None, the weights have our names.
+    """
+    return {name: _parts(kind, shape, name, size) for name, size in _weights(shape, pos)}
+
+
+def _weights(shape: GPTShape, pos: PositionalEmbedding) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of each of our weights, except theta's."""
+    gated = pos.has("gate")
+    attend = choose("eager", pos, device_type="cpu", dtype=torch.float32, decays=gated)
+    parts = (pos.of_layer(index) for index in range(shape.num_layers))
+    layers = tuple(LayerAttention(own, attend, columns) for own, columns in parts)
+    with torch.device("meta"):  # names and shapes without values
+        model = GPT(Plan(shape, pos, attend, seed=0, layers=layers))
+    yield from ((k, tuple(v.shape)) for k, v in model.named_parameters() if not is_theta(k))
+
+
+def _parts(kind: HubClass | None, shape: GPTShape, name: str, size: tuple[int, ...]) -> Parts:
+    if kind is None:
+        return Parts((name,), 1, size[:1], size[1:])
+    module, _, leaf = name.rpartition(".")
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    prefix, module = (f"{kind.layers}{layer[1]}.", layer[2]) if layer else ("", module)
+    theirs = kind.modules.get(module, (module,))
+    names = tuple(f"{prefix}{each}.{'weight' if leaf == 'scale' else leaf}" for each in theirs)
+    heads, rows = 1, (size[0] // len(names),) * len(names)
+    if len(names) == 3:
+        block = shape.block
+        heads = block.num_heads // block.group
+        rows = (block.group * block.head_size, block.head_size, block.head_size)
+    return Parts(names, heads, rows, size[1:])

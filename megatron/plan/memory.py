@@ -1,0 +1,97 @@
+"""Compute the memory of one rank: what DeepSpeed allocates, and what the model needs beside it.
+
+    ZeRO     weights                     optimizer    gradients    in the optimizer's step
+    0        b N                         8 N, 12 N    b N          4 N, 6 N
+    1        b N                         12 N / D     b N          8 N / D
+    2        b N                         12 N / D     b N / D      8 N / D
+    3        b N / D and gathered ones   12 N / D     b N / D      8 N / D
+
+Where there are two values, the first is for fp32 and the second for 16 bits. The optimizer is Adam:
+its weights in fp32 and two averages of 4 bytes. To add gradients over ranks, stage 0 copies them,
+and the other stages have a bucket of `reduce_bucket_size` numbers, or of N if N is smaller. With
+`overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients are accumulated in fp32, stage
+1 holds 4 N bytes more. `benchmarks/plan_memory.py` compares all of this with what DeepSpeed 0.19
+allocates.
+
+Legend: N parameters of this rank, D replicas of its weights (data- times context-parallel ranks), b
+bytes of a number in the training precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config import Config
+from megatron.engine.shape import DTYPES
+from megatron.engine.training.deepspeed_engine import REDUCE_BUCKET_SIZE
+from megatron.plan.step import Step, measured_step
+
+DEFAULTS = {
+    "reduce_bucket_size": REDUCE_BUCKET_SIZE,  # also what stage 0 copies at once
+    "stage3_max_live_parameters": 1e9,  # so many gathered weights stay
+    "stage3_prefetch_bucket_size": 5e7,  # so many are received at once, and then copied
+    "stage3_param_persistence_threshold": 1e5,  # smaller parameters are never divided
+}
+"""DeepSpeed's defaults, in numbers."""
+
+Memory = dict[str, float]
+"""Maps kinds of memory to bytes. Activations wait for the backward pass. The working space is what
+exists beside them at the worst moment, such as logits and the gradients of activations."""
+
+
+def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
+    """Return the rank of the first or the last pipeline stage that needs most memory, and when.
+
+    Args:
+        vocab_size: The size of the tokenizer's vocabulary, before padding.
+        device_type: "cuda" or "cpu", which decides the attention backend.
+    """
+    stages = {0, config.parallel.pipe_parallel_size - 1}
+    steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]
+    found = ((step, memory) for step in steps for memory in _moments(config, step))
+    return max(found, key=lambda each: sum(each[1].values()))
+
+
+def _moments(config: Config, step: Step) -> Iterator[Memory]:
+    """Yield the bytes of each kind at the moments that can be the worst of a step."""
+    p, t, size = config.parallel, config.training, step.size
+    stage, zero = p.zero_stage, {k: float(p.zero.get(k, v)) for k, v in DEFAULTS.items()}
+    b, sums = (DTYPES[x].itemsize for x in (t.precision, t.grad_accum_dtype or t.precision))
+    shard = size / (p.data_parallel_size * p.context_parallel_size) if stage else size
+    momenta = {"sgd": 4 if config.optimizer.momentum else 0}.get(config.optimizer.type, 8)
+    copy = 0 if stage == 0 and b == 4 else 4  # the optimizer's weights, unless it has the model's
+    held = {"weights": b * (shard if stage == 3 else size), "optimizer": (momenta + copy) * shard}
+    numbers = min(size, zero["reduce_bucket_size"])
+    bucket = b * numbers * (2 if p.zero.get("overlap_comm") and stage in (1, 2) else 1)
+    several = config.batch.gradient_accumulation_steps > 1
+    divided = sum(n for n in step.parameters if n > zero["stage3_param_persistence_threshold"])
+    gathered = min(size, zero["stage3_max_live_parameters"])
+    gathered = gathered + min(divided, zero["stage3_prefetch_bucket_size"]) if stage == 3 else 0
+    for done, used in step.moments:
+        gradients = b * (size if several else done)
+        if stage == 1 and sums > b:
+            gradients = sums * size + b * done
+        elif stage >= 2:
+            gradients = {2: b * (several + (done > numbers)), 3: sums}[stage] * shard
+        kept = min(step.kept, used)
+        # From the first gradient on, and with stage 1 until the last micro-batch
+        reduces = stage == 3 or (stage and done) or (stage == 1 and several)
+        yield held | {
+            "weights": held["weights"] + b * gathered,
+            "gradients": gradients,
+            "activations": kept,
+            "working space": used - kept,
+            "communication": bucket if reduces else 0.0,
+        }
+    # The gradients are added over the ranks. Then the optimizer takes its step.
+    held["activations"] = step.left
+    flat = min(size, DEFAULTS["reduce_bucket_size"])
+    if stage == 0:
+        yield held | {"gradients": b * size, "communication": b * flat}
+    elif stage == 1 and sums > b:
+        yield held | {"gradients": (sums + b) * size, "communication": (sums + b) * flat}
+    elif stage == 1:
+        gradients = max(b * size, b * max(size - numbers, 0) + b * shard)
+        yield held | {"gradients": gradients, "communication": bucket}
+    in_step = {0: b + copy, 3: 8}.get(stage, 4 if sums > b else 8)
+    yield held | {"gradients": in_step * shard}

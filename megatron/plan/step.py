@@ -1,0 +1,200 @@
+"""Compute the memory and communication of one training step, from the model itself.
+
+One rank's part of the model is built on the meta device. It trains there by DeepSpeed's own
+schedule, with collectives that do nothing. So autograd keeps the same tensors as in the real step,
+and no table of sizes can become outdated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.utils import partition_balanced
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron.config import Config
+from megatron.engine.build import plan_of
+from megatron.engine.shape import DTYPES
+from megatron.model import GPT
+from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers, pipeline_loss
+from megatron.parallel.groups import TensorGroup
+from megatron.parallel.loss import mean_loss
+from megatron.plan.live import LiveBytes
+
+
+class SilentGroup:
+    """Stands for a process group. Its collectives do nothing, and `sent` counts their bytes.
+
+    Attributes:
+        sent: The bytes that a rank has sent, if the collectives are ring algorithms.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.sent = size, 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._collective, name)
+
+    def _collective(self, name: str, *arguments: Any) -> Any:
+        rounds, most = 2 if name == "allreduce" else 1, max(map(_bytes, arguments))
+        self.sent += rounds * most * (self.size - 1) // self.size
+        return self  # as the handle of a collective that has ended
+
+    def wait(self) -> bool:
+        return True
+
+
+def _bytes(value: Any) -> int:
+    return sum(x.nbytes for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+@dataclass
+class Step:
+    """What one rank of one pipeline stage holds while it trains.
+
+    Attributes:
+        parameters: The sizes of this rank's parameters.
+        kept: The bytes of the activations that wait for a backward pass when it begins.
+        moments: Pairs (number of parameters whose gradients are complete, the largest number of
+            bytes of all tensors beside weights and gradients until then), in order.
+        left: The bytes that are still there when the optimizer takes its step.
+        sent: Maps the name of a group to the bytes that a rank sends to it for one micro-batch.
+    """
+
+    parameters: list[int]
+    kept: int = 0
+    moments: list[tuple[int, int]] = field(default_factory=list)
+    left: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The number of this rank's parameters."""
+        return sum(self.parameters)
+
+
+def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
+    """Return the step of the pipeline stage `stage`, on the first rank of its groups.
+
+    `peak_of` describes the other arguments.
+    """
+    p, b, stages = config.parallel, config.batch, config.parallel.pipe_parallel_size
+    sizes = {"tensor": p.model_parallel_size, "context": p.context_parallel_size}
+    groups = {name: SilentGroup(size) for name, size in sizes.items()}
+    tp, cp = (TensorGroup(cast(Any, group), 0, group.size) for group in groups.values())
+    tp = replace(tp, sequence_parallel=p.sequence_parallel)
+    plan = plan_of(config, vocab_size, device_type=device_type, eod=0, tp=tp, cp=cp)
+    # As many micro-batches as fill the pipeline, and one more
+    micro_batches = min(b.gradient_accumulation_steps, stages + 1) if stages > 1 else 1
+    schedule = ds.TrainSchedule(micro_batches, stages, stage)
+    with LiveBytes("meta") as live, torch.device("meta"):
+        loss_of, layers, first = mean_loss, [Layer("", GPT, {"plan": plan}, _losses)], []
+        if stages > 1:
+            loss_of, layers = pipeline_loss(plan), pipeline_layers(plan)
+            ends = partition_balanced([int(each.build is PipeBlock) for each in layers], stages)
+            layers, first = layers[ends[stage] : ends[stage + 1]], layers[:2]
+        shape = b.train_micro_batch_size_per_gpu, config.model.seq_length
+        tokens, dtype = torch.zeros(shape, dtype=torch.int64), DTYPES[config.training.precision]
+        with torch.no_grad():
+            received = Layers(first).to(dtype)(tokens)
+        model = Layers(layers, loss_of).to(dtype).train()
+        step, outside = Step([x.numel() for x in model.parameters()]), live.now
+        live.restart()
+        _train(step, live, model, schedule, tokens, received)
+    step.moments = [(done, used - outside) for done, used in step.moments]
+    step.kept, step.left = step.kept - outside, step.left - outside
+    step.sent = {name: group.sent // micro_batches for name, group in groups.items()}
+    exchanges = (stage > 0) + (stage < stages - 1)
+    step.sent["pipeline"] = exchanges * sum(map(_bytes, _floats(received)))
+    return step
+
+
+def _losses(gpt: GPT, tokens: Tensor) -> Tensor:
+    return gpt(tokens, tokens)
+
+
+class Layers(nn.Module):
+    """Layers that take and return a tensor, or a tuple of tensors, and a loss function."""
+
+    def __init__(self, layers: list[Layer], loss: Callable[[Any, Tensor], Tensor] = mean_loss):
+        super().__init__()
+        self.specs, self.loss = layers, loss
+        self.layers = nn.ModuleList(each.build(**each.args) for each in layers)
+
+    def forward(self, flow: Any) -> Any:
+        for layer, spec in zip(self.layers, self.specs, strict=True):
+            flow = spec.call(layer, flow) if spec.call else layer(flow)
+        return flow
+
+
+def _train(
+    step: Step,
+    live: LiveBytes,
+    model: Layers,
+    schedule: ds.TrainSchedule,
+    tokens: Tensor,
+    received: Any,
+) -> None:
+    """Follow the schedule as DeepSpeed's engine does, and note in `step` what there is when.
+
+    A pipeline stage has one buffer to send and receive hidden states, and makes two copies of each
+    tensor that it receives. The last stage frees old logits when new ones replace them.
+    """
+    done, inputs, outputs, loss = 0, {}, {}, None
+    exchanged = [torch.empty_like(x) for x in _floats(received)]
+
+    def complete(param: nn.Parameter) -> None:
+        nonlocal done
+        step.moments.append((done, live.restart()))
+        done += param.numel()
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(complete)
+    for command in chain.from_iterable(schedule):
+        slot = getattr(command, "buffer_id", None)
+        match command:
+            case ds.LoadMicroBatch() if schedule.is_first_stage:
+                inputs[slot] = tokens
+            case ds.RecvActivation():
+                inputs[slot] = tree_map(_received, received)
+            case ds.ForwardPass():
+                outputs[slot] = model(tree_map(torch.clone, inputs[slot]))
+                if schedule.is_last_stage:
+                    loss = model.loss(outputs[slot], tokens)
+            case ds.BackwardPass():
+                done, step.kept = 0, max(step.kept, live.now)
+                step.moments.append((0, live.restart()))
+                if loss is None:
+                    _backward(_floats(outputs.pop(slot)), exchanged)
+                else:
+                    _backward([loss], [None])
+                step.moments.append((done, live.restart()))
+            case ds.SendGrad():
+                del inputs[slot]
+    step.left = live.now
+
+
+def _received(x: Tensor) -> Tensor:
+    return torch.empty_like(x, requires_grad=x.is_floating_point())
+
+
+def _floats(flow: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(flow) if x.is_floating_point()]
+
+
+def _backward(outputs: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run a backward pass for each output, as DeepSpeed does.
+
+    All but the last keep the graph. So where theta is sent beside the hidden states, the
+    activations of a micro-batch stay until its backward pass has ended.
+    """
+    for left, output, gradient in zip(range(len(outputs))[::-1], outputs, gradients, strict=False):
+        output.backward(gradient, retain_graph=left > 0)

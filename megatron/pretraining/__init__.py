@@ -1,0 +1,1 @@
+"""A pretraining job, from its config to a trained, saved and evaluated model."""

@@ -1,0 +1,300 @@
+"""Run a full training job, from a config to a trained, saved and evaluated model."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import preemption
+from megatron.config import Config
+from megatron.config.describe import how_to_go_on
+from megatron.data.errors import ShardError
+from megatron.data.samples.loader import TrainLoader
+from megatron.engine.build import describe_attention
+from megatron.engine.checkpoint.full_weights import describe
+from megatron.engine.checkpoint.record import RunDescription
+from megatron.engine.checkpoint.resume import choose_start, restore
+from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saver import Saver
+from megatron.engine.checkpoint.write import Destination
+from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.job.agreement import require_agreement, settings_of
+from megatron.engine.job.join import joined_job
+from megatron.engine.job.lease import Confirm, sole_writer, unleased
+from megatron.engine.local_model import build_local_model, count_parameters
+from megatron.engine.shape import identity_of
+from megatron.engine.text import JobData
+from megatron.engine.training.deepspeed_engine import job_engine, layout_of, optimizer_of
+from megatron.engine.training.log import RunLog
+from megatron.engine.training.loop import TrainingLoop
+from megatron.engine.training.optimizer import keep_hyperparameters
+from megatron.engine.training.pipeline import loss_function
+from megatron.engine.training.profiler import profiled
+from megatron.engine.training.settings import loop_settings, open_log
+from megatron.engine.training.theta import TrainedTheta
+from megatron.evaluation.by_length import MeasuredModel, draw_kernels, evaluate_lengths
+from megatron.evaluation.held_out import log_final_losses, validation
+from megatron.evaluation.published_losses import log_published_losses
+from megatron.files import write_text
+from megatron.model.embedding import scale_distances
+from megatron.model.norm import apex_norm
+from megatron.parallel.groups import Groups
+
+UNSAVED = Path("runs/unsaved")
+"""The folder for logs and plots of a run whose config names no `save` folder."""
+MOST_ROLL_BACKS = 3
+"""How many times a run may go back to the same checkpoint after a bad loss."""
+
+
+def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> int:
+    """Train a model as the config asks, save checkpoints of it, and evaluate it.
+
+    If the config's folder `load` holds a checkpoint, the run continues from this checkpoint.
+
+    Args:
+        verbose: whether DeepSpeed prints its log messages.
+        allow_fallback: whether to start from the newest intact checkpoint if the checkpoint named
+            in the file `latest` is damaged. If false, a damaged checkpoint is an error.
+
+    Returns:
+        The exit code: 0, or `preemption_exit_code` after a signal or time limit (see `preemption`).
+
+    Raises:
+        ConfigError: a config key does not fit the positional embedding.
+        StartError: this process cannot join the job, or the ranks' configs or data differ.
+        DataError: the text cannot be read, or is too short.
+        CheckpointError: a checkpoint cannot be read or written, or does not fit this run.
+        DivergedError: the loss or a weight is not finite, or too many steps were bad.
+    """
+    parallel, save = config.parallel, config.checkpoint.save
+    joined = joined_job(
+        backend=parallel.distributed_backend,
+        verbose=verbose,
+        silence=parallel.heartbeat_timeout,
+    )
+    with joined as groups, ExitStack() as stack:
+        confirm = unleased
+        if save and config.training.train_iters > 0 and groups.is_main:
+            confirm = stack.enter_context(sole_writer(Path(save)))
+        Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
+    return preemption.finish()
+
+
+class Job:
+    """One training job: its text, its model, the checkpoint that it starts from, and its engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        *,
+        allow_fallback: bool = False,
+        confirm: Confirm = unleased,
+    ):
+        parallel = config.parallel
+        groups = groups.divided(
+            model_size=parallel.model_parallel_size,
+            pipe_size=parallel.pipe_parallel_size,
+            context_size=parallel.context_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        self.config, self.groups, self.confirm = config, groups, confirm
+        self._rolled_back: list[Saved] = []
+        self._saver: Saver | None = None
+        self.run_dir = Path(config.checkpoint.save or UNSAVED)
+        require_agreement(groups, "config", settings_of(config))
+        self.data = JobData(config, groups)
+        require_agreement(groups, "text", self.data.identity)
+        # Each data- or context-parallel rank and each stage draws dropout from its own stream.
+        stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
+        torch.manual_seed(config.training.seed + stream)
+        tokenizer = self.data.tokenizer
+        self.model = build_local_model(config, tokenizer.vocab_size, groups, tokenizer.eod)
+        description = RunDescription(
+            model=identity_of(config, self.model.shape, tokenizer),
+            data=self.data.identity,
+            layout=layout_of(config, groups),
+            config=config.to_flat_dict(),
+            **describe(self.model, groups),
+        )
+        self.start = choose_start(
+            config, groups, self.data.wanted["train"], allow_fallback=allow_fallback
+        )
+        self.description = replace(description, lineage=self.start.lineage)
+        self.start.load_weights(self.model, self.description, groups)
+        self.engine, self.schedule = job_engine(config, self.model, groups)
+        self.theta = TrainedTheta(self.engine, self.model.theta_parts, self.model.pos, groups)
+        self.progress = self.start.finish(self.engine, self.schedule, groups, self.description)
+
+    def run(self) -> None:
+        """Train up to step `train_iters`, then evaluate as the config asks."""
+        c, step = self.config, self.progress.step
+        with open_log(
+            c,
+            self.run_dir,
+            is_main=self.groups.is_main,
+            step=step,
+            validates_again=bool(self.progress.interval.get("owes_validation")),
+            confirm=self.confirm,
+        ) as log:
+            self._announce(log)
+            self._saver = self._saver_to(log)
+            with suppress(preemption.Leave):
+                self._train_and_evaluate(log)
+            if why := preemption.reason():
+                log.line(f"{why}: left after step {self.progress.step}; {how_to_go_on(c)}")
+
+    def _train_and_evaluate(self, log: RunLog) -> None:
+        c, step = self.config, self.progress.step
+        trains = c.training.train_iters > 0
+        if step < c.training.train_iters or self.progress.interval.get("owes_validation"):
+            self._train(log)
+            if self.progress.step < c.training.train_iters:
+                return  # the run left early, and only a finished run is evaluated
+        if c.training.eval_iters > 0 and trains:
+            log_final_losses(c, self.data, self.engine, self.groups, log)
+        elif c.training.eval_iters > 0:
+            log_published_losses(c, self.data, self.engine, self.groups, log, step)
+        if c.evaluation.eval_lengths:
+            self._evaluate_lengths(log)
+
+    def _announce(self, log: RunLog) -> None:
+        """Print the job's model, devices, text and first step; write the resolved `config.yml`."""
+        parameters = count_parameters(self.model, self.groups)
+        c, groups = self.config, self.groups
+        log.line(
+            f"{parameters:,} parameters, {self.model.pos.name}, {c.training.precision}, "
+            f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
+            f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel)"
+            + (f", {groups.context.size} share a sequence" if groups.context.size > 1 else "")
+        )
+        for line in describe_attention(self.model.attends):
+            log.line(line)
+        choices = {"optimizer": optimizer_of(c)[1], "norm": apex_norm(self.model.shape.block)[1]}
+        for part, choice in choices.items():
+            if choice:
+                log.line(f"{part}: {choice}")
+        log.line(self.data.text.about)
+        log.line(self.start.text)
+        if self.progress.step >= c.training.train_iters > 0:
+            log.line(f"step {self.progress.step} of {c.training.train_iters}: nothing to train")
+        evaluates_other_run = c.training.train_iters == 0 and (self.run_dir / "config.yml").exists()
+        if groups.is_main and not evaluates_other_run:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            write_text(self.run_dir / "config.yml", c.to_yaml())
+
+    def _train(self, log: RunLog) -> None:
+        """Train to the last step. After a bad loss, go back to a checkpoint or raise the error."""
+        done = False
+        while not done:
+            left = self.config.training.train_iters - self.progress.step
+            loader = self.data.training(
+                index_samples=self.progress.train_samples,
+                consumed=self.progress.consumed_samples,
+                least=left * self.config.batch.train_batch_size,
+            )
+            if loader is None:
+                raise ShardError(
+                    f"split {self.config.data.split!r} leaves no document to train on; give the "
+                    "first part more"
+                )
+            try:
+                self._train_on(loader, log)
+                done = True
+            except BadLossError as bad:
+                self._roll_back(bad, loader, log)
+
+    def _roll_back(self, bad: BadLossError, loader: TrainLoader, log: RunLog) -> None:
+        """Load the newest checkpoint, and skip the samples that were read after it was written.
+
+        Args:
+            bad: the error that the training loop raised.
+
+        Raises:
+            BadLossError: `on_bad_loss` is not `roll_back`, or there is no checkpoint. The error
+                raised is `bad`.
+            DivergedError: the run has gone back to this checkpoint MOST_ROLL_BACKS times already.
+        """
+        c = self.config
+        save = c.checkpoint.save if c.training.on_bad_loss == "roll_back" else None
+        saved = newest(Path(save)) if save else None
+        if saved is None:
+            raise bad
+        self._rolled_back.append(saved)
+        count = self._rolled_back.count(saved)
+        if count > MOST_ROLL_BACKS:
+            raise DivergedError(f"went back to {saved.path} {MOST_ROLL_BACKS} times; {bad}")
+        with keep_hyperparameters(self.schedule):
+            there = restore(self.engine, self.groups, saved, self.description, saved.folder)
+        consumed = loader.consumed_samples
+        self.progress = replace(there, consumed_samples=consumed)
+        log.go_back(there.step, bool(there.interval.get("owes_validation")))
+        log.line(
+            f"{bad}\nback to {saved.path} ({count} of at most {MOST_ROLL_BACKS} times), passing "
+            f"over the samples {there.consumed_samples} to {consumed - 1}"
+        )
+
+    def _train_on(self, loader: TrainLoader, log: RunLog) -> None:
+        c, carried, saver = self.config, self.progress.interval, self._saver
+        preemption.begin()
+        check, step = saver.check if saver else lambda: None, self.progress.step
+        with saver or nullcontext(), profiled(c, self.run_dir, log, step, check) as before_step:
+            settings = loop_settings(c, self.data.uncounted_after, self.model.shape, self.groups)
+            TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
+                loader,
+                step,
+                validate=partial(self._validate, log),
+                save=lambda step, interval: self._save(step, interval, loader),
+                check=before_step,
+            )
+
+    def _validate(self, log: RunLog, step: int) -> dict[str, float]:
+        """Return the metrics of the validation after `step`; show the kernels if by length."""
+        c, pos = self.config, self.model.pos
+        found = validation(c, self.data, self.engine, self.groups, step)
+        by_length = any(name.rpartition("_at_")[1] for name in found)
+        if by_length and (c.logging.tensorboard_dir or c.logging.use_wandb):
+            theta_HN = self.theta.master_of_all_heads()
+            if self.groups.is_main and pos.has("distance"):
+                draw_kernels(pos, theta_HN, c, self.run_dir)
+                log.pictures(step, self.run_dir, "kernels*.png")
+        return found
+
+    def _saver_to(self, log: RunLog) -> Saver | None:
+        c = self.config.checkpoint
+        if not c.save:
+            return None
+        keep = c.keep_last_n_checkpoints
+        to = Destination(Path(c.save), self.description, keep, self.confirm)
+        return Saver(self.engine, self.groups, to, beside_training=c.async_save, say=log.line)
+
+    def _save(self, step: int, interval: dict[str, Any], loader: TrainLoader) -> None:
+        self.progress = replace(
+            self.progress, step=step, consumed_samples=loader.consumed_samples, interval=interval
+        )
+        if self._saver is not None:
+            self._saver.save(self.progress)
+
+    def _evaluate_lengths(self, log: RunLog) -> None:
+        self.engine.eval()
+        scale_distances(self.model, self.config.evaluation.eval_distance_scale)
+        evaluate_lengths(
+            self.config,
+            self.groups,
+            MeasuredModel(
+                loss_function(self.engine, self.groups),
+                self.model.pos,
+                self.data.tokenizer,
+                self.theta.master_of_all_heads(),
+            ),
+            self.data.text,
+            self.config.evaluation.eval_lengths,
+            self.run_dir,
+            log.line,
+        )
+        log.pictures(self.progress.step, self.run_dir)

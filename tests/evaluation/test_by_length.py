@@ -1,0 +1,89 @@
+"""Test perplexity by length against a direct computation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.evaluation.by_length import Measurement
+from megatron.evaluation.losses import losses_of_sequences
+from megatron.evaluation.perplexity_statistics import summarise
+from megatron.parallel.groups import build_groups
+
+GROUPS = build_groups(torch.device("cpu"))
+
+
+def loss_of(inputs, targets):
+    """Return losses of a fake model. They depend on the target and on the length of the context."""
+    seen = torch.arange(1, inputs.shape[1] + 1).expand_as(inputs)
+    return targets.float() / 10 + 1.0 / seen
+
+
+def sequences(n, length):
+    return np.random.default_rng(0).integers(0, 9, (n, length + 1))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 7, 16, 10**6])
+def test_every_sequence_is_scored_once_whatever_the_batch(batch_tokens):
+    rows = sequences(7, 4)
+    losses = losses_of_sequences(loss_of, rows, GROUPS, batch_tokens=batch_tokens)
+    expected = rows[:, 1:].mean(1) / 10 + np.mean([1, 1 / 2, 1 / 3, 1 / 4])
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_last_only_scores_the_last_target():
+    rows = sequences(5, 4)
+    losses = losses_of_sequences(loss_of, rows, GROUPS, batch_tokens=8, last_only=True)
+    np.testing.assert_allclose(losses, rows[:, -1] / 10 + 1 / 4, rtol=1e-6)
+
+
+def test_targets_after_an_end_of_document_are_not_scored():
+    rows = sequences(7, 4)
+    counted = rows[:, :-1] != 0
+    assert not counted.all() and len(set(counted.sum(1))) > 1
+    losses = loss_of(torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])).numpy()
+    measurement = Measurement(loss_of, lambda length: rows, np.ones_like, 8, GROUPS, 0)
+    result = measurement.at_length(4)
+    assert result.loss == pytest.approx(losses[counted].mean(), rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2), rel=1e-6)
+    last = measurement.with_context(4, length=4, targets=1000)
+    assert last.loss == pytest.approx(losses[counted[:, -1], -1].mean(), rel=1e-6)
+
+
+def test_summary():
+    losses = np.array([1.0, 2.0, 3.0, 4.0])
+    scored = np.zeros((4, 10), dtype=np.int64)
+    result = summarise(10, losses, scored, lambda ids: np.full(len(ids), 2))
+    assert result.loss == 2.5 and result.perplexity == pytest.approx(math.exp(2.5))
+    assert result.stderr == pytest.approx(np.std(losses, ddof=1) / 2)
+    assert result.bits_per_byte == pytest.approx(2.5 / math.log(2) / 2)
+    assert (result.length, result.sequences) == (10, 4)
+
+
+def test_lengths_keep_their_order_and_each_prints_a_line():
+    printed = []
+    measurement = Measurement(
+        loss_of, lambda length: sequences(32 // length, length), np.ones_like, 16, GROUPS
+    )
+    results = measurement.at_lengths([4, 8], printed.append)
+    assert [(r.length, r.sequences) for r in results] == [(4, 8), (8, 4)]
+    assert len(printed) == 2 and "length 4: perplexity" in printed[0]
+
+
+def test_the_limited_context_sees_exactly_that_many_tokens():
+    rows = np.arange(40).reshape(2, 20)
+    seen = []
+
+    def spy(inputs, targets):
+        seen.append((inputs.clone(), targets.clone()))
+        return torch.zeros(inputs.shape)
+
+    measurement = Measurement(spy, lambda length: rows, np.ones_like, 30, GROUPS)
+    result = measurement.with_context(3, length=19, targets=1000)
+    inputs = torch.cat([i for i, _ in seen])
+    assert inputs.shape == (2 * 17, 3) and result.length == 3 and result.sequences == 34
+    assert torch.equal(inputs[0], torch.tensor([0, 1, 2]))
+    assert torch.equal(torch.cat([t for _, t in seen])[0], torch.tensor([1, 2, 3]))
+    fewer = measurement.with_context(3, length=19, targets=10)
+    assert 10 <= fewer.sequences <= 17

@@ -1,0 +1,73 @@
+"""Test what tools/lm_eval.py and evaluate.py say about mistakes in tasks and options."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+
+import evaluate as command
+from megatron.engine.errors import DivergedError
+from megatron.harness.packages import harness_packages
+from megatron.parallel.groups import ALONE
+from tests.harness.conftest import BYTES
+from tests.helpers.paths import FIXTURES
+from tools import lm_eval as tool
+
+TASKS = FIXTURES / "harness"
+
+
+def test_mistakes(run, call, tmp_path):
+    (tmp_path / "broken.yaml").write_text("task: broken\ncustom_dataset: !function absent.data\n")
+    for args, code, message in [
+        ((run,), 2, "--tasks"),
+        (("--tasks", "a"), 2, "name the run folder: RUN"),
+        ((tmp_path / "no", "--tasks", "a"), 1, "no: there is no such folder"),
+        ((tmp_path, "--tasks", "a"), 1, "has no config.yml; name the config files: lm_eval.py"),
+        ((run, "--tasks", "a", "--batch_size", 0), 2, "--batch_size must be at least 1, not 0"),
+        ((run, "--tasks", "a", "--limit", "nan"), 2, "--limit must be at least 0, not nan"),
+        ((run, "--tasks", "a", "--limit", 0), 2, "--limit must be above 0"),
+        ((run, "--tasks", " ,"), 1, "no task is named; give e.g. lambada_openai"),
+        ((run, "--tasks", "a", "--output_path", run), 2, "run is a folder; name a file in it"),
+        ((run, "--tasks", "a", "--output_path", "no/x.json"), 2, "there is no such folder"),
+        ((run, "--tasks", "a", "--include_path", "no"), 1, "--include_path no: there is no such"),
+        ((run, "--tasks", tmp_path / "broken.yaml"), 1, "a task cannot be loaded: "),
+        ((run, "--tasks", tmp_path / "absent.yaml"), 1, "a task cannot be loaded: "),
+    ]:
+        _, err = call(tool, *args, code=code)
+        assert message in err and "Traceback" not in err
+
+
+def test_mistakes_in_evaluate(run, call, tmp_path):
+    some = (run / "config.yml", "--load", run, "--out", tmp_path, "--suite")
+    _, err = call(command, *some, "--eval_tasks", "a", code=2)
+    assert "--suite measures no tasks" in err
+    nothing = ("-o", "eval_lengths=[]", "-o", "eval_tasks=[a]")
+    _, err = call(command, *some, *nothing, code=2)
+    assert err.endswith("give --lengths L1,L2,... (or `eval_lengths` in the config)\n")
+
+
+def test_the_prefix_may_name_a_new_folder(run, call, tmp_path):
+    named = ("--eval_tasks", "local_choice,", "--include_path", TASKS)
+    prefix = tmp_path / "new" / "mine"
+    call(command, run / "config.yml", "--load", run, *named, "--eval_results_prefix", prefix)
+    assert len(list(tmp_path.glob("new/mine_eval_results_*.json"))) == 1
+
+
+def test_a_broken_model_gets_no_score(model):
+    """A number that is not finite would count as the first of several choices."""
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(torch.nan)
+    with harness_packages():
+        from lm_eval.api.instance import Instance
+
+        from megatron.harness.model import RunModel
+    sizes = {"max_length": sys.maxsize, "batch_size": 2}
+    adapter = RunModel(broken, BYTES, ALONE, **sizes, seed=0, info={})
+    for method, request in [("loglikelihood", ("a", "b")), ("loglikelihood_rolling", ("ab",))]:
+        asked = [Instance("loglikelihood", {}, request, 0)]
+        with pytest.raises(DivergedError, match="log-likelihoods are not finite"):
+            getattr(adapter, method)(asked, disable_tqdm=True)

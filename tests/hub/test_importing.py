@@ -1,0 +1,241 @@
+"""Test that models of transformers compute the same after they are imported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import evaluate
+from megatron.engine.checkpoint.saved import newest
+from megatron.hub.importing import import_folder
+from tests.helpers.hub import Wide, hub_model, imported_model, write_tokenizer
+from tests.helpers.shards import write_documents
+from tools import import_hf
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS = {
+    "neox": ("gpt_neox", {}),
+    "neox serial tied": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "relu"},
+    ),
+    "neox without biases": (
+        "gpt_neox",
+        {"attention_bias": False, "rotary_pct": 0.5, "rotary_emb_base": 500, "layer_norm_eps": 0.1},
+    ),
+    "neox tanh": ("gpt_neox", {"hidden_act": "gelu_new", "rotary_pct": 1.0}),
+    "neox yarn": ("gpt_neox", {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}}),
+    "llama": ("llama", {"rms_norm_eps": 0.1, "rope_theta": 500.0}),
+    "llama grouped": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+    "llama 3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
+    "llama yarn": ("llama", {"rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.1}}),
+    "llama yarn old": ("llama", {"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 0.5}}),
+    "mistral": ("mistral", {"num_key_value_heads": 1, "sliding_window": 5}),
+    "mistral 1": ("mistral", {"num_key_value_heads": 4, "sliding_window": 1}),
+    "mistral whole": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_imported_model_has_the_logits_of_transformers(name, tmp_path):
+    kind, changes = MODELS[name]
+    theirs = hub_model(kind, **changes)
+    theirs.save_pretrained(tmp_path / "hub")
+    import_folder(tmp_path / "hub", tmp_path / "run")
+    ours = imported_model(tmp_path / "run")
+    tokens = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(1))
+    rotary = theirs.base_model.rotary_emb
+    pos, block = ours.pos, ours.shape.block
+    turns = pos.frequencies(block.rotary_ndims, block.rotary_base, torch.float64, None)
+    torch.testing.assert_close(rotary.inv_freq.double(), turns, rtol=1e-6, atol=0)
+    theirs = theirs.double()
+    rotary.inv_freq = turns  # theirs are rounded to fp32 after scaling
+    with torch.no_grad(), Wide():
+        wanted = theirs(tokens).logits
+    with torch.no_grad():
+        logits = ours(tokens)
+    assert wanted.dtype == torch.float64
+    # The released code rounds the constant of its tanh to eight digits.
+    assert (logits - wanted).abs().max() <= (1e-9 if "tanh" in name else 1e-12)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Return a folder with a Llama in two shards, and a tokenizer that ends documents with </s>."""
+    folder = tmp_path_factory.mktemp("hub") / "llama"
+    model = hub_model("llama", num_key_value_heads=2, dtype=torch.bfloat16)
+    model.bfloat16().save_pretrained(folder, max_shard_size="60KB")
+    write_tokenizer(folder, end="</s>")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    return folder
+
+
+def test_shards_and_dtypes_and_tokenizer(llama, tmp_path, monkeypatch, capsys):
+    assert len(list(llama.glob("*.safetensors"))) > 1
+    run = tmp_path / "new" / "run"
+    monkeypatch.setattr("sys.argv", ["import_hf.py", str(llama), str(run)])
+    assert import_hf.main() == 0
+    assert "(LlamaForCausalLM) ->" in capsys.readouterr().out
+    saved = newest(run)
+    weights = saved.weights()
+    stored = {}
+    for path in llama.glob("*.safetensors"):
+        stored |= load_file(path)
+    heads = [stored[f"model.layers.1.self_attn.{each}_proj.weight"] for each in "qkv"]
+    fused = weights["layers.1.attention.query_key_value.weight"]
+    assert fused.dtype == torch.bfloat16
+    second = fused[32:]  # the second of two key heads: two query heads, a key, a value
+    parts = [heads[0][16:], heads[1][8:], heads[2][8:]]
+    assert torch.equal(second, torch.cat(parts))
+    assert saved.record.config["precision"] == "bfloat16"
+    assert saved.record.model["tokenizer"].startswith("HFTokenizer ")
+    assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
+    assert import_hf.main() == 1
+    assert "exists and is not empty; remove it" in capsys.readouterr().err
+
+
+def test_the_suite_measures_an_imported_model(llama, tmp_path, monkeypatch, capsys):
+    run, rng = tmp_path / "run", np.random.default_rng(0)
+    monkeypatch.setattr("sys.argv", ["import_hf.py", str(llama), str(run)])
+    assert import_hf.main() == 0
+    write_documents(tmp_path / "text", (rng.integers(0, 256, 140) for _ in range(4)))
+    keys = {"data_path": tmp_path / "text", "split": "0,4,0", "eval_suite_tokens": 256}
+    options = [part for key, value in keys.items() for part in ("-o", f"{key}={value}")]
+    call = [run / "config.yml", "--load", run, "--suite", "--lengths", "32,64,128", *options]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *map(str, call)])
+    assert evaluate.main() == 0
+    report = json.loads((run / "suite" / "report.json").read_text())
+    assert report["facts"]["checkpoint"].startswith(str(run))
+    first = report["measures"]["by_length"]["rows"][0]
+    assert first["length"] == 32 and first["value"] > 200  # of 300 tokens, untrained
+    assert report["verdict"][0] in capsys.readouterr().out
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def place(folder, name, tensor="model.norm.weight"):
+    """Let the index say that the tensor is in the file `name`."""
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map=places | {tensor: name})
+
+
+def cut(folder, size):
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def only_pickles(folder):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+
+
+def change_tensors(folder, change):
+    path = min(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edited(**changes):
+    return lambda folder: edit(folder / "config.json", **changes)
+
+
+BROKEN = {
+    "only GPTNeoXForCausalLM, LlamaForCausalLM": edited(model_type="qwen2", auto_map={"a": "b.c"}),
+    "its class is ['LlamaForTokenClass": edited(architectures=["LlamaForTokenClassification"]),
+    "hidden_size is '32', and must be a whole number": edited(hidden_size="32"),
+    "mlp_bias is 'no', and must be true or false": edited(mlp_bias="no"),
+    "head_dim is 16; here it is always hidden_size / num_attention_heads, 32 / 4": edited(
+        head_dim=16
+    ),
+    "hidden_act is 'quick_gelu'; only silu": edited(hidden_act="quick_gelu"),
+    "hidden_act is \"['silu']\"; only": edited(hidden_act=["silu"]),
+    "quantised weights": edited(quantization_config={"bits": 4}),
+    "partial_rotary_factor is 0.5": edited(partial_rotary_factor=0.5, rope_parameters=None),
+    "its angles change with the length": edited(rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "truncate: false has": edited(rope_scaling={"rope_type": "yarn", "truncate": False}),
+    "mscale_all_dim or factor is out of range": edited(
+        rope_scaling={"rope_type": "yarn", "factor": "4", "mscale": 1.0, "mscale_all_dim": 1.0}
+    ),
+    "only one mapping for all layers": edited(rope_scaling={"full_attention": {"factor": 2.0}}),
+    "num_layers: 99999999 is above": edited(num_hidden_layers=99999999),
+    "lm_head.weight': not in the model": edited(tie_word_embeddings=True),
+    "mlp.down_proj.weight: (32, 44), but config.json describes (32, 45)": edited(
+        intermediate_size=45
+    ),
+    "layers.2.input_layernorm.weight: missing": edited(num_hidden_layers=3),
+    "layers.1.mlp.up_proj.weight': not in the model": edited(num_hidden_layers=1),
+    "tokenizer.json has 257 ids, but the model embeds only 40": edited(vocab_size=40),
+    "config.json: cannot be read": lambda folder: (folder / "config.json").unlink(),
+    "config.json: is not a JSON object": lambda folder: (folder / "config.json").write_text("[]"),
+    "nested too deeply": lambda folder: (folder / "config.json").write_text("[" * 100000),
+    "cannot be read (Error while deserializing": lambda folder: cut(folder, 100),
+    "cannot be read (Error while": lambda folder: cut(folder, 20000),
+    "bin, a pickle, which can run code and is not read": only_pickles,
+    "has no weight_map": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+    "is in '../a.safetensors', which names no file beside it": lambda folder: place(
+        folder, "../a.safetensors"
+    ),
+    "is in '/etc/passwd', which names": lambda folder: place(folder, "/etc/passwd"),
+    "there is no such file": lambda folder: place(folder, "model-9.safetensors"),
+    r"has no 'a\x1b[31m\nb', which the index places there": lambda folder: place(
+        folder, max(folder.glob("*.safetensors")).name, "a\x1b[31m\nb"
+    ),
+    "I64 numbers; only": lambda folder: change_tensors(
+        folder, lambda tensors: tensors.update({k: v.long() for k, v in tensors.items()})
+    ),
+    "has no token <|endoftext|>": lambda folder: (folder / "tokenizer_config.json").unlink(),
+    "is not a tokenizer_config.json": lambda folder: (folder / "tokenizer_config.json").write_text(
+        '{"eos_token": {}}'
+    ),
+    "is not a tokenizer.json": lambda folder: (folder / "tokenizer.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_folder_that_cannot_be_imported(message, llama, tmp_path, monkeypatch, capsys):
+    """The tool says why, and leaves nothing behind."""
+    folder, run = tmp_path / "hub", tmp_path / "runs" / "run"
+    shutil.copytree(llama, folder)
+    BROKEN[message](folder)
+    monkeypatch.setattr("sys.argv", ["import_hf.py", str(folder), str(run)])
+    assert import_hf.main() == 1
+    text = capsys.readouterr().err
+    assert message in text and "unfinished" not in text
+    assert not run.parent.exists() or not list(run.parent.iterdir())
+
+
+def test_an_import_to_a_full_disk(llama, tmp_path, monkeypatch, capsys, full_disk):
+    monkeypatch.setattr("sys.argv", ["import_hf.py", str(llama), str(tmp_path / "run")])
+    with full_disk(20_000):
+        assert import_hf.main() == 1
+    assert "error: the weights: a file could not be written to its end" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_other_versions_are_read(tmp_path):
+    hub_model("gpt_neox").save_pretrained(tmp_path / "hub")
+
+    def rename(tensors):
+        tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+        tensors["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(1)
+        tensors["gpt_neox.layers.0.attention.masked_bias"] = torch.ones(1)
+
+    change_tensors(tmp_path / "hub", rename)
+    [note, line] = import_folder(tmp_path / "hub", tmp_path / "run")
+    assert "has no tokenizer.json: name tokenizer_type and vocab_file in" in note
+    there = load_file(tmp_path / "hub" / "model.safetensors")
+    assert torch.equal(newest(tmp_path / "run").weights()["output.weight"], there["lm_head.weight"])

@@ -1,0 +1,143 @@
+"""Test that models keep their tensors, bit for bit, on the way to transformers and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron.engine.checkpoint.saved import newest
+from megatron.engine.errors import HubError
+from megatron.hub.export import export
+from megatron.hub.importing import import_folder
+from megatron.hub.keys import misfits
+from megatron.hub.load_run import load_run
+from tests.helpers.hub import hub_model, write_tokenizer
+from tests.hub.test_export_hf import run_of
+from tests.hub.test_importing import LLAMA3, YARN
+
+CLASSES = {
+    "neox": ("gpt_neox", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
+    "neox tied": (
+        "gpt_neox",
+        {
+            "tie_word_embeddings": True,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    ),
+    "llama": ("llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}),
+    "mistral": ("mistral", {"num_key_value_heads": 1, "sliding_window": 7}),
+}
+
+
+def same(found, wanted):
+    return found.keys() == wanted.keys() and all(
+        found[name].dtype == each.dtype and torch.equal(found[name], each)
+        for name, each in wanted.items()
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(zip(CLASSES, [torch.float32, torch.bfloat16] * 3, strict=False))
+)
+def test_a_model_of_transformers_comes_back_as_its_class(name, dtype, tmp_path):
+    kind, changes = CLASSES[name]
+    first, second = tmp_path / "first", tmp_path / "second"
+    model = hub_model(kind, **changes).to(dtype)
+    model.save_pretrained(first)
+    write_tokenizer(first)
+    import_folder(first, tmp_path / "run")
+    second.mkdir()
+    said = export(load_run(tmp_path / "run", [], [], None), second)
+    assert said[0].endswith("without code")
+    assert not list(second.glob("*.py"))
+    assert same(load_file(second / "model.safetensors"), load_file(first / "model.safetensors"))
+    model, again = (AutoModelForCausalLM.from_pretrained(each) for each in (first, second))
+    assert type(again) is type(model) and again.dtype == model.dtype == dtype
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    import_folder(second, tmp_path / "again")
+    weights = [newest(tmp_path / run).weights() for run in ("run", "again")]
+    assert same(*weights)
+
+
+RUNS = [
+    {"pos_emb": "kerple_log", "no_weight_tying": True},
+    {"pos_emb": [[["kerple_log + sink", "rpe"], "all"]], "theta_per_layer": True},
+    {"pos_emb": "learned", "opt_pos_emb_offset": 2, "norm": "scalenorm", "use_qk_layernorm": True},
+    {"pos_emb": "alibi + fire + forget_gate"},
+    {"pos_emb": "rotary", "sliding_window_width": 3, "reset_attention_mask": True},
+    {"pos_emb": "rotary", "rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"), list(zip(RUNS, [torch.float64, torch.bfloat16] * 3, strict=True))
+)
+def test_a_run_comes_back(changes, dtype, tmp_path):
+    run = replace(run_of(**changes), dtype=dtype)
+    run.model.to(dtype)
+    state = {name: each.clone() for name, each in run.model.state_dict().items()}
+    (tmp_path / "hub").mkdir()
+    [said, _] = export(run, tmp_path / "hub")
+    plain = "rope_scaling" in changes
+    assert said.endswith("without code") == plain
+    import_folder(tmp_path / "hub", tmp_path / "run")
+    saved = newest(tmp_path / "run")
+    assert same(saved.weights(), state)
+    config = saved.record.config
+    assert config["tokenizer_type"] == "ByteLevelTokenizer"
+    assert plain or json.dumps(config["pos_emb"]) == json.dumps(run.config.model.pos_emb)
+
+
+def test_a_transformers_class_has_our_logits(tmp_path):
+    """Without remote code; `ntk` and the window are written with other numbers."""
+    ntk = {"rope_type": "ntk", "factor": 4.0}
+    llama = {"norm": "rmsnorm", "rmsnorm_fusion": True, "activation": "geglu", "num_kv_heads": 2}
+    plain = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    for number, (kind, changes) in enumerate(
+        [
+            (
+                "GPTNeoXForCausalLM",
+                {"rope_scaling": ntk, "rotary_pct": 0.5, "gpt_j_residual": True},
+            ),
+            ("GPTNeoXForCausalLM", {"activation": "mish", "no_weight_tying": True}),
+            ("LlamaForCausalLM", {**llama, "rope_scaling": ntk}),
+            ("MistralForCausalLM", {**llama, **plain, "sliding_window_width": 3}),
+        ]
+    ):
+        run = run_of(pos_emb="rotary", **changes)
+        run = replace(run, dtype=torch.float32, model=run.model.float())
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        export(run, folder)
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(theirs).__name__ == kind
+        tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            wanted = run.model(tokens)
+            torch.testing.assert_close(theirs(tokens).logits, wanted, rtol=0, atol=1e-5)
+
+
+def test_what_does_not_fit_is_named():
+    run = run_of(pos_emb="kerple_log", norm="rmsnorm", gpt_j_residual=True, sliding_window_width=3)
+    assert misfits(run.config) == [
+        "pos_emb: kerple_log",
+        "rmsnorm_fusion: false (epsilon outside of the root)",
+        "norm: rmsnorm with activation: gelu",
+        "norm: rmsnorm with gpt_j_residual",
+        "sliding_window_width with biases",
+    ]
+
+
+def test_an_export_of_an_earlier_version_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["KerpleForCausalLM"]}')
+    with pytest.raises(HubError, match="kerple_neox is missing, so it cannot be imported"):
+        import_folder(tmp_path, tmp_path / "run")
