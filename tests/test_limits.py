@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import measure_code
 from tests.helpers.sources import PRODUCT, parsed, sources
 
 MAX_LINES = 300
@@ -191,3 +192,29 @@ def test_guards_are_counted_by_the_thousand(tmp_path):
     ]
     make_tree(tmp_path, {"prepare_data.py": "x = 1\n" * 60})
     assert guards(tmp_path) == []
+
+
+MEASURED = '''"""A module."""
+# It adds.
+X = 1
+
+
+def f():
+    """Return
+    2."""
+    return (
+        # one
+        X
+        + 1
+    )  # two
+'''
+
+
+def test_code_lines_are_no_comments_docstrings_or_blank_lines(tmp_path, capsys):
+    files = {"megatron/x/a.py": MEASURED, "megatron/b.py": "x = 1\n", "tests/a.py": MEASURED}
+    make_tree(tmp_path, files)
+    measure_code.report(tmp_path, minimum=6, longest=1)
+    printed = capsys.readouterr().out
+    assert "      7 code lines in megatron\n      6 code lines in megatron/x\n" in printed
+    assert "      0 groups of equal bodies of 6" in printed
+    assert printed.endswith("in lines:\n      8 megatron/x/a.py: f\n")
