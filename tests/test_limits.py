@@ -1,4 +1,4 @@
-"""Test limits that can be counted: sizes of files and functions, and uses of private names.
+"""Test limits that can be counted: sizes of files and functions, equal bodies, private names.
 
 Each rule is also tested on a made-up tree that breaks it.
 """
@@ -117,6 +117,11 @@ def private_definitions(tree: ast.Module) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
+def repeated_bodies(root: Path) -> list[str]:
+    """Return functions whose bodies are equal after names and literals are replaced."""
+    return measure_code.repeated_bodies(root)
+
+
 RULES = [
     long_files,
     long_functions,
@@ -125,6 +130,7 @@ RULES = [
     changed_import_paths,
     guards,
     borrowed_private_names,
+    repeated_bodies,
 ]
 
 
@@ -136,6 +142,12 @@ def test_the_tree_keeps_the_rule(repo_root, rule):
 
 def function(lines: int, name: str = "f") -> str:
     return f"def {name}():\n" + "    x = 1\n" * (lines - 1)
+
+
+def adds(name: str, lines: int, step: str = "1") -> str:
+    """Return a function that adds `step` to a value until its body has `lines` lines."""
+    steps = "".join(f"    {name}{i} = {name}{i - 1} + {step}\n" for i in range(1, lines))
+    return f"def {name}({name}0):\n{steps}    return {name}{lines - 1}\n"
 
 
 PATH = "sys" + ".path"  # this file keeps the rule too
@@ -150,6 +162,8 @@ BROKEN = [
     (borrowed_private_names, {"tools/a.py": "from tools.b import _x"}, "tools/a.py:1: _x"),
     (borrowed_private_names, {"tools/a.py": "b._x = 1", "tools/b.py": "a._x"}, "tools/b.py:1: _x"),
     (borrowed_private_names, {"tests/a.py": "b._x()", "tools/b.py": "def _x(): 1"}, "tests/a.py:1"),
+    (repeated_bodies, {"tools/a.py": adds("f", 6) + adds("g", 6, "'x'")}, "tools/a.py:1: f, tools"),
+    (repeated_bodies, {"megatron/a.py": adds("f", 6), "train.py": adds("g", 6)}, "megatron/a.py:1"),
 ]
 ALLOWED = [
     (long_files, {"tests/a.py": "x = 1\n" * 300}),
@@ -159,6 +173,9 @@ ALLOWED = [
     (changed_import_paths, {"tools/a.py": f"import sys\nprint({PATH})"}),
     (guards, {"tools/a.py": "x = 1\n" * 997 + "try:\n    1\nexcept E:\n    # except F\n    2"}),
     (borrowed_private_names, {"tools/a.py": "import torch\ntorch._C\n_x = 1\nself._x = _x"}),
+    (repeated_bodies, {"tools/a.py": adds("f", 5) + adds("g", 5)}),
+    (repeated_bodies, {"tools/a.py": adds("f", 6) + adds("g", 7) + adds("h", 6, "f(1)")}),
+    (repeated_bodies, {"tests/a.py": adds("f", 6), "tools/a.py": adds("g", 6)}),
 ]
 
 
