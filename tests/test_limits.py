@@ -1,4 +1,4 @@
-"""Test limits that can be counted: sizes of files and functions, and uses of private names.
+"""Test limits that can be counted: sizes of files and functions, equal bodies, private names.
 
 Each rule is also tested on a made-up tree that breaks it.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import measure_code
 from tests.helpers.sources import PRODUCT, parsed, sources
 
 MAX_LINES = 300
@@ -116,6 +117,11 @@ def private_definitions(tree: ast.Module) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
+def repeated_bodies(root: Path) -> list[str]:
+    """Return functions whose bodies are equal after names and literals are replaced."""
+    return measure_code.repeated_bodies(root)
+
+
 RULES = [
     long_files,
     long_functions,
@@ -124,6 +130,7 @@ RULES = [
     changed_import_paths,
     guards,
     borrowed_private_names,
+    repeated_bodies,
 ]
 
 
@@ -135,6 +142,12 @@ def test_the_tree_keeps_the_rule(repo_root, rule):
 
 def function(lines: int, name: str = "f") -> str:
     return f"def {name}():\n" + "    x = 1\n" * (lines - 1)
+
+
+def adds(name: str, lines: int, step: str = "1") -> str:
+    """Return a function that adds `step` to a value until its body has `lines` lines."""
+    steps = "".join(f"    {name}{i} = {name}{i - 1} + {step}\n" for i in range(1, lines))
+    return f"def {name}({name}0):\n{steps}    return {name}{lines - 1}\n"
 
 
 PATH = "sys" + ".path"  # this file keeps the rule too
@@ -149,6 +162,8 @@ BROKEN = [
     (borrowed_private_names, {"tools/a.py": "from tools.b import _x"}, "tools/a.py:1: _x"),
     (borrowed_private_names, {"tools/a.py": "b._x = 1", "tools/b.py": "a._x"}, "tools/b.py:1: _x"),
     (borrowed_private_names, {"tests/a.py": "b._x()", "tools/b.py": "def _x(): 1"}, "tests/a.py:1"),
+    (repeated_bodies, {"tools/a.py": adds("f", 6) + adds("g", 6, "'x'")}, "tools/a.py:1: f, tools"),
+    (repeated_bodies, {"megatron/a.py": adds("f", 6), "train.py": adds("g", 6)}, "megatron/a.py:1"),
 ]
 ALLOWED = [
     (long_files, {"tests/a.py": "x = 1\n" * 300}),
@@ -158,6 +173,9 @@ ALLOWED = [
     (changed_import_paths, {"tools/a.py": f"import sys\nprint({PATH})"}),
     (guards, {"tools/a.py": "x = 1\n" * 997 + "try:\n    1\nexcept E:\n    # except F\n    2"}),
     (borrowed_private_names, {"tools/a.py": "import torch\ntorch._C\n_x = 1\nself._x = _x"}),
+    (repeated_bodies, {"tools/a.py": adds("f", 5) + adds("g", 5)}),
+    (repeated_bodies, {"tools/a.py": adds("f", 6) + adds("g", 7) + adds("h", 6, "f(1)")}),
+    (repeated_bodies, {"tests/a.py": adds("f", 6), "tools/a.py": adds("g", 6)}),
 ]
 
 
@@ -191,3 +209,29 @@ def test_guards_are_counted_by_the_thousand(tmp_path):
     ]
     make_tree(tmp_path, {"prepare_data.py": "x = 1\n" * 60})
     assert guards(tmp_path) == []
+
+
+MEASURED = '''"""A module."""
+# It adds.
+X = 1
+
+
+def f():
+    """Return
+    2."""
+    return (
+        # one
+        X
+        + 1
+    )  # two
+'''
+
+
+def test_code_lines_are_no_comments_docstrings_or_blank_lines(tmp_path, capsys):
+    files = {"megatron/x/a.py": MEASURED, "megatron/b.py": "x = 1\n", "tests/a.py": MEASURED}
+    make_tree(tmp_path, files)
+    measure_code.report(tmp_path, minimum=6, longest=1)
+    printed = capsys.readouterr().out
+    assert "      7 code lines in megatron\n      6 code lines in megatron/x\n" in printed
+    assert "      0 groups of equal bodies of 6" in printed
+    assert printed.endswith("in lines:\n      8 megatron/x/a.py: f\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from tests.test_documented_numbers import one_line, rows
+from tests.pages.test_documented_numbers import one_line, rows
 
 
 def test_percentages_of_the_length_tasks(repo_root):

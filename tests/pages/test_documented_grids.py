@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.test_documented_numbers import assert_rounded, one_line, rows
+from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
 from tools.experiments.report import change_of
 from tools.experiments.statistics import Verdict
 
