@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron import nvidia_apex
+from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.training.optimizer import APEX_ADAM, build_optimizer, optimizer_kind
 from megatron.model import BlockShape
 from megatron.model.norm import apex_norm, build_norm
@@ -58,7 +59,7 @@ def test_apex_is_used_where_it_is_installed(apex):
     kind, why = optimizer_kind("fusedadam", "bf16", 0)
     assert kind == "adam" and "DeepSpeed's bf16 training without ZeRO does not take it" in why
     group = {"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.5}
-    assert isinstance(build_optimizer("apex", [group], lr=0.1), FusedAdam)
+    assert isinstance(build_optimizer("apex", [group], OptimizerConfig(lr=0.1)), FusedAdam)
 
 
 @pytest.mark.parametrize(

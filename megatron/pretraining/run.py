@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ from megatron.config import Config
 from megatron.config.describe import how_to_go_on
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
-from megatron.engine.build import describe_attention
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import choose_start, restore
@@ -26,24 +24,28 @@ from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
-from megatron.engine.local_model import build_local_model, count_parameters
+from megatron.engine.local_model import build_local_model
 from megatron.engine.shape import identity_of
 from megatron.engine.text import JobData
-from megatron.engine.training.deepspeed_engine import job_engine, layout_of, optimizer_of
+from megatron.engine.training.bad_loss import LossGuard
+from megatron.engine.training.deepspeed_engine import job_engine, layout_of
+from megatron.engine.training.hooks import Hook
 from megatron.engine.training.log import RunLog
 from megatron.engine.training.loop import TrainingLoop
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.pipeline import loss_function
-from megatron.engine.training.profiler import profiled
-from megatron.engine.training.settings import loop_settings, open_log
+from megatron.engine.training.profiler import StepProfiler
+from megatron.engine.training.speed import speed_of
+from megatron.engine.training.step_log import StepLog
 from megatron.engine.training.theta import TrainedTheta
 from megatron.evaluation.by_length import MeasuredModel, draw_kernels, evaluate_lengths
 from megatron.evaluation.held_out import log_final_losses, validation
 from megatron.evaluation.published_losses import log_published_losses
 from megatron.files import write_text
 from megatron.model.embedding import scale_distances
-from megatron.model.norm import apex_norm
 from megatron.parallel.groups import Groups
+from megatron.pretraining.first_lines import first_lines
+from megatron.pretraining.hooks import Saving, Validation, is_owed
 
 UNSAVED = Path("runs/unsaved")
 """The folder for logs and plots of a run whose config names no `save` folder."""
@@ -86,7 +88,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
 
 
 class Job:
-    """One training job: its text, its model, the checkpoint that it starts from, and its engine."""
+    """One training job, which opens its text, builds its model and restores its checkpoint."""
 
     def __init__(
         self,
@@ -104,28 +106,36 @@ class Job:
             sequence_parallel=parallel.sequence_parallel,
         )
         self.config, self.groups, self.confirm = config, groups, confirm
-        self._rolled_back: list[Saved] = []
-        self._saver: Saver | None = None
         self.run_dir = Path(config.checkpoint.save or UNSAVED)
-        require_agreement(groups, "config", settings_of(config))
-        self.data = JobData(config, groups)
-        require_agreement(groups, "text", self.data.identity)
+        self._rolled_back: list[Saved] = []
+        self._open_text()
+        self._build_model()
+        self._restore(allow_fallback)
+
+    def _open_text(self) -> None:
+        require_agreement(self.groups, "config", settings_of(self.config))
+        self.data = JobData(self.config, self.groups)
+        require_agreement(self.groups, "text", self.data.identity)
+
+    def _build_model(self) -> None:
+        config, groups, tokenizer = self.config, self.groups, self.data.tokenizer
         # Each data- or context-parallel rank and each stage draws dropout from its own stream.
         stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
         torch.manual_seed(config.training.seed + stream)
-        tokenizer = self.data.tokenizer
         self.model = build_local_model(config, tokenizer.vocab_size, groups, tokenizer.eod)
-        description = RunDescription(
+        self.description = RunDescription(
             model=identity_of(config, self.model.shape, tokenizer),
             data=self.data.identity,
             layout=layout_of(config, groups),
             config=config.to_flat_dict(),
             **describe(self.model, groups),
         )
-        self.start = choose_start(
-            config, groups, self.data.wanted["train"], allow_fallback=allow_fallback
-        )
-        self.description = replace(description, lineage=self.start.lineage)
+
+    def _restore(self, allow_fallback: bool) -> None:
+        """Build the engine, with the weights and the state with which the job starts."""
+        config, groups, samples = self.config, self.groups, self.data.wanted["train"]
+        self.start = choose_start(config, groups, samples, allow_fallback=allow_fallback)
+        self.description = replace(self.description, lineage=self.start.lineage)
         self.start.load_weights(self.model, self.description, groups)
         self.engine, self.schedule = job_engine(config, self.model, groups)
         self.theta = TrainedTheta(self.engine, self.model.theta_parts, self.model.pos, groups)
@@ -133,64 +143,37 @@ class Job:
 
     def run(self) -> None:
         """Train up to step `train_iters`, then evaluate as the config asks."""
-        c, step = self.config, self.progress.step
-        with open_log(
-            c,
+        c, step, trains = self.config, self.progress.step, self.config.training.train_iters > 0
+        with RunLog(
             self.run_dir,
+            c.logging,
             is_main=self.groups.is_main,
-            step=step,
-            validates_again=bool(self.progress.interval.get("owes_validation")),
+            config=c.to_flat_dict(),
+            append=step > 0 or not trains,
+            last_step=step if trains else None,
             confirm=self.confirm,
         ) as log:
-            self._announce(log)
-            self._saver = self._saver_to(log)
+            for line in first_lines(c, self.groups, self.model, self.data.text, self.start, step):
+                log.line(line)
+            self._write_config()
             with suppress(preemption.Leave):
-                self._train_and_evaluate(log)
+                if step < c.training.train_iters or is_owed(self.progress.interval):
+                    self._train(log)
+                if self.progress.step >= c.training.train_iters:
+                    self._evaluate(log)  # only a finished run; one that left early is not
             if why := preemption.reason():
                 log.line(f"{why}: left after step {self.progress.step}; {how_to_go_on(c)}")
 
-    def _train_and_evaluate(self, log: RunLog) -> None:
-        c, step = self.config, self.progress.step
-        trains = c.training.train_iters > 0
-        if step < c.training.train_iters or self.progress.interval.get("owes_validation"):
-            self._train(log)
-            if self.progress.step < c.training.train_iters:
-                return  # the run left early, and only a finished run is evaluated
-        if c.training.eval_iters > 0 and trains:
-            log_final_losses(c, self.data, self.engine, self.groups, log)
-        elif c.training.eval_iters > 0:
-            log_published_losses(c, self.data, self.engine, self.groups, log, step)
-        if c.evaluation.eval_lengths:
-            self._evaluate_lengths(log)
-
-    def _announce(self, log: RunLog) -> None:
-        """Print the job's model, devices, text and first step; write the resolved `config.yml`."""
-        parameters = count_parameters(self.model, self.groups)
-        c, groups = self.config, self.groups
-        log.line(
-            f"{parameters:,} parameters, {self.model.pos.name}, {c.training.precision}, "
-            f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
-            f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel)"
-            + (f", {groups.context.size} share a sequence" if groups.context.size > 1 else "")
-        )
-        for line in describe_attention(self.model.attends):
-            log.line(line)
-        choices = {"optimizer": optimizer_of(c)[1], "norm": apex_norm(self.model.shape.block)[1]}
-        for part, choice in choices.items():
-            if choice:
-                log.line(f"{part}: {choice}")
-        log.line(self.data.text.about)
-        log.line(self.start.text)
-        if self.progress.step >= c.training.train_iters > 0:
-            log.line(f"step {self.progress.step} of {c.training.train_iters}: nothing to train")
-        evaluates_other_run = c.training.train_iters == 0 and (self.run_dir / "config.yml").exists()
-        if groups.is_main and not evaluates_other_run:
+    def _write_config(self) -> None:
+        """Write the resolved `config.yml`, unless the job only evaluates another run."""
+        path = self.run_dir / "config.yml"
+        if self.groups.is_main and (self.config.training.train_iters > 0 or not path.exists()):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            write_text(self.run_dir / "config.yml", c.to_yaml())
+            write_text(path, self.config.to_yaml())
 
     def _train(self, log: RunLog) -> None:
         """Train to the last step. After a bad loss, go back to a checkpoint or raise the error."""
-        done = False
+        saver, done = self._saver(log), False
         while not done:
             left = self.config.training.train_iters - self.progress.step
             loader = self.data.training(
@@ -204,10 +187,28 @@ class Job:
                     "first part more"
                 )
             try:
-                self._train_on(loader, log)
+                self._train_on(loader, saver, log)
                 done = True
             except BadLossError as bad:
                 self._roll_back(bad, loader, log)
+
+    def _train_on(self, loader: TrainLoader, saver: Saver | None, log: RunLog) -> None:
+        c, engine, groups, start = self.config, self.engine, self.groups, self.progress
+        preemption.begin()
+        speed = speed_of(c, self.model.shape, groups)
+        hooks: list[Hook] = [
+            LossGuard(engine, groups, c.training, log),
+            StepLog(c, engine, groups, self.theta, speed, log),
+            Validation(partial(self._validate, log), c.training.eval_interval, log),
+        ]
+        saving = Saving(saver, start, loader, hooks[:])
+        hooks += [saving, StepProfiler(c.logging, self.run_dir, log)]
+        uncounted = self.data.uncounted_after
+        loop = TrainingLoop(c, engine, groups, self.theta, log, hooks, start.interval, uncounted)
+        try:
+            loop.run(loader, start.step)
+        finally:
+            self.progress = saving.progress
 
     def _roll_back(self, bad: BadLossError, loader: TrainLoader, log: RunLog) -> None:
         """Load the newest checkpoint, and skip the samples that were read after it was written.
@@ -233,25 +234,11 @@ class Job:
             there = restore(self.engine, self.groups, saved, self.description, saved.folder)
         consumed = loader.consumed_samples
         self.progress = replace(there, consumed_samples=consumed)
-        log.go_back(there.step, bool(there.interval.get("owes_validation")))
+        log.go_back(there.step)
         log.line(
             f"{bad}\nback to {saved.path} ({count} of at most {MOST_ROLL_BACKS} times), passing "
             f"over the samples {there.consumed_samples} to {consumed - 1}"
         )
-
-    def _train_on(self, loader: TrainLoader, log: RunLog) -> None:
-        c, carried, saver = self.config, self.progress.interval, self._saver
-        preemption.begin()
-        check, step = saver.check if saver else lambda: None, self.progress.step
-        with saver or nullcontext(), profiled(c, self.run_dir, log, step, check) as before_step:
-            settings = loop_settings(c, self.data.uncounted_after, self.model.shape, self.groups)
-            TrainingLoop(self.engine, self.groups, self.theta, settings, log, carried).run(
-                loader,
-                step,
-                validate=partial(self._validate, log),
-                save=lambda step, interval: self._save(step, interval, loader),
-                check=before_step,
-            )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
         """Return the metrics of the validation after `step`; show the kernels if by length."""
@@ -265,7 +252,7 @@ class Job:
                 log.pictures(step, self.run_dir, "kernels*.png")
         return found
 
-    def _saver_to(self, log: RunLog) -> Saver | None:
+    def _saver(self, log: RunLog) -> Saver | None:
         c = self.config.checkpoint
         if not c.save:
             return None
@@ -273,12 +260,14 @@ class Job:
         to = Destination(Path(c.save), self.description, keep, self.confirm)
         return Saver(self.engine, self.groups, to, beside_training=c.async_save, say=log.line)
 
-    def _save(self, step: int, interval: dict[str, Any], loader: TrainLoader) -> None:
-        self.progress = replace(
-            self.progress, step=step, consumed_samples=loader.consumed_samples, interval=interval
-        )
-        if self._saver is not None:
-            self._saver.save(self.progress)
+    def _evaluate(self, log: RunLog) -> None:
+        c, step = self.config, self.progress.step
+        if c.training.eval_iters > 0 and c.training.train_iters > 0:
+            log_final_losses(c, self.data, self.engine, self.groups, log)
+        elif c.training.eval_iters > 0:
+            log_published_losses(c, self.data, self.engine, self.groups, log, step)
+        if c.evaluation.eval_lengths:
+            self._evaluate_lengths(log)
 
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()

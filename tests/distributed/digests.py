@@ -4,8 +4,8 @@
     python tests/distributed/digests.py --compare before.json        # after it, on the same machine
 
 Trains the quickstart for 100 steps, resumes a run at step 20, and trains the covering set of
-layouts. A digest covers every number in `metrics.jsonl` (except times, speeds and memory) and every tensor in the
-checkpoint. Takes about two minutes on two cores. Exit code 1 if a digest differs.
+layouts. A digest covers every number in `metrics.jsonl` (except times, speeds and memory) and every
+tensor in the checkpoint. Takes about two minutes on two cores. Exit code 1 if a digest differs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _train(folder: Path, name: str, **values: int) -> Path:
 
 def _of_run(run: Path) -> str:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if not any(word in k for word in MEASURED)} for row in lines]
+    rows = [
+        {k: v for k, v in row.items() if not any(word in k for word in MEASURED)} for row in lines
+    ]
     text = json.dumps([rows, digest(run)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

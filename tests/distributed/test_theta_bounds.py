@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from megatron.attention import choose
+from megatron.config import load_config
 from megatron.engine.training.deepspeed_engine import build_engine, engine_config
 from megatron.engine.training.optimizer import build_optimizer, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, Schedule
@@ -14,6 +15,7 @@ from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import bounds, load
 from tests.helpers.jobs import PRECISIONS, STAGES
 from tests.helpers.launch import run_ranks
+from tests.helpers.paths import ROOT
 
 PUSHES = {"low": 100.0, "high": -100.0}
 
@@ -45,16 +47,14 @@ def push(groups, stage, precision, bound, numerics=WIDE):
         start = low if bound == "low" else high.clamp(max=2.0)
         gpt.theta.copy_(start.expand_as(gpt.theta))
     model = Pushed(gpt, PUSHES[bound])
-    optimizer = build_optimizer("adam", parameter_groups(model, 0.01), lr=0.1)
-    config = engine_config(
-        micro_batch=2,
-        accumulation=1,
-        world_size=groups.world_size,
-        precision=precision,
-        gradient_clipping=1.0,
-        zero_stage=stage,
-        zero_options={},
-    )
+    keys = [
+        "train_micro_batch_size_per_gpu=2", "train_batch_size=null", "weight_decay=0.01",
+        f"precision={precision}", "gradient_clipping=1.0", f"zero_optimization={{stage: {stage}}}",
+        "optimizer={type: Adam, params: {lr: 0.1, betas: [0.9, 0.999], eps: 1.0e-8}}",
+    ]  # fmt: skip
+    made = load_config([ROOT / "configs" / "quickstart.yml"], keys, world_size=groups.world_size)
+    optimizer = build_optimizer("adam", parameter_groups(model, made.optimizer), made.optimizer)
+    config = engine_config(made, groups.world_size)
     schedule = AnnealingLR(optimizer, Schedule(0.1, 100))
     engine = build_engine(model, optimizer, schedule, config, groups, numerics=numerics)
     trained = TrainedTheta(engine, gpt.theta_parts, pos, groups)

@@ -14,6 +14,7 @@ pytest.importorskip("pydantic", reason="needs requirements.txt: it imports the e
 pytest.importorskip("deepspeed", reason="needs requirements.txt: it imports the engine")
 
 from megatron import nvidia_apex  # noqa: E402
+from megatron.config.sections.training import OptimizerConfig  # noqa: E402
 from megatron.engine.training.muon import MuonWithAdamW  # noqa: E402
 from megatron.engine.training.optimizer import APEX_ADAM, build_optimizer  # noqa: E402
 from megatron.model import BlockShape  # noqa: E402
@@ -30,7 +31,7 @@ def test_on_a_gpu_apex_steps_as_torch():
     for kind in ("apex", "adam"):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 999, device="cuda"))
         group = {"params": [weight], "weight_decay": 0.1}
-        optimizer = build_optimizer(kind, [group], lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+        optimizer = build_optimizer(kind, [group], OptimizerConfig(lr=0.01, betas=(0.9, 0.95)))
         for step in range(5):
             weight.grad = (weight.detach() + step).sin()
             optimizer.step()

@@ -126,10 +126,8 @@ class TrainingCase:
             return
         params = self.model.named_parameters()
         placed = {id(p): models.published_tensors(self.model, {name: p}) for name, p in params}
-        chosen, ours, theirs = self.config.optimizer, {}, {}
-        for group in parameter_groups(
-            self.model, chosen.weight_decay, decay_theta=chosen.weight_decay_positional
-        ):
+        ours, theirs = {}, {}
+        for group in parameter_groups(self.model, self.config.optimizer):
             for param in group["params"]:
                 ours |= dict.fromkeys(placed[id(param)], group["weight_decay"])
         for group in manifest["optimizer_groups"]:

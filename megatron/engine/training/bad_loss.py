@@ -13,14 +13,17 @@ fp16 overflow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import torch
 
-from megatron.engine.errors import DivergedError
+from megatron.config.sections.training import TrainingConfig
+from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.training.hooks import Hook, Step
+from megatron.engine.training.log import RunLog
 from megatron.parallel.groups import Groups
 
 ADVICE = (
@@ -34,43 +37,55 @@ MOST_SKIPPED = 10
 """The number of steps in a row that are skipped before the run ends."""
 
 
-class LossGuard:
+class LossGuard(Hook):
     """A check of each step's loss and gradient, which can also skip the update of a bad step.
 
+    The average of the good steps' losses is its state. A run whose checkpoint records none starts a
+    new average with the next step.
+
     Args:
-        on_bad_loss: `stop`, `skip` or `roll_back`; only `skip` makes this class skip updates.
-        threshold: a step is bad if its loss is more than this many nats above the average of the
-            good steps before it. None sets no limit.
-        average: the average loss that the checkpoint of a resumed run records. None starts a new
-            average with the next step.
+        training: The section with `on_bad_loss` and `loss_spike_threshold`. Only `skip` makes this
+            class skip updates.
     """
 
     def __init__(
         self,
         engine: deepspeed.DeepSpeedEngine,
         groups: Groups,
-        on_bad_loss: str,
-        threshold: float | None,
-        average: float | None = None,
+        training: TrainingConfig,
+        log: RunLog,
     ):
-        self.engine, self.groups, self._threshold = engine, groups, threshold
-        self.skips = on_bad_loss == "skip"
-        self.acts = on_bad_loss != "stop" or threshold is not None
-        self._average = average
+        self.engine, self.groups, self.log = engine, groups, log
+        self._threshold = training.loss_spike_threshold
+        self._skips = training.on_bad_loss == "skip"
+        self._acts = training.on_bad_loss != "stop" or self._threshold is not None
+        self._average: float | None = None
         self._mean: float | None = None  # of the step in progress, over all ranks
         self._skipped = 0
-        if self.skips:  # else DeepSpeed would apply a bf16 gradient that is not finite
+        if self._skips:  # else DeepSpeed would apply a bf16 gradient that is not finite
             engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
-    def spoiled_if_bad(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return `loss`, or NaN if the step's loss is bad. Every rank must call this method.
-
-        Args:
-            loss: the loss of the last micro-batch.
-            mean: this rank's mean loss over all micro-batches of the step.
-        """
+    def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return NaN instead of `loss` if the step is bad and its update is to be skipped."""
+        if not self._skips:
+            return loss
         self._mean = self._over_ranks(mean)
         return loss * math.nan if self._problem(self._mean) else loss
+
+    def after_step(self, step: Step) -> None:
+        """Judge the step; if its update was skipped, log that.
+
+        Raises:
+            BadLossError: The step was bad, and the run does not skip bad steps.
+        """
+        problem = self.judge(step.loss, step.norm) if self._acts else ""
+        if not problem:
+            return
+        text = f"{problem} at step {step.number}, {step.samples()}"
+        if not self._skips:
+            raise BadLossError(f"{text}; {ADVICE}")
+        self.log.line(f"  {text}: its update is skipped")
+        step.good = False
 
     def judge(self, loss: torch.Tensor, norm: float | torch.Tensor | None) -> str:
         """Describe the problem of the step just taken; return "" if the step is good.
@@ -78,7 +93,7 @@ class LossGuard:
         Every rank must call this method.
 
         Args:
-            loss: this rank's mean loss of the step, as given to `spoiled_if_bad`.
+            loss: this rank's mean loss of the step, as `changed_loss` read it.
             norm: the norm of the step's gradient, the same on every rank; None if unknown.
 
         Raises:
@@ -91,7 +106,7 @@ class LossGuard:
             fp16 = self.engine.fp16_enabled()
             problem = "" if fp16 else f"the norm of the gradient is {float(norm)}"
         self._skipped = self._skipped + 1 if problem else 0
-        if self.skips and self._skipped == MOST_SKIPPED:
+        if self._skips and self._skipped == MOST_SKIPPED:
             raise DivergedError(f"{problem}, after {MOST_SKIPPED - 1} skipped steps; {ADVICE}")
         if not problem and math.isfinite(mean):
             before = mean if self._average is None else self._average
@@ -101,6 +116,9 @@ class LossGuard:
     def state(self) -> dict[str, Any]:
         """Return {"average_loss": value} for the checkpoint, or {} if there is no average yet."""
         return {} if self._average is None else {"average_loss": self._average}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._average = state.get("average_loss")
 
     def _problem(self, mean: float) -> str:
         if not math.isfinite(mean):

@@ -22,23 +22,6 @@ from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.numerics import WIDE, Numerics
 from megatron.parallel.groups import Groups
 
-FP16_OPTIONS = (
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-)
-PROFILER_OPTIONS = (
-    "flops_profiler_enabled",
-    "flops_profiler_recompute_fwd_factor",
-    "flops_profiler_profile_step",
-    "flops_profiler_module_depth",
-    "flops_profiler_top_modules",
-    "flops_profiler_detailed",
-    "flops_profiler_output_file",
-)
-
 REDUCE_BUCKET_SIZE = 5 * 10**8
 """DeepSpeed's default of `reduce_bucket_size`, in numbers."""
 
@@ -50,44 +33,15 @@ def job_engine(
     c = config
     if c.training.torch_compile:
         compile_model(model, c.training.torch_compile_mode)
-    beta1, beta2 = c.optimizer.betas
     optimizer = build_optimizer(
-        optimizer_of(c)[0],
-        parameter_groups(
-            model,
-            c.optimizer.weight_decay,
-            decay_theta=c.optimizer.weight_decay_positional
-            and c.optimizer.theta_frozen is not True,
-            theta_lr_multiplier=c.optimizer.theta_lr_multiplier,
-            muon=c.optimizer.type == "muon",
-        ),
-        lr=c.optimizer.lr,
-        betas=(beta1, beta2),
-        eps=c.optimizer.eps,
-        momentum=c.optimizer.momentum,
-        ranks=groups,
+        optimizer_of(c)[0], parameter_groups(model, c.optimizer), c.optimizer, groups
     )
     annealing = AnnealingLR(
         optimizer, schedule_of(c), use_checkpoint=c.lr.use_checkpoint_lr_scheduler
     )
-    communication = "fp32" if c.parallel.fp32_allreduce else c.parallel.communication_data_type
-    settings = engine_config(
-        micro_batch=c.batch.train_micro_batch_size_per_gpu,
-        accumulation=c.batch.gradient_accumulation_steps,
-        world_size=groups.replica_size,
-        precision=c.training.precision,
-        gradient_clipping=c.optimizer.gradient_clipping,
-        zero_stage=c.parallel.zero_stage,
-        zero_options=dict(c.parallel.zero),
-        grad_accum_dtype=c.training.grad_accum_dtype,
-        communication_dtype=communication,
-        fp16_options={key: getattr(c.training, key) for key in FP16_OPTIONS},
-        profiler_options={key: getattr(c.logging, key) for key in PROFILER_OPTIONS},
-    )
-    engine = build_engine(
-        model, optimizer, annealing, settings, groups, numerics=numerics_of(config)
-    )
-    return engine, annealing
+    settings = engine_config(c, groups.replica_size)
+    numerics = numerics_of(config)
+    return build_engine(model, optimizer, annealing, settings, groups, numerics=numerics), annealing
 
 
 def optimizer_of(config: Config) -> tuple[str, str]:
@@ -120,58 +74,38 @@ def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
     }
 
 
-def engine_config(
-    *,
-    micro_batch: int,
-    accumulation: int,
-    world_size: int,
-    precision: str,
-    gradient_clipping: float,
-    zero_stage: int,
-    zero_options: dict[str, Any],
-    grad_accum_dtype: str | None = None,
-    communication_dtype: str | None = None,
-    fp16_options: dict[str, Any] | None = None,
-    profiler_options: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def engine_config(config: Config, replicas: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration as a dictionary.
 
     `gradient_clipping` is always set, because parts of DeepSpeed clip at 1.0 by default.
 
     Args:
-        micro_batch: the number of sequences in a micro-batch.
-        accumulation: the number of micro-batches per step.
-        world_size: the number of replicas of the model. Each replica reads other sequences or, with
+        replicas: The number of replicas of the model. Each replica reads other sequences or, with
             context parallelism, other tokens of the same sequences.
-        precision: "fp32", "bf16" or "fp16".
-        zero_options: other entries of DeepSpeed's section `zero_optimization`.
-        fp16_options: other entries of DeepSpeed's section `fp16`.
-        profiler_options: the entries of the section `flops_profiler`, with its name before each.
     """
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
+    batch, parallel, keys = config.batch, config.parallel, config.to_flat_dict()
+    micro, accumulation = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
+    communication = "fp32" if parallel.fp32_allreduce else parallel.communication_data_type
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
-        "train_batch_size": micro_batch * accumulation * world_size,
-        "gradient_clipping": gradient_clipping,
-        "zero_optimization": {"stage": zero_stage, **zero_options},
+        "train_batch_size": micro * accumulation * replicas,
+        "gradient_clipping": config.optimizer.gradient_clipping,
+        "zero_optimization": keys["zero_optimization"],
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16", **(fp16_options or {})},
+        "bf16": {"enabled": config.training.precision == "bf16"},
+        "fp16": keys["fp16"],
         # With partitioning, only the first tensor that is sent between pipeline stages may have a
         # gradient. Theta is the second tensor.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+        "flops_profiler": keys["flops_profiler"],
+        "communication_data_type": communication,
     }
-    config["flops_profiler"] = {
-        key.removeprefix("flops_profiler_"): value
-        for key, value in (profiler_options or {}).items()
-    }
-    if grad_accum_dtype:
-        config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
-    if communication_dtype:
-        config["communication_data_type"] = communication_dtype
-    return config
+    # DeepSpeed takes a missing entry for its default, but not one without a value.
+    settings |= {name: keys[name] for name in ["data_types"] if name in keys}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def build_engine(

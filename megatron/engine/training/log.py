@@ -25,12 +25,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron.config.sections.data import LoggingConfig
 from megatron.engine.training.rows import Metric, json_line, plain
-from megatron.engine.training.sinks import TensorBoard, Wandb, checked_options
+from megatron.engine.training.sinks import TensorBoard, Wandb
 from megatron.files import parse_json, write_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 METRICS_FILE = "metrics.jsonl"
+NO_SINKS = LoggingConfig()
 
 
 class RunLog:
@@ -39,42 +41,33 @@ class RunLog:
     Args:
         run_dir: the folder for `metrics.jsonl` and wandb's files, created if it does not exist.
             None writes no `metrics.jsonl` and leaves wandb's files in wandb's default folder.
+        settings: the section that says whether metrics also go to wandb and to TensorBoard, whose
+            event files are in the folder of `tensorboard_dir` that is named like `run_dir`.
         is_main: whether this process is the main rank.
-        use_wandb: whether metrics also go to wandb.
-        wandb_options: any of project, team, group, host, mode (online | offline | disabled), with
-            or without the prefix `wandb_`; an option that is None or absent has wandb's default.
-        tensorboard: the folder for TensorBoard's event files of this run; None writes none.
         config: the resolved flat configuration, which TensorBoard and wandb show with the run.
         append: whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: the step from which a run with `append` resumes; rows of later steps are dropped
             from `metrics.jsonl`. With None, rows are only added, because another job may be writing
             the file.
-        validates_again: whether the run will compute the validation loss of step `last_step`. If
-            so, an earlier row with this loss is dropped.
         confirm: a function to call before each line of metrics is written. It raises an exception
             if another job has taken `run_dir` over.
 
     Raises:
-        ValueError: a wandb option or the wandb mode is unknown.
         RunLogError: wandb could not be started, the package tensorboard is missing, or its folder
             cannot be written.
     """
 
     def __init__(
         self,
-        run_dir: Path | str | None,
+        run_dir: Path | None,
+        settings: LoggingConfig = NO_SINKS,
         *,
         is_main: bool,
-        use_wandb: bool = False,
-        wandb_options: Mapping[str, Any] | None = None,
-        tensorboard: Path | None = None,
         config: Mapping[str, Any] | None = None,
         append: bool = False,
         last_step: int | None = None,
-        validates_again: bool = False,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        options = checked_options(wandb_options or {})
         self.is_main = is_main
         self._path: Path | None = None
         self._unwritten: list[str] = []
@@ -83,18 +76,18 @@ class RunLog:
         self._confirm = confirm
         if not is_main:
             return
-        folder = None if run_dir is None else Path(run_dir)
         # Start the sinks first, so that no metrics file has changed if one cannot be started.
-        if tensorboard is not None:
+        if settings.tensorboard_dir and run_dir is not None:
             lines = [f"    {key}: {value}" for key, value in (config or {}).items()]
-            self._sinks.append(TensorBoard(tensorboard, "\n".join(lines)))
-        if use_wandb:
-            self._sinks.append(Wandb(folder, options, config or {}, append))
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / METRICS_FILE
+            board = Path(settings.tensorboard_dir) / run_dir.resolve().name
+            self._sinks.append(TensorBoard(board, "\n".join(lines)))
+        if settings.use_wandb:
+            self._sinks.append(Wandb(run_dir, settings, config or {}, append))
+        if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            path = run_dir / METRICS_FILE
             if append and last_step is not None:
-                _keep_complete_rows(path, last_step, validates_again)
+                _keep_complete_rows(path, last_step)
             elif not append and path.exists():
                 os.replace(path, path.with_suffix(".jsonl.previous"))
             path.touch()
@@ -177,17 +170,17 @@ class RunLog:
         for board in boards:
             board.restart(step, rows)
 
-    def go_back(self, step: int, validates_again: bool) -> None:
+    def go_back(self, step: int, *, validates_again: bool = False) -> None:
         """Remove the rows of steps after `step`, because the run continues from `step`.
 
         Args:
-            validates_again: whether the run will compute the validation loss of `step`. If so, an
-                earlier row with this loss is removed, too.
+            validates_again: Whether to remove an earlier row with the validation loss of `step`,
+                too, because the run is about to compute this loss.
         """
         if self._path is not None:
             again = step if validates_again else None
             self._unwritten = [row for row in self._unwritten if _is_kept(row, step, again)]
-            _keep_complete_rows(self._path, step, validates_again)
+            _keep_complete_rows(self._path, step, again)
         self._restart_tensorboard(step)
 
     def close(self, *, failed: bool = False) -> None:
@@ -240,18 +233,16 @@ class RunLog:
         self.close(failed=kind is not None)
 
 
-def _keep_complete_rows(path: Path, last_step: int, validates_again: bool) -> None:
+def _keep_complete_rows(path: Path, last_step: int, validated_again: int | None = None) -> None:
     """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
 
     A resumed run writes these rows again: those of steps after `last_step`, those of final results
-    and, with `validates_again`, the validation loss of `last_step`. The file is replaced
-    atomically.
+    and the validation loss of step `validated_again`. The file is replaced atomically.
     """
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    again = last_step if validates_again else None
-    kept = [text for text in lines if _is_kept(text, last_step, again)]
+    kept = [text for text in lines if _is_kept(text, last_step, validated_again)]
     if kept == lines:
         return
     write_text(path, "".join(kept))

@@ -2,15 +2,14 @@
 
 One step accumulates gradients over the micro-batches, clips them, updates the weights, advances the
 learning-rate schedule, and clamps theta (the learned parameters of the positional embedding) to its
-bounds. Checkpoints record all state of the loop, so a resumed run takes the same steps as an
-uninterrupted run.
+bounds. Everything else is a hook: guards, logs, validation, checkpoints. Checkpoints record the
+state of all hooks, so a resumed run takes the same steps as an uninterrupted run.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import deepspeed
@@ -20,23 +19,17 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from megatron import preemption
+from megatron.config import Config
 from megatron.data.samples.loader import TrainLoader
-from megatron.engine.errors import BadLossError
-from megatron.engine.training.bad_loss import ADVICE, LossGuard, explained_overflow
+from megatron.engine.training.bad_loss import explained_overflow
 from megatron.engine.training.batches import next_batches
-from megatron.engine.training.compiled import Compilations
+from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.log import RunLog
-from megatron.engine.training.meter import Meter
-from megatron.engine.training.optimizer import all_finite, gradient_norm, mark_sharded_gradients
+from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
 from megatron.engine.training.pipeline import train_batch
-from megatron.engine.training.rows import clock, described, perplexities
-from megatron.engine.training.settings import LoopSettings
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import mean_loss
-
-STEEP = 3.0
-"""The log warns if the mean loss rises by more nats than this from one log line to the next."""
 
 
 def train_step(
@@ -44,14 +37,14 @@ def train_step(
     batches: Iterator[np.ndarray],
     accumulation: int,
     groups: Groups,
-    guard: LossGuard | None = None,
+    hooks: Sequence[Hook] = (),
     uncounted_after: int | None = None,
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
     """Take one optimizer step, on the next `accumulation` micro-batches.
 
     Args:
-        guard: the object that makes DeepSpeed skip the update of a bad step; None skips no step.
-        uncounted_after: the id of a token; targets that follow it do not count in the loss.
+        hooks: Their `changed_loss` may change the last micro-batch's loss; a pipeline ignores them.
+        uncounted_after: The id of a token; targets that follow it do not count in the loss.
 
     Returns:
         This rank's mean loss (a 0-d tensor, not averaged over the data-parallel ranks), and the L2
@@ -61,228 +54,118 @@ def train_step(
     if isinstance(engine, PipelineEngine):
         loss = train_batch(engine, list(pairs))
         return loss, engine.get_global_grad_norm()
+    model = cast(nn.Module, engine.module)
     total = torch.zeros((), device=groups.device)
     norm = None
     for inputs, targets in pairs:
         loss = mean_loss(engine(inputs, targets), targets)
         total += loss.detach().float()
-        if guard and engine.is_gradient_accumulation_boundary():
-            loss = guard.spoiled_if_bad(loss, total / accumulation)
+        if engine.is_gradient_accumulation_boundary():
+            mean = total / accumulation
+            for hook in hooks:
+                loss = hook.changed_loss(loss, mean)
         engine.backward(loss)
         if not engine.zero_optimization() and engine.is_gradient_accumulation_boundary():
-            mark_sharded_gradients(_model(engine))
+            mark_sharded_gradients(model)
             if not engine.bfloat16_enabled():
                 # Without ZeRO, DeepSpeed computes no norm for fp32 training, and for fp16 training
                 # a norm that is multiplied by the loss scale.
                 scale = getattr(engine.optimizer, "loss_scale", 1.0)
-                norm = gradient_norm(_model(engine), groups.model) / scale
+                norm = gradient_norm(model, groups.model) / scale
         engine.step()
     if norm is None:
         norm = engine.get_global_grad_norm()
     return total / accumulation, norm
 
 
-def _model(engine: deepspeed.DeepSpeedEngine) -> nn.Module:
-    return cast(nn.Module, engine.module)
-
-
 class TrainingLoop:
-    """A loop that takes training steps, and logs, validates and saves as `settings` ask.
+    """A loop that takes training steps and calls the hooks around them.
 
     Args:
-        carried: the loop's state, read from the checkpoint that the run resumes from (see
+        hooks: What else happens around the steps, in the order in which it happens.
+        state: The state of the hooks, read from the checkpoint that the run resumes from (see
             `TrainingProgress.interval`). It is empty in a new run.
+        uncounted_after: The id of a token; targets that follow it do not count in the loss.
     """
 
     def __init__(
         self,
+        config: Config,
         engine: deepspeed.DeepSpeedEngine,
         groups: Groups,
         theta: TrainedTheta,
-        settings: LoopSettings,
         log: RunLog,
-        carried: Mapping[str, Any] | None = None,
+        hooks: Sequence[Hook],
+        state: Mapping[str, Any],
+        uncounted_after: int | None = None,
     ):
-        self.engine, self.groups, self.theta = engine, groups, theta
-        self.settings, self.log = settings, log
-        self._carried = carried or {}
-        self._meter = Meter(groups, self._carried)
-        self._compilations = Compilations(settings.compiles)
-        self._guard = LossGuard(
-            engine,
-            groups,
-            settings.on_bad_loss,
-            settings.loss_spike_threshold,
-            self._carried.get("average_loss"),
-        )
-        self._last_mean = math.inf
+        self.config, self.engine, self.groups = config, engine, groups
+        self.theta, self.log, self.hooks = theta, log, hooks
+        self._uncounted_after = uncounted_after
+        for hook in hooks:
+            hook.load_state(state)
 
-    def run(
-        self,
-        batches: TrainLoader,
-        first_step: int,
-        *,
-        validate: Callable[[int], dict[str, float]],
-        save: Callable[[int, dict[str, Any]], None],
-        check: Callable[[], None],
-    ) -> None:
+    def run(self, batches: TrainLoader, first_step: int) -> None:
         """Take the steps after `first_step`, up to step `train_iters`.
 
         The loop ends earlier after a step that is a multiple of `exit_interval`, or when a signal
         or the time limit ends the job (see `preemption`).
 
         Args:
-            batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
-            first_step: the number of steps that were taken before.
-            validate: a function from step to a validation's metrics, called every `eval_interval`
-                steps. If it raises `preemption.Leave`, the loop ends.
-            save: a function of (step, the loop's state) that writes a checkpoint with both. It is
-                called every `save_interval` steps, after `extra_save_iters`, and at the end.
-            check: a function to call before each step. An error that it raises ends the run.
+            batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
+            first_step: The number of steps that were taken before.
 
         Raises:
-            BadLossError: the loss or a weight is not finite, or the loss is a spike that the run
+            BadLossError: The loss or a weight is not finite, or the loss is a spike that the run
                 does not skip. No checkpoint is written then.
-            DivergedError: too many steps in a row were skipped.
+            DivergedError: Too many steps in a row were skipped.
+            preemption.Leave: The job ends before a validation that a checkpoint has left over.
         """
-        settings, meter = self.settings, self._meter
+        training = self.config.training
         self.engine.train()
-        if self._carried.get("owes_validation") and not self._validates(first_step, validate):
-            return
-        for step in range(first_step + 1, settings.train_iters + 1):
-            check()
-            start = time.monotonic()
-            lr = self.engine.get_lr()[0]
-            norm = self._take_step(step, batches)
-            leaves = preemption.due()
-            last = step == settings.train_iters
-            saves = last or leaves or settings.leaves_after(step) or settings.saves_after(step)
-            logs = last or step % settings.log_interval == 0
-            mean = self._finite_loss(step, batches) if logs or saves else math.nan
-            # The loss was computed before the update, so it does not show what the update did.
-            if saves and not all_finite(_model(self.engine), self.groups):
-                raise BadLossError(f"weights are no longer finite after step {step}; {ADVICE}")
-            meter.seconds += time.monotonic() - start
-            if logs:
-                self._log_step(step, mean, lr, norm, batches.consumed_samples)
-                meter.reset()
-            owes = step % settings.eval_interval == 0
-            if owes and not leaves:
-                owes = leaves = not self._validates(step, validate)
-            if saves or leaves:
-                owed = {"owes_validation": True} if owes else {}
-                save(step, meter.state() | self._guard.state() | owed)
-            if leaves:
-                return
-            if settings.leaves_after(step) and not last:
-                self.log.line(f"leaving at step {step}: exit_interval {settings.exit_interval}")
-                return
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook)
+            for hook in self.hooks:
+                hook.begin(first_step)
+            for number in range(first_step + 1, training.train_iters + 1):
+                for hook in reversed(self.hooks):
+                    hook.before_step(number)
+                step = self._take_step(number, batches)
+                for hook in self.hooks:
+                    hook.after_step(step)
+                if step.leaves:
+                    return
+                if self._exits_after(number) and not step.last:
+                    interval = training.exit_interval
+                    self.log.line(f"leaving at step {number}: exit_interval {interval}")
+                    return
 
-    def _take_step(self, step: int, batches: TrainLoader) -> float | torch.Tensor | None:
-        """Take one optimizer step, and return the norm of its gradient.
-
-        If the step is not bad (see `bad_loss`), its loss is added to the meter.
-        """
-        guard = self._guard
-        with explained_overflow(self.engine, step):
+    def _take_step(self, number: int, batches: TrainLoader) -> Step:
+        c, checkpoint = self.config, self.config.checkpoint
+        lr = self.engine.get_lr()[0]
+        accumulation = c.batch.gradient_accumulation_steps
+        with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine,
-                batches,
-                self.settings.accumulation,
-                self.groups,
-                guard if guard.skips else None,
-                self.settings.uncounted_after,
+                self.engine, batches, accumulation, self.groups, self.hooks, self._uncounted_after
             )
         self.theta.project()
-        if not guard.acts or self._is_good(step, loss, norm, batches):
-            self._meter.add(loss)
-        if news := self._compilations.news():
-            self.log.line(f"  step {step}: {news}")
-        self.log.progress(step, self.settings.train_iters)
-        return norm
+        self.log.progress(number, c.training.train_iters)
+        last, leaves = number == c.training.train_iters, preemption.due()
+        at_interval = bool(checkpoint.save_interval) and number % checkpoint.save_interval == 0
+        asked = at_interval or number in checkpoint.extra_save_iters
+        return Step(
+            number=number,
+            lr=lr,
+            loss=loss,
+            norm=norm,
+            consumed_samples=batches.consumed_samples,
+            batch_size=c.batch.train_batch_size,
+            last=last,
+            leaves=leaves,
+            saves=last or leaves or asked or self._exits_after(number),
+        )
 
-    def _validates(self, step: int, validate: Callable[[int], dict[str, float]]) -> bool:
-        """Log the validation loss; return False if the job ends before that loss is computed."""
-        try:
-            self._log_validation(step, validate(step))
-        except preemption.Leave:
-            return False
-        return True
-
-    def _is_good(
-        self, step: int, loss: torch.Tensor, norm: float | torch.Tensor | None, batches: TrainLoader
-    ) -> bool:
-        """Return whether the step was good. If its update was skipped, log that.
-
-        Raises:
-            BadLossError: the step was bad, and the run does not skip bad steps.
-        """
-        problem = self._guard.judge(loss, norm)
-        if not problem:
-            return True
-        text = f"{problem} at step {step}, {_samples(batches, self.settings.train_batch_size)}"
-        if not self._guard.skips:
-            raise BadLossError(f"{text}; {ADVICE}")
-        self.log.line(f"  {text}: its update is skipped")
-        return False
-
-    def _finite_loss(self, step: int, batches: TrainLoader) -> float:
-        """Return the mean loss of the good steps since the last log line, over all ranks.
-
-        Raises:
-            BadLossError: the loss is not finite. Under fp16 there is no error, because DeepSpeed
-                skips steps that are not finite.
-        """
-        steps, mean = self._meter.steps, self._meter.mean()
-        if steps and not math.isfinite(mean) and not self.settings.skips_overflow:
-            samples = _samples(batches, steps * self.settings.train_batch_size)
-            raise BadLossError(f"the loss is {mean} at step {step}, {samples}; {ADVICE}")
-        if mean > self._last_mean + STEEP:
-            self.log.line(
-                f"  the loss rose from {self._last_mean:.4f} to {mean:.4f}: see the keys "
-                "loss_spike_threshold and on_bad_loss"
-            )
-        self._last_mean = mean if steps else self._last_mean
-        return mean
-
-    def _log_step(
-        self, step: int, loss: float, lr: float, norm: float | torch.Tensor | None, samples: int
-    ) -> None:
-        settings = self.settings
-        seconds = self._meter.seconds_per_step
-        rate = settings.train_batch_size * settings.seq_length / seconds
-        values: dict[str, Any] = {
-            "train/loss": loss,
-            "train/lr": lr,
-            "train/tokens_per_second": rate,
-            **settings.speed.metrics(rate, self.groups.device),
-            **self._compilations.metrics(),
-            "train/samples": samples,
-            "train/tokens": samples * settings.seq_length,
-        }
-        if settings.skips_overflow:
-            values["train/loss_scale"] = getattr(self.engine.optimizer, "loss_scale", 1.0)
-        text = f"step {step}/{settings.train_iters} | loss {loss:.4f} | lr {lr:.2e}"
-        if norm is not None:
-            values["train/grad_norm"] = float(norm)
-            text += f" | grad norm {float(norm):.3f}"
-        eta = (settings.train_iters - step) * seconds
-        text += f" | {rate:,.0f} tokens/s | ETA {clock(eta)}"
-        shown = []
-        for name, column in self.theta.columns().items():
-            low, high = column.min().item(), column.max().item()
-            values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
-            values[f"theta/{name}"] = column.tolist()
-            shown.append(f"{name} {low:.3g}..{high:.3g}")
-        text += " | theta " + ", ".join(shown) if shown else ""
-        self.log.metrics(step, values, text=text)
-
-    def _log_validation(self, step: int, found: dict[str, float]) -> None:
-        if found:
-            text = f"  validation at step {step}: {described(found)}"
-            self.log.metrics(step, found | perplexities(found), text=text)
-
-
-def _samples(batches: TrainLoader, count: int) -> str:
-    last = batches.consumed_samples - 1
-    return f"samples {last + 1 - count} to {last} of the split train"
+    def _exits_after(self, number: int) -> bool:
+        interval = self.config.training.exit_interval
+        return interval is not None and number % interval == 0

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron import nvidia_apex
+from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.training.muon import MuonWithAdamW
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.model.embedding import is_theta
@@ -44,14 +45,7 @@ def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str
     return "apex", "apex's FusedAdam"
 
 
-def parameter_groups(
-    model: nn.Module,
-    weight_decay: float,
-    *,
-    decay_theta: bool = False,
-    theta_lr_multiplier: float = 1.0,
-    muon: bool = False,
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[str, Any]]:
     """Divide the trained parameters into two groups: with weight decay, and without.
 
     If theta (the positional embedding's learned parameters) has another learning rate than the
@@ -60,16 +54,14 @@ def parameter_groups(
     parameter, with the usual learning rate. For Muon, the matrices of the transformer
     blocks are the last group.
 
-    Args:
-        decay_theta: whether theta has weight decay.
-        theta_lr_multiplier: theta's learning rate divided by the usual learning rate.
-        muon: whether the optimizer is `MuonWithAdamW`.
-
     Returns:
         The groups in this order, each {"params", "weight_decay", "name"}. The group of theta also
-        has the entry "lr_multiplier". If `muon` is true, each group also has the entry "muon",
-        which says whether Muon trains the group.
+        has the entry "lr_multiplier". For Muon, each group also has the entry "muon", which says
+        whether Muon trains the group.
     """
+    muon, weight_decay = section.type == "muon", section.weight_decay
+    theta_lr_multiplier = section.theta_lr_multiplier
+    decay_theta = section.weight_decay_positional and section.theta_frozen is not True
     decayed, exempt, theta, hidden = [], [], [], []
     for name, param in model.named_parameters():
         if not param.requires_grad:
@@ -101,36 +93,29 @@ def parameter_groups(
 
 
 def build_optimizer(
-    kind: str,
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    momentum: float = 0.0,
-    ranks: Groups | None = None,
+    kind: str, groups: list[dict[str, Any]], section: OptimizerConfig, ranks: Groups | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer `kind` for parameter groups.
 
     Args:
         kind: `adam` is AdamW, with decoupled weight decay as in apex's FusedAdam; `sgd` is SGD;
             `muon` is Muon for hidden matrices and AdamW for the others; `apex` is apex's FusedAdam.
-        groups: the result of `parameter_groups`.
-        betas: Adam's betas.
-        eps: Adam's epsilon.
-        momentum: SGD's or Muon's momentum.
-        ranks: the process groups of the job, which Muon needs.
+        groups: The result of `parameter_groups`.
+        section: The learning rate, Adam's betas and epsilon, and the momentum of SGD or Muon.
+        ranks: The process groups of the job, which Muon needs.
     """
+    beta1, beta2 = section.betas
+    adam: dict[str, Any] = {"lr": section.lr, "betas": (beta1, beta2), "eps": section.eps}
     if kind == "adam":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        return torch.optim.AdamW(groups, **adam, fused=True)
     if kind == "apex":
         fused, _ = nvidia_apex.find(*APEX_ADAM)
-        return fused(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
+        return fused(groups, **adam, adam_w_mode=True)
     if kind == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
     if kind == "muon":
         assert ranks is not None
-        return MuonWithAdamW(groups, lr=lr, betas=betas, eps=eps, momentum=momentum, ranks=ranks)
+        return MuonWithAdamW(groups, **adam, momentum=section.momentum, ranks=ranks)
     raise ValueError(f"optimizer {kind!r} is unknown; use adam, sgd or muon")
 
 

@@ -7,31 +7,28 @@ The files appear in the run folder after the last of these steps, or when traini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.config import Config
+from megatron.config.sections.data import LoggingConfig
+from megatron.engine.training.hooks import Hook
 from megatron.engine.training.log import RunLog
 from megatron.files import replacing, write_text
 
 _ROWS = 30  # of the table
 
 
-class StepProfiler:
+class StepProfiler(Hook):
     """Profiles the steps from `profile_step_start` to `profile_step_stop`.
 
     Args:
-        run_dir: the folder for the files; `memory_profiling_path` may name another one.
-        step: the number of steps that were taken before.
+        run_dir: The folder for the files; `memory_profiling_path` may name another one.
     """
 
-    def __init__(self, config: Config, run_dir: Path, log: RunLog, step: int):
-        c = config.logging
-        self._run_dir, self._log, self._step = run_dir, log, step
+    def __init__(self, c: LoggingConfig, run_dir: Path, log: RunLog):
+        self._run_dir, self._log, self._step = run_dir, log, 0
         self._first, self._last = c.profile_step_start, c.profile_step_stop
         self._memory_dir = Path(c.memory_profiling_path or run_dir)
         self._traces, self._records = c.profile and log.is_main, c.memory_profiling and log.is_main
@@ -41,9 +38,9 @@ class StepProfiler:
             log.line("memory_profiling: it records a GPU's memory, and there is no GPU")
             self._records = False
 
-    def before_step(self) -> None:
-        """Begin or end the profile; call this before each step."""
-        self._step += 1
+    def before_step(self, number: int) -> None:
+        """Begin or end the profile."""
+        self._step = number
         if self._step == self._first:
             self._begin()
         elif self._step == self._last + 1:
@@ -59,6 +56,9 @@ class StepProfiler:
                 activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     def end(self) -> None:
         """Write the files of a profile that has begun. A second call does nothing."""
@@ -89,24 +89,3 @@ def operations(measured: profile) -> str:
     """Return a table of the operations, by time on the GPU, or without one on the CPU."""
     where = "device" if torch.cuda.is_available() else "cpu"
     return measured.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=_ROWS)
-
-
-@contextmanager
-def profiled(
-    config: Config, run_dir: Path, log: RunLog, step: int, check: Callable[[], None]
-) -> Iterator[Callable[[], None]]:
-    """Yield a function to call before each step: it profiles as the config asks, and calls `check`.
-
-    Args:
-        step: the number of steps that were taken before.
-    """
-    profiler = StepProfiler(config, run_dir, log, step)
-
-    def before_step() -> None:
-        check()
-        profiler.before_step()
-
-    try:
-        yield before_step
-    finally:
-        profiler.end()

@@ -20,13 +20,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.training.rows import flat
 from megatron.files import write_text
 
 WANDB_ID_FILE = "wandb_id"
-WANDB_OPTIONS = ("project", "team", "group", "host", "mode")
-WANDB_MODES = ("online", "offline", "disabled")
 Row = Mapping[str, Any]
 """The type of a row of metrics: `step`, and the value (a number or nested list) of each metric."""
 
@@ -106,7 +105,8 @@ class Wandb:
 
     Args:
         folder: the folder for wandb's files and `wandb_id`; None is wandb's default folder.
-        options: any of project, team, group, host and mode; see `checked_options`.
+        settings: The section with the keys `wandb_project`, `wandb_team` and so on. A key without
+            a value has wandb's default.
         config: the resolved flat configuration, which wandb shows with the run.
         append: whether to continue the online run that `folder` records.
 
@@ -115,9 +115,9 @@ class Wandb:
     """
 
     def __init__(
-        self, folder: Path | None, options: Mapping[str, Any], config: Row, append: bool
+        self, folder: Path | None, settings: LoggingConfig, config: Row, append: bool
     ) -> None:
-        self._run = _start_wandb(folder, dict(options), dict(config), append)
+        self._run = _start_wandb(folder, settings, dict(config), append)
         self.about = _location(self._run)
 
     def log(self, row: Row) -> None:
@@ -132,18 +132,6 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
 
-def checked_options(wandb_options: Mapping[str, Any]) -> dict[str, Any]:
-    options = {key.removeprefix("wandb_"): value for key, value in wandb_options.items()}
-    unknown = sorted(set(options) - set(WANDB_OPTIONS))
-    if unknown:
-        known = ", ".join(WANDB_OPTIONS)
-        raise ValueError(f"unknown wandb option {', '.join(unknown)}; known: {known}")
-    mode = options.get("mode")
-    if mode is not None and mode not in WANDB_MODES:
-        raise ValueError(f"wandb_mode: {mode!r} is not one of {', '.join(WANDB_MODES)}")
-    return options
-
-
 def _location(run: Any) -> str:
     """Return a line that tells the user where to find the wandb run."""
     if run.disabled:
@@ -155,15 +143,15 @@ def _location(run: Any) -> str:
 
 
 def _start_wandb(
-    folder: Path | None, options: dict[str, Any], config: dict[str, Any], append: bool
+    folder: Path | None, asked: LoggingConfig, config: dict[str, Any], append: bool
 ) -> Any:
     """Start and return a wandb run; with `append`, continue the online run recorded in `folder`."""
     import wandb
 
     settings = {"silent": True, "console": "off"}
-    if options.get("host") is not None:
-        settings["base_url"] = options["host"]
-    mode: Any = options.get("mode") or os.environ.get("WANDB_MODE", "online")
+    if asked.wandb_host is not None:
+        settings["base_url"] = asked.wandb_host
+    mode: Any = asked.wandb_mode or os.environ.get("WANDB_MODE", "online")
     run_id = None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,9 +160,9 @@ def _start_wandb(
             run_id = id_file.read_text(encoding="utf-8").strip() or None
     try:
         run = wandb.init(
-            project=options.get("project"),
-            entity=options.get("team"),
-            group=options.get("group"),
+            project=asked.wandb_project,
+            entity=asked.wandb_team,
+            group=asked.wandb_group,
             mode=mode,
             dir=folder,
             id=run_id,

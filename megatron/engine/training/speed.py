@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.config import Config
 from megatron.config.sizes import GATED
 from megatron.engine.gpus import gpu_of_device
 from megatron.model.shape import GPTShape
+from megatron.parallel.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,14 @@ class Speed:
         return {"train/tflops_per_device": tflops, **mfu, "train/memory_gb": _peak_memory(device)}
 
 
-UNKNOWN = Speed()
+def speed_of(config: Config, shape: GPTShape, groups: Groups) -> Speed:
+    """Return what a run's tokens cost, and what its devices can do."""
+    return Speed(
+        flops_per_token=flops_per_token(shape, config.model.seq_length),
+        devices=groups.world_size,
+        peak_tflops=config.logging.peak_theoretical_tflops
+        or known_peak(groups.device, config.training.precision),
+    )
 
 
 def flops_per_token(shape: GPTShape, length: int) -> float:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megatron.config import ConfigError, load_config
+from megatron.config.sections.training import TrainingConfig
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.training.bad_loss import LossGuard
+from megatron.engine.training.log import RunLog
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config, write_shards
 from tests.helpers.launch import run_ranks
@@ -64,11 +66,12 @@ def test_the_loss_is_averaged_over_ranks_once_a_step():
     sums = []
     groups = SimpleNamespace(world_size=2, sum_over_job=lambda loss: sums.append(1) or 2 * loss)
     engine = SimpleNamespace(optimizer=SimpleNamespace(), fp16_enabled=lambda: False)
-    guard = LossGuard(engine, groups, "skip", 1.0)
+    training = TrainingConfig(train_iters=3, on_bad_loss="skip", loss_spike_threshold=1.0)
+    guard = LossGuard(engine, groups, training, RunLog(None, is_main=False))
     for loss, spoiled, problem in ((2.0, False, ""), (9.0, True, "rose from 2"), (2.0, False, "")):
         sums.clear()
         loss = torch.tensor(loss)
-        assert guard.spoiled_if_bad(loss, loss).isnan() == spoiled
+        assert guard.changed_loss(loss, loss).isnan() == spoiled
         assert problem in guard.judge(loss, 1.0) and len(sums) == 1
 
 

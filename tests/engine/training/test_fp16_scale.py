@@ -16,7 +16,7 @@ from megatron.config import load_config
 from megatron.engine.errors import DivergedError
 from megatron.engine.job import join
 from megatron.engine.training import loop
-from megatron.engine.training.deepspeed_engine import FP16_OPTIONS, engine_config
+from megatron.engine.training.deepspeed_engine import engine_config
 from megatron.parallel.groups import build_groups
 
 BASE = """
@@ -47,17 +47,7 @@ def scaler(job, tmp_path):
     def build(fp16):
         path = tmp_path / "config.yml"
         path.write_text(f"{BASE}\nfp16: {fp16}\n")
-        training = load_config([path]).training
-        written = engine_config(
-            micro_batch=1,
-            accumulation=1,
-            world_size=1,
-            precision=training.precision,
-            gradient_clipping=1.0,
-            zero_stage=1,
-            zero_options={},
-            fp16_options={key: getattr(training, key) for key in FP16_OPTIONS},
-        )
+        written = engine_config(load_config([path]), replicas=1)
         read = get_float16_config(written)
         assert read.enabled
         dynamic = read.loss_scale == 0
@@ -130,33 +120,33 @@ class PlainOptimizer(FP16_Optimizer):
         self._update_scale(overflow)
 
 
-def run_loop(engine, settings):
+def run_loop(engine, tmp_path):
+    path = tmp_path / "loop.yml"
+    path.write_text(f"{BASE}\nfp16: {{enabled: true}}\n")
+    config = load_config([path], ["train_iters=5", "log_interval=9", "eval_interval=9"])
     theta = SimpleNamespace(project=lambda: None)
     log, groups = SimpleNamespace(progress=lambda *_: None), build_groups(torch.device("cpu"))
-    training = loop.TrainingLoop(engine, groups, theta, settings, log)
-    training.run(iter(()), 0, validate=None, save=None, check=lambda: None)
+    batches = SimpleNamespace(consumed_samples=0)
+    training = loop.TrainingLoop(config, engine, groups, theta, log, hooks=[], state={})
+    training.run(batches, 0)
 
 
 @pytest.mark.parametrize("kind", [ZeroOptimizer, PlainOptimizer])
-def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, kind):
+def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, tmp_path, monkeypatch, kind):
     """Steps 1 and 2 lower the scale to the least one, step 3 fits, and step 4 overflows."""
     least = scaler("{enabled: true, initial_scale_power: 3, hysteresis: 1, min_loss_scale: 2}")
     engine = SimpleNamespace(optimizer=kind(least), train=lambda: None, get_lr=lambda: [0.1])
     overflows = [True, True, False, True, False]
     done = []
 
-    def step(engine, batches, accumulation, groups, guard, uncounted_after):
+    def step(engine, batches, accumulation, groups, hooks, uncounted_after):
         done.append(overflows[len(done)])
         engine.optimizer.step(done[-1])
         return torch.zeros(()), 1.0
 
     monkeypatch.setattr(loop, "train_step", step)
-    settings = loop.LoopSettings(
-        train_iters=5, accumulation=1, seq_length=8, train_batch_size=1, log_interval=9,
-        eval_interval=9, save_interval=None, skips_overflow=True,
-    )  # fmt: skip
     with pytest.raises(DivergedError) as error:
-        run_loop(engine, settings)
+        run_loop(engine, tmp_path)
     text = str(error.value)
     assert len(done) == 4
     assert "overflow at step 4 even at the least loss scale, 2, " in text
@@ -165,17 +155,13 @@ def test_an_overflow_at_the_least_scale_says_what_to_set(scaler, monkeypatch, ki
     assert error.value.__cause__ is None
 
 
-def test_other_errors_of_a_step_pass_as_they_are(monkeypatch):
-    def step(engine, batches, accumulation, groups, guard, uncounted_after):
+def test_other_errors_of_a_step_pass_as_they_are(tmp_path, monkeypatch):
+    def step(engine, batches, accumulation, groups, hooks, uncounted_after):
         raise ValueError("another matter")
 
     engine = SimpleNamespace(
         optimizer=ZeroOptimizer(None), train=lambda: None, get_lr=lambda: [0.1]
     )
     monkeypatch.setattr(loop, "train_step", step)
-    settings = SimpleNamespace(
-        train_iters=1, accumulation=1, on_bad_loss="stop", loss_spike_threshold=None,
-        uncounted_after=None, compiles=False,
-    )  # fmt: skip
     with pytest.raises(ValueError, match="^another matter$"):
-        run_loop(engine, settings)
+        run_loop(engine, tmp_path)

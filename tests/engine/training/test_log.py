@@ -15,9 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron.config import ConfigError, load_config
+from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.training.log import RunLog
 from megatron.parallel.loss import perplexity
+from tests.helpers.paths import ROOT
 
 
 def rows(folder: Path) -> list[dict]:
@@ -35,7 +38,7 @@ def test_metrics_are_on_disk_before_the_log_is_closed(tmp_path, capsys):
 
 
 def test_other_ranks_do_nothing(tmp_path, capsys):
-    with RunLog(tmp_path / "run", is_main=False, use_wandb=True) as log:
+    with RunLog(tmp_path / "run", LoggingConfig(use_wandb=True), is_main=False) as log:
         log.line("hello")
         log.metrics(1, {"loss": 1.0}, text="step 1")
     assert not (tmp_path / "run").exists()
@@ -139,12 +142,10 @@ def test_a_loss_beyond_the_range_of_exp_is_infinite_not_fatal():
     assert perplexity(709.0) == math.exp(709.0) and perplexity(710.0) == math.inf
 
 
-@pytest.mark.parametrize(
-    "options, words", [({"wandb_mode": "ofline"}, "offline"), ({"entity": "x"}, "team")]
-)
-def test_wrong_wandb_options_name_the_right_ones(tmp_path, options, words):
-    with pytest.raises(ValueError, match=words):
-        RunLog(tmp_path, is_main=True, use_wandb=True, wandb_options=options)
+@pytest.mark.parametrize("key, words", [("wandb_mode=ofline", "offline"), ("wandb_tam=x", "team")])
+def test_wrong_wandb_options_name_the_right_ones(key, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config([ROOT / "configs" / "quickstart.yml"], [key])
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -177,8 +178,8 @@ def finished_runs(folder: Path) -> list[list[Any]]:
 
 
 def test_wandb_offline_records_on_disk_and_a_resumed_run_adds_its_own(tmp_path, capsys):
-    options = {"wandb_mode": "offline", "project": "kerple-test", "wandb_group": "g", "team": None}
-    common = {"is_main": True, "use_wandb": True, "wandb_options": options}
+    options = {"wandb_mode": "offline", "wandb_project": "kerple-test", "wandb_group": "g"}
+    common = {"is_main": True, "settings": LoggingConfig(use_wandb=True, **options)}
     with RunLog(tmp_path, config={"hidden_size": 64}, **common) as log:
         log.metrics(10, {"loss": 1.25, "theta/bias_p": [0.5, 2.0]})
         log.metrics(20, {"loss": 1.0})
@@ -222,9 +223,9 @@ def test_a_resumed_online_run_continues_the_recorded_id(tmp_path, monkeypatch, c
     calls = []
     monkeypatch.setattr("wandb.init", lambda **kwargs: calls.append(kwargs) or OnlineRun())
     options = {"mode": "online", "team": "t", "project": "p", "host": "https://wandb.invalid"}
+    settings = LoggingConfig(use_wandb=True, **{f"wandb_{k}": v for k, v in options.items()})
     for append in (False, True, False):
-        arguments = {"use_wandb": True, "wandb_options": options, "append": append}
-        RunLog(tmp_path, is_main=True, **arguments).close()
+        RunLog(tmp_path, settings, is_main=True, append=append).close()
     assert [(call["id"], call["resume"]) for call in calls] == [
         (None, None), ("abc123", "allow"), (None, None),
     ]  # fmt: skip
@@ -238,15 +239,15 @@ def test_pictures_go_to_wandb_under_their_step(tmp_path, monkeypatch):
     run.log = logged.append
     monkeypatch.setattr("wandb.init", lambda **_: run)
     Image.new("RGB", (4, 2)).save(tmp_path / "kernels.png")
-    with RunLog(tmp_path / "run", is_main=True, use_wandb=True) as log:
+    with RunLog(tmp_path / "run", LoggingConfig(use_wandb=True), is_main=True) as log:
         log.pictures(5, tmp_path)
     [row] = logged
     assert row["step"] == 5 and row["pictures/kernels"].image.size == (4, 2)
 
 
 def test_wandb_disabled_writes_the_metrics_file_only(tmp_path):
-    options = {"mode": "disabled"}
-    with RunLog(tmp_path, is_main=True, use_wandb=True, wandb_options=options) as log:
+    settings = LoggingConfig(use_wandb=True, wandb_mode="disabled")
+    with RunLog(tmp_path, settings, is_main=True) as log:
         log.metrics(10, {"loss": 1.25})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
     assert rows(tmp_path) == [{"step": 10, "loss": 1.25}]
@@ -256,7 +257,7 @@ def test_wandb_online_without_a_key_says_what_to_write(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    options = {"mode": "online", "host": "http://127.0.0.1:9"}
+    options = {"wandb_mode": "online", "wandb_host": "http://127.0.0.1:9"}
     with pytest.raises(RunLogError, match="wandb_mode: offline"):
-        RunLog(tmp_path / "run", is_main=True, use_wandb=True, wandb_options=options)
+        RunLog(tmp_path / "run", LoggingConfig(use_wandb=True, **options), is_main=True)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

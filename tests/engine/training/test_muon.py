@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.training import muon
 from megatron.engine.training.muon import MuonWithAdamW, orthogonal
@@ -17,10 +18,12 @@ from tests.helpers.launch import run_ranks
 SHAPES = ((6, 4), (3, 9), (5, 5))
 SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "momentum": 0.9}
 
+MUON = OptimizerConfig(type="muon", lr=0.1, weight_decay=0.1)
+
 
 def test_muon_trains_the_matrices_of_the_blocks():
     gpt: GPT = model()
-    *others, hidden = parameter_groups(gpt, 0.1, muon=True)
+    *others, hidden = parameter_groups(gpt, MUON)
     kinds = (
         "attention.query_key_value",
         "attention.dense",
@@ -32,7 +35,7 @@ def test_muon_trains_the_matrices_of_the_blocks():
     assert {"embedding.word_embeddings.weight", "output.weight"} == names(gpt, others[0])
     stage = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4)])})
     stage["layers"].append(torch.nn.LayerNorm(4))  # a stage of a pipeline: nothing but blocks
-    decayed, exempt, hidden = parameter_groups(stage, 0.1, muon=True)
+    decayed, exempt, hidden = parameter_groups(stage, MUON)
     assert [len(group["params"]) for group in (decayed, exempt, hidden)] == [1, 2, 1]
     assert decayed["weight_decay"] == 0.0
 

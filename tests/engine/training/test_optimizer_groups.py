@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from megatron.attention import choose
+from megatron.config import load_config
+from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.training.deepspeed_engine import engine_config
 from megatron.engine.training.optimizer import all_finite, build_optimizer, parameter_groups
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load
+from tests.helpers.paths import ROOT
+
+
+def adam(weight_decay, **values):
+    return OptimizerConfig(lr=0.1, weight_decay=weight_decay, **values)
 
 
 def model():
@@ -28,7 +35,7 @@ def names(gpt, group):
 
 def test_biases_norms_and_theta_are_not_decayed():
     gpt = model()
-    decayed, exempt = parameter_groups(gpt, 0.1)
+    decayed, exempt = parameter_groups(gpt, adam(0.1))
     assert decayed["weight_decay"] == 0.1 and exempt["weight_decay"] == 0.0
     assert "embedding.theta" in names(gpt, exempt)
     assert all(n.endswith((".weight",)) for n in names(gpt, decayed))
@@ -39,34 +46,35 @@ def test_biases_norms_and_theta_are_not_decayed():
 
 def test_theta_decays_when_asked_and_nothing_at_zero():
     gpt = model()
-    assert "embedding.theta" in names(gpt, parameter_groups(gpt, 0.1, decay_theta=True)[0])
+    assert "embedding.theta" in names(
+        gpt, parameter_groups(gpt, adam(0.1, weight_decay_positional=True))[0]
+    )
     # the same two groups whatever the decay, or a resumed optimizer would not fit
-    assert [g["weight_decay"] for g in parameter_groups(gpt, 0.0)] == [0.0, 0.0]
-    assert names(gpt, parameter_groups(gpt, 0.0)[0]) == names(gpt, parameter_groups(gpt, 0.1)[0])
+    assert [g["weight_decay"] for g in parameter_groups(gpt, adam(0.0))] == [0.0, 0.0]
+    assert names(gpt, parameter_groups(gpt, adam(0.0))[0]) == names(
+        gpt, parameter_groups(gpt, adam(0.1))[0]
+    )
 
 
 def test_adam_is_decoupled():
     weight = torch.nn.Parameter(torch.full((2,), 2.0))
     group = {"params": [weight], "weight_decay": 0.5}
-    optimizer = build_optimizer("adam", [group], lr=0.1)
+    optimizer = build_optimizer("adam", [group], adam(0.01))
     weight.grad = torch.zeros(2)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((2,), 2.0 * (1 - 0.1 * 0.5)))
     with pytest.raises(ValueError, match="lion"):
-        build_optimizer("lion", [group], lr=0.1)
+        build_optimizer("lion", [group], adam(0.01))
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_clipping_is_always_written(clipping):
-    config = engine_config(
-        micro_batch=3,
-        accumulation=2,
-        world_size=4,
-        precision="bf16",
-        gradient_clipping=clipping,
-        zero_stage=2,
-        zero_options={"overlap_comm": True},
-    )
+    keys = [
+        "train_micro_batch_size_per_gpu=3", "gradient_accumulation_steps=2", "precision=bf16",
+        f"gradient_clipping={clipping}", "train_batch_size=null",
+        "zero_optimization={stage: 2, overlap_comm: true}", "optimizer={type: Adam, params: {lr: 0.1}}",
+    ]  # fmt: skip
+    config = engine_config(load_config([ROOT / "configs" / "quickstart.yml"], keys), replicas=4)
     assert config["gradient_clipping"] == clipping
     assert config["train_batch_size"] == 24
     assert config["zero_optimization"] == {"stage": 2, "overlap_comm": True}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.config.sections.data import LoggingConfig
 from megatron.engine.training.profiler import StepProfiler
 from tests.helpers.jobs import digest, train_run, write_shards
 from tests.helpers.launch import run_ranks
@@ -61,15 +62,15 @@ def test_profiles_change_no_weight(folder):
 def profiler(tmp_path, said, **changes):
     keys = {"profile": False, "memory_profiling": True, "memory_profiling_path": None}
     keys |= {"profile_step_start": 2, "profile_step_stop": 2} | changes
-    config = SimpleNamespace(logging=SimpleNamespace(**keys))
-    return StepProfiler(config, tmp_path, SimpleNamespace(is_main=True, line=said.append), 0)
+    log = SimpleNamespace(is_main=True, line=said.append)
+    return StepProfiler(LoggingConfig(**keys), tmp_path, log)
 
 
 def test_training_that_ends_before_the_profile_does_writes_it(tmp_path):
     said = []
     steps = profiler(tmp_path, said, profile=True, memory_profiling=False, profile_step_stop=9)
-    for _ in range(3):
-        steps.before_step()
+    for number in (1, 2, 3):
+        steps.before_step(number)
         torch.ones(2) + 1
     steps.end()
     steps.end()
@@ -86,8 +87,9 @@ def test_memory_of_a_gpu_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(record, lambda **options: calls.append(options))
     monkeypatch.setattr(dump, lambda path: open(path, "w").close())
     steps = profiler(tmp_path, said, memory_profiling_path=str(tmp_path / "there"))
-    for expected in ([], [{}], [{}, {"enabled": None}], [{}, {"enabled": None}]):
-        steps.before_step()
+    told = ([], [{}], [{}, {"enabled": None}], [{}, {"enabled": None}])
+    for number, expected in enumerate(told, 1):
+        steps.before_step(number)
         assert calls == expected
     steps.end()
     path = tmp_path / "there" / "profile_step2-2_memory.pickle"
@@ -97,5 +99,5 @@ def test_memory_of_a_gpu_is_recorded(tmp_path, monkeypatch):
 def test_memory_without_a_gpu_is_said(tmp_path):
     said = []
     steps = profiler(tmp_path, said)
-    steps.before_step(), steps.before_step(), steps.end()
+    steps.before_step(1), steps.before_step(2), steps.end()
     assert "there is no GPU" in said[0] and not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.training.log import RunLog
 from megatron.engine.training.speed import Speed, flops_per_token
@@ -21,7 +22,8 @@ from tests.helpers.paths import ROOT
 
 
 def log_at(folder: Path, **options) -> RunLog:
-    return RunLog(folder / "run", is_main=True, tensorboard=folder / "board/run", **options)
+    settings = LoggingConfig(tensorboard_dir=str(folder / "board"))
+    return RunLog(folder / "run", settings, is_main=True, **options)
 
 
 def test_it_shows_each_number_and_picture(tmp_path, capsys):
@@ -47,9 +49,10 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path):
         for step in (1, 2, 3, 4):
             log.metrics(step, {"loss": math.nan if step == 2 else step / 8, "lr": 0.5})
         log.metrics(2, {"validation/loss": 7.0})
-    resumed = {"append": True, "last_step": 2, "validates_again": True}
+    resumed = {"append": True, "last_step": 2}
     for again in (9, 9.5):  # the second start goes back to the same checkpoint
         with log_at(tmp_path, **resumed) as log:
+            log.go_back(2, validates_again=True)
             log.metrics(2, {"validation/loss": again})
             log.metrics(3, {"loss": again})
     expected = {
@@ -60,7 +63,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path):
     assert scalars(tmp_path / "board/run") == expected
     with log_at(tmp_path, append=True, last_step=3) as log:
         log.metrics(4, {"loss": 1.0})
-        log.go_back(3, False)
+        log.go_back(3)
         log.metrics(4, {"loss": 2.0})
     expected["loss"] |= {4: [2.0]}
     assert scalars(tmp_path / "board/run") == expected
@@ -70,7 +73,8 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path):
 
 
 def test_other_ranks_write_no_events(tmp_path):
-    RunLog(tmp_path / "run", is_main=False, tensorboard=tmp_path / "board").close()
+    settings = LoggingConfig(tensorboard_dir=str(tmp_path / "board"))
+    RunLog(tmp_path / "run", settings, is_main=False).close()
     assert not (tmp_path / "board").exists()
 
 

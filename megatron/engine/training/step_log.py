@@ -1,0 +1,126 @@
+"""Log the loss, the speed and theta every `log_interval` steps, and check that they are finite."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import deepspeed
+from torch import nn
+
+from megatron.config import Config
+from megatron.engine.errors import BadLossError
+from megatron.engine.training.bad_loss import ADVICE
+from megatron.engine.training.compiled import Compilations
+from megatron.engine.training.hooks import Hook, Step
+from megatron.engine.training.log import RunLog
+from megatron.engine.training.meter import Meter
+from megatron.engine.training.optimizer import all_finite
+from megatron.engine.training.rows import clock
+from megatron.engine.training.speed import Speed
+from megatron.engine.training.theta import TrainedTheta
+from megatron.parallel.groups import Groups
+
+STEEP = 3.0
+"""The log warns if the mean loss rises by more nats than this from one log line to the next."""
+
+
+class StepLog(Hook):
+    """Logs the mean loss of the good steps since the last log line, and what the steps cost.
+
+    The loss is checked at each log line, and loss and weights before each checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: deepspeed.DeepSpeedEngine,
+        groups: Groups,
+        theta: TrainedTheta,
+        speed: Speed,
+        log: RunLog,
+    ):
+        self.config, self.engine, self.groups = config, engine, groups
+        self.theta, self.speed, self.log = theta, speed, log
+        self._compilations = Compilations(config.training.torch_compile)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._meter = Meter(self.groups, state)
+        self._last_mean = math.inf
+
+    def state(self) -> dict[str, Any]:
+        return self._meter.state()
+
+    def before_step(self, number: int) -> None:
+        self._start = time.monotonic()
+
+    def after_step(self, step: Step) -> None:
+        """Add the step to the mean loss; log if it is time.
+
+        Raises:
+            BadLossError: The loss or a weight is not finite.
+        """
+        if step.good:
+            self._meter.add(step.loss)
+        if news := self._compilations.news():
+            self.log.line(f"  step {step.number}: {news}")
+        logs = step.last or step.number % self.config.training.log_interval == 0
+        mean = self._finite_loss(step) if logs or step.saves else math.nan
+        # The loss was computed before the update, so it does not show what the update did.
+        if step.saves and not all_finite(cast(nn.Module, self.engine.module), self.groups):
+            raise BadLossError(f"weights are no longer finite after step {step.number}; {ADVICE}")
+        self._meter.seconds += time.monotonic() - self._start
+        if logs:
+            self._log(step, mean)
+            self._meter.reset()
+
+    def _finite_loss(self, step: Step) -> float:
+        """Return the mean loss of the good steps since the last log line, over all ranks.
+
+        Raises:
+            BadLossError: The loss is not finite. Under fp16 there is no error, because DeepSpeed
+                skips steps that are not finite.
+        """
+        steps, mean = self._meter.steps, self._meter.mean()
+        if steps and not math.isfinite(mean) and self.config.training.precision != "fp16":
+            samples = step.samples(steps)
+            raise BadLossError(f"the loss is {mean} at step {step.number}, {samples}; {ADVICE}")
+        if mean > self._last_mean + STEEP:
+            self.log.line(
+                f"  the loss rose from {self._last_mean:.4f} to {mean:.4f}: see the keys "
+                "loss_spike_threshold and on_bad_loss"
+            )
+        self._last_mean = mean if steps else self._last_mean
+        return mean
+
+    def _log(self, step: Step, loss: float) -> None:
+        training, length = self.config.training, self.config.model.seq_length
+        seconds = self._meter.seconds_per_step
+        rate = step.batch_size * length / seconds
+        values: dict[str, Any] = {
+            "train/loss": loss,
+            "train/lr": step.lr,
+            "train/tokens_per_second": rate,
+            **self.speed.metrics(rate, self.groups.device),
+            **self._compilations.metrics(),
+            "train/samples": step.consumed_samples,
+            "train/tokens": step.consumed_samples * length,
+        }
+        if training.precision == "fp16":
+            values["train/loss_scale"] = getattr(self.engine.optimizer, "loss_scale", 1.0)
+        text = f"step {step.number}/{training.train_iters} | loss {loss:.4f} | lr {step.lr:.2e}"
+        if step.norm is not None:
+            values["train/grad_norm"] = float(step.norm)
+            text += f" | grad norm {float(step.norm):.3f}"
+        eta = (training.train_iters - step.number) * seconds
+        text += f" | {rate:,.0f} tokens/s | ETA {clock(eta)}"
+        shown = []
+        for name, column in self.theta.columns().items():
+            low, high = column.min().item(), column.max().item()
+            values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
+            values[f"theta/{name}"] = column.tolist()
+            shown.append(f"{name} {low:.3g}..{high:.3g}")
+        text += " | theta " + ", ".join(shown) if shown else ""
+        self.log.metrics(step.number, values, text=text)

@@ -1,0 +1,38 @@
+"""Describe a job at its start: its model, devices, kernels, text and first step."""
+
+from __future__ import annotations
+
+from megatron.config import Config
+from megatron.data.tasks.base import Task
+from megatron.engine.build import describe_attention
+from megatron.engine.checkpoint.resume import Start
+from megatron.engine.local_model import Model, count_parameters
+from megatron.engine.text import Text
+from megatron.engine.training.deepspeed_engine import optimizer_of
+from megatron.model.norm import apex_norm
+from megatron.parallel.groups import Groups
+
+
+def first_lines(
+    c: Config, groups: Groups, model: Model, text: Text | Task, start: Start, step: int
+) -> list[str]:
+    """Return the first lines of a job's log. Every rank must call this function.
+
+    Args:
+        step: The number of steps that were taken before.
+    """
+    shared = f", {groups.context.size} share a sequence" if groups.context.size > 1 else ""
+    choices = {"optimizer": optimizer_of(c)[1], "norm": apex_norm(model.shape.block)[1]}
+    count = count_parameters(model, groups)
+    lines = [
+        f"{count:,} parameters, {model.pos.name}, {c.training.precision}, "
+        f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
+        f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel){shared}",
+        *describe_attention(model.attends),
+        *(f"{part}: {choice}" for part, choice in choices.items() if choice),
+        text.about,
+        start.text,
+    ]
+    if step >= c.training.train_iters > 0:
+        lines.append(f"step {step} of {c.training.train_iters}: nothing to train")
+    return lines

@@ -1,0 +1,108 @@
+"""Define the hooks of a pretraining job that need more than the loop: validation and saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron import preemption
+from megatron.data.samples.loader import TrainLoader
+from megatron.engine.checkpoint.record import TrainingProgress
+from megatron.engine.checkpoint.saver import Saver
+from megatron.engine.training.hooks import Hook, Step, state_of
+from megatron.engine.training.log import RunLog
+from megatron.engine.training.rows import described, perplexities
+
+
+class Validation(Hook):
+    """Logs the metrics of a validation every `interval` steps.
+
+    A job that ends before a validation is complete owes it: the resumed run validates first.
+
+    Args:
+        measure: A function from step to the validation's metrics. If it raises `preemption.Leave`,
+            the job ends after a checkpoint.
+    """
+
+    def __init__(self, measure: Callable[[int], dict[str, float]], interval: int, log: RunLog):
+        self._measure, self._interval, self._log = measure, interval, log
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._owed = is_owed(state)
+
+    def state(self) -> dict[str, Any]:
+        return {"owes_validation": True} if self._owed else {}
+
+    def begin(self, step: int) -> None:
+        """Validate first if the checkpoint owes the validation of its step.
+
+        Raises:
+            preemption.Leave: The job ends before the validation is complete.
+        """
+        if self._owed:
+            self._log.go_back(step, validates_again=True)
+            self._validate(step)
+
+    def after_step(self, step: Step) -> None:
+        self._owed = step.number % self._interval == 0
+        if self._owed and not step.leaves:
+            try:
+                self._validate(step.number)
+            except preemption.Leave:
+                step.leaves = True
+
+    def _validate(self, step: int) -> None:
+        if found := self._measure(step):
+            text = f"  validation at step {step}: {described(found)}"
+            self._log.metrics(step, found | perplexities(found), text=text)
+        self._owed = False
+
+
+def is_owed(state: Mapping[str, Any]) -> bool:
+    """Return whether the hooks' state in a checkpoint says that its step was not validated."""
+    return bool(state.get("owes_validation"))
+
+
+class Saving(Hook):
+    """Writes checkpoints, and keeps the run's progress. It is the last hook after each step.
+
+    Args:
+        saver: What writes the files; None if the run has no folder `save`.
+        progress: The progress with which the run starts.
+        loader: The batches of the run, which count the samples that were read.
+        hooks: The hooks whose state a checkpoint holds.
+
+    Attributes:
+        progress: The progress after the last step that was to be saved.
+    """
+
+    def __init__(
+        self,
+        saver: Saver | None,
+        progress: TrainingProgress,
+        loader: TrainLoader,
+        hooks: Sequence[Hook],
+    ):
+        self._saver, self._loader, self._hooks = saver, loader, hooks
+        self.progress = progress
+
+    def before_step(self, number: int) -> None:
+        if self._saver is not None:
+            self._saver.check()
+
+    def after_step(self, step: Step) -> None:
+        if not (step.saves or step.leaves):
+            return
+        self.progress = replace(
+            self.progress,
+            step=step.number,
+            consumed_samples=self._loader.consumed_samples,
+            interval=state_of(self._hooks),
+        )
+        if self._saver is not None:
+            self._saver.save(self.progress)
+
+    def __exit__(self, *error: object) -> None:
+        if self._saver is not None:
+            self._saver.wait()
