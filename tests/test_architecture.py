@@ -50,7 +50,7 @@ SHELVES = {
         "errors": 0,
         "safe_load": 1, "shape": 1, "gpus": 1,
         "build": 2,
-        "local_model": 3,
+        "local_model": 3, "run_log": 3,
         "job": 4, "training": 4, "neox": 4,
         "checkpoint": 5, "text": 5,
     },

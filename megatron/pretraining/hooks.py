@@ -10,9 +10,9 @@ from megatron import preemption
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.saver import Saver
+from megatron.engine.run_log.log import RunLog
+from megatron.engine.run_log.rows import described, perplexities
 from megatron.engine.training.hooks import Hook, Step, state_of
-from megatron.engine.training.log import RunLog
-from megatron.engine.training.rows import described, perplexities
 
 
 class Validation(Hook):
@@ -38,7 +38,7 @@ class Validation(Hook):
         """Validate first if the checkpoint owes the validation of its step.
 
         Raises:
-            preemption.Leave: The job ends before the validation is complete.
+            Leave: The job ends before the validation is complete.
         """
         if self._owed:
             self._log.go_back(step, validates_again=True)

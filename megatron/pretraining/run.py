@@ -25,12 +25,12 @@ from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
 from megatron.engine.local_model import build_local_model
+from megatron.engine.run_log.log import RunLog
 from megatron.engine.shape import identity_of
 from megatron.engine.text import JobData
 from megatron.engine.training.bad_loss import LossGuard
 from megatron.engine.training.deepspeed_engine import job_engine, layout_of
 from megatron.engine.training.hooks import Hook
-from megatron.engine.training.log import RunLog
 from megatron.engine.training.loop import TrainingLoop
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.pipeline import loss_function

@@ -18,7 +18,7 @@ from tests.helpers.paths import ROOT
 PAUSING = """
 import runpy, sys, time
 from pathlib import Path
-from megatron.engine.training.log import RunLog
+from megatron.engine.run_log.log import RunLog
 
 def record_and_pause(self, step, *args, **kwargs):
     record(self, step, *args, **kwargs)

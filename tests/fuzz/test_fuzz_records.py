@@ -13,7 +13,7 @@ from megatron.engine.checkpoint import checksums
 from megatron.engine.checkpoint.record import Record
 from megatron.engine.checkpoint.saved import find_newest, finished
 from megatron.engine.errors import CheckpointError
-from megatron.engine.training.log import RunLog
+from megatron.engine.run_log.log import RunLog
 from tests.fuzz.damage import FOLDER, damaged, in_time
 from tests.helpers.paths import FIXTURES
 

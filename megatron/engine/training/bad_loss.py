@@ -22,8 +22,8 @@ import torch
 
 from megatron.config.sections.training import TrainingConfig
 from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.hooks import Hook, Step
-from megatron.engine.training.log import RunLog
 from megatron.parallel.groups import Groups
 
 ADVICE = (

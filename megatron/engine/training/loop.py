@@ -21,10 +21,10 @@ from torch import nn
 from megatron import preemption
 from megatron.config import Config
 from megatron.data.samples.loader import TrainLoader
+from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import explained_overflow
 from megatron.engine.training.batches import next_batches
 from megatron.engine.training.hooks import Hook, Step
-from megatron.engine.training.log import RunLog
 from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
 from megatron.engine.training.pipeline import train_batch
 from megatron.engine.training.theta import TrainedTheta
@@ -119,7 +119,7 @@ class TrainingLoop:
             BadLossError: The loss or a weight is not finite, or the loss is a spike that the run
                 does not skip. No checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
-            preemption.Leave: The job ends before a validation that a checkpoint has left over.
+            Leave: The job ends before a validation that a checkpoint has left over.
         """
         training = self.config.training
         self.engine.train()

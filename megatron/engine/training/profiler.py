@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.sections.data import LoggingConfig
+from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.hooks import Hook
-from megatron.engine.training.log import RunLog
 from megatron.files import replacing, write_text
 
 _ROWS = 30  # of the table

@@ -12,13 +12,13 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.engine.errors import BadLossError
+from megatron.engine.run_log.log import RunLog
+from megatron.engine.run_log.rows import clock
 from megatron.engine.training.bad_loss import ADVICE
 from megatron.engine.training.compiled import Compilations
 from megatron.engine.training.hooks import Hook, Step
-from megatron.engine.training.log import RunLog
 from megatron.engine.training.meter import Meter
 from megatron.engine.training.optimizer import all_finite
-from megatron.engine.training.rows import clock
 from megatron.engine.training.speed import Speed
 from megatron.engine.training.theta import TrainedTheta
 from megatron.parallel.groups import Groups

@@ -12,8 +12,8 @@ from megatron.config import ConfigError, load_config
 from megatron.config.sections.training import TrainingConfig
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import LossGuard
-from megatron.engine.training.log import RunLog
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config, write_shards
 from tests.helpers.launch import run_ranks

@@ -72,7 +72,8 @@ def test_clipping_is_always_written(clipping):
     keys = [
         "train_micro_batch_size_per_gpu=3", "gradient_accumulation_steps=2", "precision=bf16",
         f"gradient_clipping={clipping}", "train_batch_size=null",
-        "zero_optimization={stage: 2, overlap_comm: true}", "optimizer={type: Adam, params: {lr: 0.1}}",
+        "zero_optimization={stage: 2, overlap_comm: true}",
+        "optimizer={type: Adam, params: {lr: 0.1}}",
     ]  # fmt: skip
     config = engine_config(load_config([ROOT / "configs" / "quickstart.yml"], keys), replicas=4)
     assert config["gradient_clipping"] == clipping

@@ -18,7 +18,7 @@ from PIL import Image
 from megatron.config import ConfigError, load_config
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
-from megatron.engine.training.log import RunLog
+from megatron.engine.run_log.log import RunLog
 from megatron.parallel.loss import perplexity
 from tests.helpers.paths import ROOT
 

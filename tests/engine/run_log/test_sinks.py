@@ -14,7 +14,7 @@ from PIL import Image
 
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
-from megatron.engine.training.log import RunLog
+from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.speed import Speed, flops_per_token
 from megatron.model.shape import BlockShape, GPTShape
 from tests.helpers.board import pictures, scalars

@@ -26,8 +26,8 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.config.sections.data import LoggingConfig
-from megatron.engine.training.rows import Metric, json_line, plain
-from megatron.engine.training.sinks import TensorBoard, Wandb
+from megatron.engine.run_log.rows import Metric, json_line, plain
+from megatron.engine.run_log.sinks import TensorBoard, Wandb
 from megatron.files import parse_json, write_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
-from megatron.engine.training.rows import flat
+from megatron.engine.run_log.rows import flat
 from megatron.files import write_text
 
 WANDB_ID_FILE = "wandb_id"

@@ -1,0 +1,1 @@
+"""The log of a run: its metrics, and what shows them."""
