@@ -13,16 +13,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.config import Config, ConfigError, load_config
 from megatron.config.flat import to_yaml
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import positional_of, tokenizer_of
-from megatron.engine.checkpoint.checksums import FORMAT, RECORD, describe_files, sealed
-from megatron.engine.checkpoint.publish import why_not_written
-from megatron.engine.checkpoint.saved import tag_of
+from megatron.engine.checkpoint.publish import write_import
 from megatron.engine.errors import HubError
 from megatron.engine.shape import identity_of, shape_of
 from megatron.files import new_folder
@@ -31,9 +28,7 @@ from megatron.hub.keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_ex
 from megatron.hub.read import read_json, read_weights
 from megatron.hub.weights import Parts, layout_of
 from megatron.model.embedding import SHARED_THETA, THETA, columns_of
-from megatron.parallel.groups import build_groups
 from megatron.positional import PositionalEmbedding
-from megatron.version import __version__
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _HEAD = """\
@@ -84,35 +79,15 @@ def import_folder(source: Path, target: Path) -> list[str]:
         if own and pos.parameters:
             weights |= _divided_theta(weights.pop("theta"), pos, weights)
         about = {"origin": name, "model": identity_of(config, shape, tokenizer)}
-        _write_checkpoint(folder, weights, about, config)
+        about["shapes"] = {name: list(weight.shape) for name, weight in weights.items()}
+        about["config"] = config.to_flat_dict()
+        write_import(folder, 0, {"module": weights}, about)
     count = sum(weight.numel() for weight in weights.values())
     lines = [f"{source} ({name}) -> {target}: {shape.num_layers} layers, {count:,} parameters"]
     if tokenizer is None:
         text = "no tokenizer.json: name tokenizer_type and vocab_file in"
         lines.insert(0, f"note: {source} has {text} {target / 'config.yml'}")
     return lines
-
-
-def _write_checkpoint(
-    folder: Path, weights: dict[str, Tensor], about: dict[str, Any], config: Config
-) -> None:
-    record = about | {
-        "format": FORMAT,
-        "version": __version__,
-        "progress": {"step": 0, "consumed_samples": 0, "train_samples": 0},
-        "layout": {"zero_stage": 0},
-        "shapes": {name: list(weight.shape) for name, weight in weights.items()},
-        "config": config.to_flat_dict(),
-    }
-    checkpoint = folder / tag_of(0)
-    checkpoint.mkdir()
-    try:
-        torch.save({"module": weights}, checkpoint / "mp_rank_00_model_states.pt")
-    except RuntimeError as error:  # such as a full disk
-        raise OSError(f"the weights: {why_not_written(folder, error)}") from None
-    record["files"] = describe_files(checkpoint, build_groups(torch.device("cpu")))
-    (checkpoint / RECORD).write_text(sealed(record))
-    (folder / "latest").write_text(checkpoint.name)
 
 
 def _divided_theta(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.files import parse_json, read_small
 from megatron.parallel.groups import Groups
+from megatron.version import __version__
 
 RECORD = "kerple.json"
 FORMAT = 1
@@ -32,13 +34,25 @@ def sealed(record: dict[str, Any]) -> str:
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 
 
+def write_record(folder: Path, record: Mapping[str, Any], files: Mapping[str, list[int]]) -> None:
+    """Write `kerple.json` into a checkpoint's folder, after all its other files.
+
+    Args:
+        record: The entries of the checkpoint's `Record` that describe the run.
+        files: The result of `describe_files`.
+    """
+    versions = {"format": FORMAT, "version": __version__}
+    (folder / RECORD).write_text(sealed({**versions, **record, "files": files}))
+
+
 def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
-    """Return a dict from each file's name in `folder` to [size in bytes, CRC-32].
+    """Return a dict from each file's path in `folder` to [size in bytes, CRC-32].
 
     The file `kerple.json` itself is left out.
     Every rank must call this function.
     """
-    listed = [path.name for path in folder.iterdir() if path.name != RECORD]
+    files = (path for path in folder.rglob("*") if path.is_file())
+    listed = [each for path in files if (each := path.relative_to(folder).as_posix()) != RECORD]
     # A network file system may show one machine a file later than another.
     names = sorted({name for each in groups.gather_from_job(listed) for name in each})
     mine = names[groups.rank :: groups.world_size]

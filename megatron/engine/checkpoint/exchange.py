@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron.config import Config, load_config
 from megatron.config.sizes import GATED
 from megatron.engine.build import positional_of
-from megatron.engine.checkpoint.checksums import FORMAT, RECORD, sealed
-from megatron.engine.checkpoint.publish import new_folder
+from megatron.engine.checkpoint.publish import new_folder, write_import
 from megatron.engine.checkpoint.record import Record
 from megatron.engine.checkpoint.saved import Kind, newest, tag_of
 from megatron.engine.errors import CheckpointError
@@ -35,7 +34,6 @@ from megatron.engine.shape import DTYPES, shape_of
 from megatron.model import BlockShape
 from megatron.model.embedding import THETA
 from megatron.positional import PositionalEmbedding
-from megatron.version import __version__
 
 WORDS = "embedding.word_embeddings.weight"
 _DEGREES = tuple(
@@ -60,20 +58,10 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     if found.problems:
         listed = "\n  ".join(found.problems)
         raise CheckpointError(f"{source} is not complete:\n  {listed}")
-    tag = tag_of(found.step)
-    _refuse_existing(target / tag)
-    record = {
-        "format": FORMAT,
-        "version": __version__,
-        "progress": {"step": found.step, "consumed_samples": 0, "train_samples": 0},
-        "layout": {"zero_stage": 0},
-        "imported": found.about(),
-    }
-    with new_folder(target, tag) as folder:
-        state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.shards}
-        torch.save(state, folder / "mp_rank_00_model_states.pt")
-        _copy_configs(source, folder)
-        (folder / RECORD).write_text(sealed(record))
+    _refuse_existing(target / tag_of(found.step))
+    state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.shards}
+    configs = source / "configs" if (source / "configs").is_dir() else None
+    write_import(target, found.step, state, {"imported": found.about()}, configs)
     return found
 
 
@@ -124,13 +112,9 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         _write_counters(
             folder, shape, saved.step, {"lr_scheduler": about["schedule"], "args": args}
         )
-        _copy_configs(saved.path, folder)
+        if (saved.path / "configs").is_dir():
+            shutil.copytree(saved.path / "configs", folder / "configs")
     return target / saved.tag
-
-
-def _copy_configs(source: Path, target: Path) -> None:
-    if (source / "configs").is_dir():
-        shutil.copytree(source / "configs", target / "configs")
 
 
 def _refuse_existing(folder: Path) -> None:

@@ -11,14 +11,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from megatron.engine.checkpoint.checksums import RECORD
+import torch
+
+from megatron.engine.checkpoint.checksums import RECORD, describe_files, write_record
+from megatron.engine.checkpoint.saved import tag_of
 from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
 from megatron.files import flush, replacing
+from megatron.parallel.groups import build_groups
 
 UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 
@@ -32,6 +37,40 @@ def new_folder(folder: Path, tag: str) -> Iterator[Path]:
     with sole_writer(folder) as confirm:
         yield create_unfinished(folder, tag)
         publish(folder, tag, confirm)
+
+
+def write_import(
+    run: Path,
+    step: int,
+    state: Mapping[str, Any],
+    about: Mapping[str, Any],
+    configs: Path | None = None,
+) -> None:
+    """Write a checkpoint without an optimizer, from weights that other code has trained.
+
+    Args:
+        run: The run folder, in which the checkpoint becomes a subfolder.
+        step: The number of optimizer steps that the weights have been trained for.
+        state: The content of the file that holds the weights, by name in its entry `module`.
+        about: The entries of the checkpoint's `Record` that describe the import.
+        configs: A folder that is copied into the checkpoint; None copies none.
+
+    Raises:
+        OSError: the files cannot be written, for example because the disk is full.
+    """
+    with new_folder(run, tag_of(step)) as folder:
+        try:
+            torch.save(dict(state), folder / "mp_rank_00_model_states.pt")
+        except RuntimeError as error:  # torch's file writer raises it on a full disk
+            raise OSError(f"the weights: {why_not_written(folder, error)}") from None
+        if configs is not None:
+            shutil.copytree(configs, folder / "configs")
+        record = {
+            "progress": {"step": step, "consumed_samples": 0, "train_samples": 0},
+            "layout": {"zero_stage": 0},
+            **about,
+        }
+        write_record(folder, record, describe_files(folder, build_groups(torch.device("cpu"))))
 
 
 def create_unfinished(folder: Path, tag: str) -> Path:

@@ -1,4 +1,4 @@
-"""Write a checkpoint, and remove old ones (`keep_last_n_checkpoints`).
+"""Write a checkpoint of a run, and remove old ones (`keep_last_n_checkpoints`).
 
 If the process is killed at any moment, the previous checkpoint stays usable (see `publish`).
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from megatron.engine.checkpoint.checksums import FORMAT, RECORD, describe_files, sealed
+from megatron.engine.checkpoint.checksums import describe_files, write_record
 from megatron.engine.checkpoint.publish import (
     UNFINISHED,
     create_unfinished,
@@ -29,7 +29,6 @@ from megatron.engine.errors import CheckpointError, FailedElsewhereError
 from megatron.engine.job.lease import Confirm, unleased
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import rng_state
-from megatron.version import __version__
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,8 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
     unfinished = to.folder / f"{UNFINISHED}{saved.tag}"
     files = describe_files(unfinished, groups)
     if groups.is_main:
-        versions = {"format": FORMAT, "version": __version__}
-        record = versions | {"progress": asdict(progress), **asdict(to.run)}
         with removed_if_it_fails(saved):
-            (unfinished / RECORD).write_text(sealed(record | {"files": files}))
+            write_record(unfinished, {"progress": asdict(progress), **asdict(to.run)}, files)
             set_aside_foreign(saved, to.run.lineage)
             publish(to.folder, saved.tag, to.confirm)
         prune(saved, to.keep_last, to.run.lineage, to.confirm)

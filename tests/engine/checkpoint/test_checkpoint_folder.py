@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.checkpoint import publish, write
+from megatron.engine.checkpoint import checksums, publish, write
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import Record, RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import Start
@@ -128,7 +128,7 @@ def test_a_failed_save_leaves_nothing_on_the_full_disk(tmp_path, monkeypatch, wh
         if where == "engine":
             full()
 
-    monkeypatch.setattr(write, "sealed", full)
+    monkeypatch.setattr(checksums, "sealed", full)
     engine = SimpleNamespace(save_checkpoint=written, checkpoint_engine=None)
     progress, run = TrainingProgress(5, 5, 9), RunDescription()
     with pytest.raises(CheckpointError, match="global_step5 cannot be written .*No space left"):
