@@ -37,7 +37,7 @@ from megatron.evaluation import report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
 from megatron.evaluation.losses import LossFn, losses_of_sequences
 from megatron.evaluation.perplexity_statistics import LengthResult, summarise
-from megatron.model.embedding import columns_of, trained_theta
+from megatron.model.theta import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 

@@ -26,7 +26,7 @@ from megatron.hub.load_run import Run
 from megatron.hub.tokenizer import write_tokenizer
 from megatron.hub.weights import layout_of
 from megatron.model import GPT
-from megatron.model.embedding import is_theta
+from megatron.model.theta import is_theta
 from megatron.parallel.rng import named_generator
 
 CODE = "modeling_kerple"

@@ -13,8 +13,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron.config import Config, ConfigError, load_config
 from megatron.config.flat import to_yaml
 from megatron.data.tokenizers.base import Tokenizer
@@ -27,8 +25,7 @@ from megatron.hub.classes import class_of
 from megatron.hub.keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
 from megatron.hub.read import read_json, read_weights
 from megatron.hub.weights import Parts, layout_of
-from megatron.model.embedding import SHARED_THETA, THETA, columns_of
-from megatron.positional import PositionalEmbedding
+from megatron.model.theta import divided_theta
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _HEAD = """\
@@ -77,7 +74,8 @@ def import_folder(source: Path, target: Path) -> list[str]:
             layout["theta"] = Parts(("theta",), 1, (shape.block.num_heads,), (len(pos.parameters),))
         weights = read_weights(source, layout)
         if own and pos.parameters:
-            weights |= _divided_theta(weights.pop("theta"), pos, weights)
+            dtype = weights["embedding.word_embeddings.weight"].dtype  # theta is exported as fp32
+            weights |= divided_theta(pos, weights.pop("theta").to(dtype))
         about = {"origin": name, "model": identity_of(config, shape, tokenizer)}
         about["shapes"] = {name: list(weight.shape) for name, weight in weights.items()}
         about["config"] = config.to_flat_dict()
@@ -88,16 +86,6 @@ def import_folder(source: Path, target: Path) -> list[str]:
         text = "no tokenizer.json: name tokenizer_type and vocab_file in"
         lines.insert(0, f"note: {source} has {text} {target / 'config.yml'}")
     return lines
-
-
-def _divided_theta(
-    theta_HN: Tensor, pos: PositionalEmbedding, weights: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return theta's trained columns as our weights: those of each head, and shared ones."""
-    theta_HN = theta_HN.to(weights["embedding.word_embeddings.weight"].dtype)  # exported as fp32
-    own, shared = (columns_of(pos, trained=True, shared=each) for each in (False, True))
-    parts = {THETA: theta_HN[:, own]} if own or shared else {}
-    return parts | ({SHARED_THETA: theta_HN[:1, shared]} if shared else {})
 
 
 def _precision(described: dict[str, Any]) -> dict[str, str]:

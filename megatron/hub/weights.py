@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.attention import choose
 from megatron.hub.classes import HubClass
 from megatron.model import GPT, GPTShape, LayerAttention, Plan
-from megatron.model.embedding import is_theta
+from megatron.model.theta import is_theta
 from megatron.positional import PositionalEmbedding
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn import init
 
-from megatron.model.embedding import is_theta
 from megatron.model.shape import GPTShape
+from megatron.model.theta import is_theta
 from megatron.parallel.rng import named_generator
 from megatron.parallel.sharding import full_shape, local_slice
 

@@ -33,10 +33,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.block import Block
-from megatron.model.embedding import EmbeddingLayer, FixedTheta, initial_theta
+from megatron.model.embedding import EmbeddingLayer
 from megatron.model.gpt import logits_group, output_layer
 from megatron.model.norm import norm_layer
 from megatron.model.shape import Plan
+from megatron.model.theta import FixedTheta, initial_theta
 from megatron.parallel.layers import VocabEmbedding
 from megatron.parallel.loss import losses_in_pieces, mean_loss
 

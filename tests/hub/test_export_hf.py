@@ -15,7 +15,8 @@ from megatron.engine.build import plan_of, tokenizer_of
 from megatron.hub import export
 from megatron.hub.load_run import Run
 from megatron.model import GPT
-from megatron.model.embedding import is_theta, scale_distances
+from megatron.model.embedding import scale_distances
+from megatron.model.theta import is_theta
 from megatron.positional import names
 
 TRAINED = 6

@@ -24,6 +24,7 @@ FROZEN = {
     "bf16": {"precision": "bfloat16", **TERMS},
     "shared": {"pos_emb": "fire"},
     "layers": {"theta_per_layer": True, "reset_attention_mask": True},
+    "unlike": {"pos_emb": [[["kerple_log", "kerple_power"], 1]]},
 }
 
 MOVED = {"pos_emb": "sink + kerple_log", "eval_lengths": [16], "eval_tokens": 64}
@@ -55,6 +56,7 @@ def test_a_frozen_theta_has_not_moved(trained, name):
         "bf16": {"kerple_log.bias_p", "kerple_log.bias_a"},
         "shared": {"table", "shared"},
         "layers": {"bias_p", "bias_a"},
+        "unlike": {f"{pos}.bias_{x}" for pos in ("kerple_log", "kerple_power") for x in "ap"},
     }
     assert {row["parameter"] for row in rows} == expected[name]
     if name == "bf16":
@@ -92,3 +94,6 @@ def test_runs_whose_start_is_unknown(trained, tmp_path):
     results = pd.DataFrame([about | {"length": 16, "metric": "loss", "value": 1.0}])
     found, remarks = theta.of_runs(results)
     assert found.empty and "c: theta's start is unknown: " in remarks[0]
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(keys | {"pos_emb": "kerple_power"}))
+    found, remarks = theta.of_runs(results)
+    assert found.empty and "pos_emb: the run logged sink.sink, kerple_log.bias_p" in remarks[0]

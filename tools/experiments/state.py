@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -152,11 +152,17 @@ def is_complete(cell: Cell, config: Config) -> bool:
 
 def share_done(cell: Cell) -> float:
     """Return the share of its training steps that the run of a cell has taken."""
-    record, metrics = Record.read(cell.folder), cell.folder / "metrics.jsonl"
-    whole = metrics.read_text().rpartition("\n")[0] if record and metrics.exists() else ""
-    if record is None or not whole or not record.config["train_iters"]:
+    record, last = Record.read(cell.folder), next(latest_metrics(cell.folder), None)
+    if record is None or last is None or not record.config["train_iters"]:
         return 0.0
-    return min(1.0, json.loads(whole.splitlines()[-1])["step"] / record.config["train_iters"])
+    return min(1.0, last["step"] / record.config["train_iters"])
+
+
+def latest_metrics(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's `metrics.jsonl` from the last complete one back to the first."""
+    path = folder / "metrics.jsonl"
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+    yield from map(parse_json, reversed(whole.splitlines()))
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:

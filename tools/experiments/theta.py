@@ -12,29 +12,27 @@ precision. The end values are those of the last logged step, before any rounding
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from megatron.config import ConfigError, load_config
+from megatron.config import ConfigError, Problem, load_config
 from megatron.config.command_line import sharing_layout
-from megatron.files import parse_json
+from megatron.config.errors import Mark
 from tools.experiments.results import Frame
+from tools.experiments.state import latest_metrics
 
 VALUES = ["start", "end", "change", "relative"]
 _PREFIX = "theta/"
-_LAYER = re.compile(r"^layers\.\d+\.")
 
 
 def of_runs(results: Frame) -> tuple[Frame, list[str]]:
     """Return a row for each run and learned parameter, and a remark on each run that has none.
 
     Args:
-        results: the table of `results.of_grid` or `results.of_folders`.
+        results: The table of `results.of_grid` or `results.of_folders`.
     """
     runs = results.drop(columns=["length", "metric", "value"]).drop_duplicates()
     found, remarks = [], []
@@ -54,58 +52,50 @@ def of_run(folder: Path) -> list[dict[str, Any]]:
     A run that began with the weights of another one has no rows, because its start is not drawn.
 
     Raises:
-        ConfigError: the run's configuration cannot be loaded.
+        ConfigError: The run's configuration cannot be loaded, or describes another theta than that
+            which the run has logged.
     """
-    step, logged = _last_logged(folder / "metrics.jsonl")
-    rows = []
-    for name, start in (_start(folder, list(logged)) if logged else {}).items():
-        end = np.asarray(logged[name], dtype=float)
-        change = _rms(end - start)
-        rows.append(
-            {"parameter": name, "step": step, "start": start.mean(), "end": end.mean(),
-             "change": change, "relative": change / _rms(start) if start.any() else np.nan}
-        )  # fmt: skip
-    return rows
+    step, logged = _last_logged(folder)
+    start = _start(folder) if logged else {}
+    if start and start.keys() != logged.keys():
+        text = f"the run logged {', '.join(logged)}, but this embedding has {', '.join(start)}"
+        raise ConfigError([Problem(Mark(str(folder / "config.yml")), "pos_emb", text)])
+    return [
+        {"parameter": name, "step": step, **_moved(start[name], logged[name])} for name in start
+    ]
+
+
+def _moved(start: np.ndarray, logged: list[Any]) -> dict[str, float]:
+    end = np.asarray(logged, dtype=float)
+    change = _rms(end - start)
+    relative = change / _rms(start) if start.any() else np.nan
+    return {"start": start.mean(), "end": end.mean(), "change": change, "relative": relative}
 
 
 def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(values**2)))
 
 
-def _last_logged(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the last step with theta in a metrics file, and its value of each parameter."""
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
-    for line in reversed(whole.splitlines()):
-        row = parse_json(line)
-        lists = {name: value for name, value in row.items() if isinstance(value, list)}
-        logged = {n.removeprefix(_PREFIX): v for n, v in lists.items() if n.startswith(_PREFIX)}
-        if logged:
+def _last_logged(folder: Path) -> tuple[int, dict[str, list[Any]]]:
+    """Return the last step at which a run logged theta, and its values of each parameter."""
+    for row in latest_metrics(folder):
+        named = {name.removeprefix(_PREFIX): row[name] for name in row if name.startswith(_PREFIX)}
+        if logged := {name: values for name, values in named.items() if isinstance(values, list)}:
             return row["step"], logged
     return 0, {}
 
 
-def _start(folder: Path, logged: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the start values of the parameters in `logged`, each in the shape of the log."""
+def _start(folder: Path) -> dict[str, np.ndarray]:
+    """Return a dict from parameter to its start values, each in the shape of the log."""
     # These imports take seconds, and runs without learned parameters need none of them.
     from megatron.engine.build import plan_of
     from megatron.engine.shape import DTYPES
-    from megatron.model.embedding import initial_theta
+    from megatron.model.theta import columns_of, initial_theta, named_theta
 
     config = load_config([folder / "config.yml"], [*sharing_layout(1), "attention_backend=eager"])
     if config.checkpoint.load not in (None, config.checkpoint.save):
         return {}
     plan = plan_of(config, 1, device_type="cpu", eod=0)
-    dtype = DTYPES[config.training.precision]
-    theta_HN = initial_theta(plan).to(dtype).double().numpy()
-    trained = [(n, p) for n, p in enumerate(plan.pos.parameters) if p.trained]
-    if {"table", "shared"} & set(logged):
-        own, shared = ([n for n, p in trained if p.shared == each] for each in (False, True))
-        found = {"table": theta_HN[:, own], "shared": theta_HN[0, shared]}
-    else:
-        columns: dict[str, list[np.ndarray]] = {}
-        for n, parameter in trained:
-            values = theta_HN[:1, n] if parameter.shared else theta_HN[:, n]
-            columns.setdefault(_LAYER.sub("", parameter.name), []).append(values)
-        several = {name: np.stack(each) for name, each in columns.items()}
-        found = {name: each[0] if len(each) == 1 else each for name, each in several.items()}
-    return {name: values for name, values in found.items() if name in logged}
+    theta_HN = initial_theta(plan)[:, columns_of(plan.pos, trained=True)]
+    rounded_HN = theta_HN.to(DTYPES[config.training.precision]).double()
+    return {name: values.numpy() for name, values in named_theta(plan.pos, rounded_HN).items()}

@@ -35,7 +35,7 @@ from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
 from megatron.engine.shape import shape_of
 from megatron.model import GPT, Plan
-from megatron.model.embedding import BY_HEADS
+from megatron.model.theta import BY_HEADS
 from megatron.numerics import PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.sharding import unsharded

@@ -32,7 +32,7 @@ from megatron.engine.neox.read import Published, read
 from megatron.engine.neox.shape import Shape
 from megatron.engine.shape import DTYPES, shape_of
 from megatron.model import BlockShape
-from megatron.model.embedding import THETA
+from megatron.model.theta import THETA
 from megatron.positional import PositionalEmbedding
 
 WORDS = "embedding.word_embeddings.weight"

@@ -19,7 +19,8 @@ from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
 from megatron.engine.shape import DTYPES, identity_of
 from megatron.model import GPT
-from megatron.model.embedding import SHARED_THETA, THETA, scale_distances
+from megatron.model.embedding import scale_distances
+from megatron.model.theta import SHARED_THETA, THETA
 from megatron.parallel.groups import Groups
 from megatron.positional import within_bounds
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import counters, layout
 from megatron.engine.neox.shape import NORM, Shape, published_name
-from megatron.model.embedding import THETA
+from megatron.model.theta import THETA
 
 MOST_FILES = 100_000
 """If the names of a checkpoint's files imply more files than this, some name is damaged."""

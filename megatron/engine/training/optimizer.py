@@ -18,7 +18,7 @@ from megatron import nvidia_apex
 from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.training.muon import MuonWithAdamW
 from megatron.engine.training.schedule import AnnealingLR
-from megatron.model.embedding import is_theta
+from megatron.model.theta import is_theta
 from megatron.parallel.groups import Groups, TensorGroup
 from megatron.parallel.sharding import sharding_of
 

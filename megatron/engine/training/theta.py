@@ -1,16 +1,13 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
-Theta contains the learned parameters of the positional embedding, [heads, parameters per head].
-Parameters that all heads share are stored once, in a second tensor [1, shared parameters].
-Theta's master is the fp32 copy that the optimizer updates. After each optimizer step, the master
-and the model's copy of theta are clamped to the bounds. Each ZeRO stage stores the master in a
-different place, so this module treats each stage separately.
+Theta [heads, columns] holds the positional embedding's trained parameters. `megatron.model.theta`
+describes how a model stores them. The optimizer updates an fp32 copy of theta, the master. After
+each optimizer step, this module clamps the master and the model's copy to the bounds. Each ZeRO
+stage stores the master in another place.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 
 import deepspeed
@@ -24,31 +21,23 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.model.embedding import trained_theta
+from megatron.model.theta import named_theta, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding, bounds
 
-LAYER = re.compile(r"^layers\.(\d+)\.")
-"""The start of a parameter's name if it belongs to one layer alone."""
-MOST_COLUMNS = 8
-"""If theta has more columns than this, `TrainedTheta.columns` returns them all in one table."""
-
 
 class TrainedTheta:
-    """Theta, the learned parameters of the model's positional embedding, in a DeepSpeed engine.
+    """Theta of the model that a DeepSpeed engine trains.
 
-    Theta has the shape [heads, parameters per head]. Under ZeRO every method is a collective, so
-    all ranks of the pipeline stage must call it. A rank has no theta if the embedding has no
-    learned parameters or if another pipeline stage holds them. On such a
-    rank, the methods do nothing.
+    Every method is a collective: all ranks of the pipeline stage must call it. The first stage
+    holds theta. On the ranks of other stages, and if the embedding has no trained parameters, the
+    methods do nothing.
 
     Args:
-        engine: the engine that trains theta.
-        parameters: theta of this rank's heads, in the engine's model, and the shared columns if
-            there are any; empty on a rank without theta.
-        pos: the positional embedding, with the names and the bounds of theta's columns. Its
-            numerics decide whether theta's fp32 master copy is clamped as well.
-        groups: the job's process groups; each tensor-parallel rank holds theta of its heads.
+        engine: The engine that trains theta.
+        parameters: The `theta_parts` of the engine's model. Empty on a rank without theta.
+        pos: The model's positional embedding. Its numerics decide whether the master is clamped.
+        groups: The job's process groups. Each tensor-parallel rank holds theta of its own heads.
     """
 
     def __init__(
@@ -63,7 +52,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master(self) -> Tensor | None:
-        """Return a clone of theta's fp32 master copy, [this rank's heads, parameters per head].
+        """Return a copy of theta's fp32 master [this rank's heads, columns].
 
         The result is None on a rank without theta.
         """
@@ -72,7 +61,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master_of_all_heads(self) -> Tensor | None:
-        """Return a clone of theta's fp32 master copy, [all heads, parameters per head].
+        """Return a copy of theta's fp32 master [all heads, columns].
 
         The result is None on a rank without theta.
         """
@@ -97,34 +86,12 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return a dict from parameter name to the values [all heads] after the last `project`.
+        """Return theta of all heads after the last `project`, as `named_theta` groups it.
 
-        If all heads share a parameter, it has one value. If several layers with the same embedding
-        have their own parameters, the values are [layers, all heads]. If different embeddings have
-        a parameter of the same name, the embedding's name is put before it.
-
-        If there are more than MOST_COLUMNS names, the dict has other entries: "table" [all heads,
-        parameters per head] and, if heads share parameters, "shared" [shared parameters].
+        The dict is empty on a rank without theta, and before the first `project`.
         """
         theta_HN = self._of_all_heads(self._projected)
-        if theta_HN is None:
-            return {}
-        trained = self.pos.trained_parameters
-        columns: dict[tuple[str, str], list[Tensor]] = {}
-        for parameter, column_H in zip(trained, theta_HN.T, strict=True):
-            of_layer = LAYER.match(parameter.name)
-            owner = self.pos.of_layer(int(of_layer[1]))[0].name if of_layer else ""
-            values = column_H[:1] if parameter.shared else column_H
-            columns.setdefault((owner, LAYER.sub("", parameter.name)), []).append(values)
-        if len(columns) > MOST_COLUMNS:  # such as T5's table of buckets
-            shared = torch.tensor([p.shared for p in trained], device=theta_HN.device)
-            tables = {"table": theta_HN[:, ~shared]}
-            return tables | ({"shared": theta_HN[0, shared]} if shared.any() else {})
-        times = Counter(name for _, name in columns)
-        return {
-            name if times[name] == 1 else f"{owner}.{name}": torch.stack(all_H).squeeze(0)
-            for (owner, name), all_H in columns.items()
-        }
+        return {} if theta_HN is None else named_theta(self.pos, theta_HN)
 
     def _of_all_heads(self, parts: Sequence[Tensor]) -> Tensor | None:
         if not parts:
@@ -133,14 +100,12 @@ class TrainedTheta:
         return trained_theta(self.pos, [torch.cat(self.groups.model.gather(own_HN)), *shared])
 
     def _master(self, theta: nn.Parameter) -> Tensor:
-        """Return a clone of the fp32 master copy of the parameter `theta`."""
+        """Return a copy of the fp32 master of one part of theta."""
         flat = safe_get_full_fp32_param(theta)
         if flat is None:
             return self._unsharded_master(theta).detach().float().clone()
-        count, shape = (
-            getattr(theta, "ds_numel", theta.numel()),
-            getattr(theta, "ds_shape", theta.shape),
-        )
+        count = getattr(theta, "ds_numel", theta.numel())
+        shape = getattr(theta, "ds_shape", theta.shape)
         return flat.detach().clone().view(-1)[:count].view(shape)
 
     def _set_master(self, theta: nn.Parameter, value_HN: Tensor) -> None:
@@ -157,10 +122,10 @@ class TrainedTheta:
             self._unsharded_master(theta).data.copy_(value_HN)
 
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
-        """Return theta's fp32 master copy itself, not a clone, in a run without ZeRO.
+        """Return the fp32 master itself, not a copy, of one part of theta in a run without ZeRO.
 
-        In fp32 training, theta is its own master. In 16-bit training, the master is in the fp32
-        list of DeepSpeed's optimizer.
+        In fp32 training, theta is its own master. In 16-bit training, DeepSpeed's optimizer has a
+        list of masters.
         """
         optimizer = self.engine.optimizer
         if not isinstance(optimizer, FP16_UnfusedOptimizer):

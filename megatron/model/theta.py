@@ -1,0 +1,229 @@
+"""Store, order and group theta, the parameters of the distance kernel.
+
+A distance kernel is a bias or factor in attention that depends only on the query-key distance. The
+first layer returns theta in at least fp32, and every block reads this returned tensor. Therefore
+autograd sums theta's gradient over the blocks in fp32. Under bf16 training the stored theta is
+bf16, and the optimizer holds an fp32 master copy of theta.
+
+Theta [heads, columns] is the table of one column for each parameter. It is stored in up to three
+tensors, by the kind of the column:
+
+    theta          [heads, columns]   trained, with a value for each head
+    shared_theta   [1, columns]       trained, with one value for all heads
+    fixed_theta    [heads, columns]   not trained, such as ALiBi's slopes; not in checkpoints
+
+A trained column is frozen if `theta_frozen` names it: then its gradient is 0.
+
+Legend: H heads of this rank, N columns of theta.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.shape import Plan
+from megatron.parallel.collectives import copy_to
+from megatron.parallel.rng import named_generator
+from megatron.parallel.sharding import Sharding, mark_sharding
+from megatron.positional import PositionalEmbedding, within_bounds
+
+THETA, SHARED_THETA = "embedding.theta", "embedding.shared_theta"
+"""The names of the trained parts of theta in the model and in checkpoints."""
+BY_HEADS = Sharding(0)
+MOST_COLUMNS = 8
+"""If theta has more names than this, `named_theta` returns it as one table."""
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+
+
+def is_theta(name: str) -> bool:
+    """Return whether the model parameter `name` belongs to the distance kernel (is theta)."""
+    return name.rpartition(".")[2] in ("theta", "shared_theta")
+
+
+def initial_theta(plan: Plan) -> Tensor:
+    """Return the distance kernel's initial parameters theta for this rank's heads, in fp32.
+
+    Theta [heads, parameters] is drawn for all heads of the model and then sliced. Parameters with
+    start values in `theta_init` are drawn as well and then overwritten. Therefore the draws of the
+    other parameters do not depend on `theta_init`.
+    """
+    generator = named_generator(plan.seed, THETA)
+    theta_HN = plan.pos.initial_theta(plan.shape.block.num_heads, generator)
+    for column_H, parameter in zip(theta_HN.unbind(1), plan.pos.parameters, strict=True):
+        if parameter.name in plan.theta_init:
+            column_H.copy_(torch.tensor(plan.theta_init[parameter.name]))
+    return BY_HEADS.slice(theta_HN, plan.tp.rank, plan.tp.size)
+
+
+def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None = None) -> list[int]:
+    """Return the indices of columns of theta [heads, columns].
+
+    Args:
+        trained: True returns only columns that are trained, False only columns that are not.
+        shared: True returns only columns that all heads share, False only columns with a value for
+            each head. None returns both kinds.
+    """
+    return [
+        n
+        for n, parameter in enumerate(pos.parameters)
+        if parameter.trained == trained and shared in (None, parameter.shared)
+    ]
+
+
+def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
+    """Return a dict from THETA and SHARED_THETA to the columns of theta that they store.
+
+    The dict is empty if no column is trained. It has no SHARED_THETA if the heads share no column.
+    """
+    own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
+    parts = {THETA: theta_HN[:, own]} if own or shared else {}
+    return parts | ({SHARED_THETA: theta_HN[:1, shared]} if shared else {})
+
+
+def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
+    """Return the trained columns of theta [heads, columns], in the order of the parameters.
+
+    Args:
+        parts: The values of `divided_theta`, as the model's `theta_parts` returns them.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    own_HN, shared_1N = parts
+    columns = (columns_of(pos, trained=True, shared=which) for which in (False, True))
+    return _joined((own_HN, shared_1N.expand(len(own_HN), -1)), *columns)
+
+
+def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
+    """Return the columns of both parts in the order of their indices in theta."""
+    order = [*first, *second]
+    return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
+
+
+def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
+    """Return a dict from parameter name to its values, as the log of a run shows them.
+
+    The values of a parameter are [heads]. They are [1] if all heads share it. If several layers
+    with the same embedding have their own parameters, the layers come first: [layers, heads]. If
+    different embeddings have a parameter of the same name, the embedding's name is put before it.
+
+    If there are more than MOST_COLUMNS names, the dict has other entries: "table" [heads, columns]
+    and, if heads share parameters, "shared" [columns].
+
+    Args:
+        theta_HN: The trained columns of theta [heads, columns], as `trained_theta` returns them.
+    """
+    columns: dict[tuple[str, str], list[Tensor]] = {}
+    for parameter, column_H in zip(pos.trained_parameters, theta_HN.T, strict=True):
+        of_layer = _LAYER.match(parameter.name)
+        owner = pos.of_layer(int(of_layer[1]))[0].name if of_layer else ""
+        values = column_H[:1] if parameter.shared else column_H
+        columns.setdefault((owner, _LAYER.sub("", parameter.name)), []).append(values)
+    if len(columns) > MOST_COLUMNS:  # such as T5's table of buckets
+        shared = torch.tensor([p.shared for p in pos.trained_parameters], device=theta_HN.device)
+        tables = {"table": theta_HN[:, ~shared]}
+        return tables | ({"shared": theta_HN[0, shared]} if shared.any() else {})
+    times = Counter(name for _, name in columns)
+    return {
+        name if times[name] == 1 else f"{owner}.{name}": torch.stack(all_H).squeeze(0)
+        for (owner, name), all_H in columns.items()
+    }
+
+
+class FixedTheta(nn.Module):
+    """The distance kernel's parameters that are not trained, such as ALiBi's slopes.
+
+    These parameters move to the model's device, but stay fp32. A plain buffer would be rounded to
+    bf16 when DeepSpeed casts the model.
+
+    Args:
+        theta_HN: The initial theta [heads, columns], including the trained columns.
+    """
+
+    value: Tensor
+
+    def __init__(self, pos: PositionalEmbedding, theta_HN: Tensor):
+        super().__init__()
+        columns = columns_of(pos, trained=False)
+        self.numerics = pos.numerics
+        self._bounded = [pos.parameters[n] for n in columns]
+        self.register_buffer("value", theta_HN[:, columns].float(), persistent=False)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FixedTheta:
+        exact = self.value
+        super()._apply(fn, recurse)
+        self.value = exact.to(self.value.device)
+        return self
+
+    def forward(self, dtype: torch.dtype) -> Tensor:
+        """Return the fixed parameters [heads, parameters] in `dtype`.
+
+        The values are rounded and bounded as the positional embedding requires.
+        """
+        value_HN = self.numerics.constant(self.value).to(dtype)
+        return value_HN if not self._bounded else within_bounds(value_HN, self._bounded)
+
+
+class StoredTheta(nn.Module):
+    """The base class of the model's first layer, which stores theta of this rank's heads.
+
+    It is a base class and not a layer of its own, because the names of theta's parts in checkpoints
+    are those of parameters of the first layer.
+
+    Attributes:
+        theta, shared_theta, fixed_theta: The parts of theta by kind (see the module's docstring).
+            None if there is no column of the kind.
+        frozen_N: Whether each trained column is frozen. None if no column is.
+    """
+
+    frozen_N: Tensor | None
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self.pos, self.tp = plan.pos, plan.tp
+        self.theta: nn.Parameter | None = None
+        self.shared_theta: nn.Parameter | None = None
+        self.fixed_theta: FixedTheta | None = None
+        self.register_buffer("frozen_N", None, persistent=False)
+        start_HN = initial_theta(plan)
+        if parts := divided_theta(plan.pos, start_HN):
+            self.theta = nn.Parameter(parts[THETA])
+            mark_sharding(self.theta, BY_HEADS, plan.tp)
+            if SHARED_THETA in parts:
+                self.shared_theta = nn.Parameter(parts[SHARED_THETA])
+            frozen = [p.name in plan.theta_frozen for p in plan.pos.trained_parameters]
+            self.frozen_N = torch.tensor(frozen) if any(frozen) else None
+        if columns_of(plan.pos, trained=False) or (plan.pos.has("distance") and not parts):
+            self.fixed_theta = FixedTheta(plan.pos, start_HN)
+
+    @property
+    def theta_parts(self) -> tuple[nn.Parameter, ...]:
+        """The trained parts of theta, `theta` and `shared_theta`, without those that are None."""
+        return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
+
+    def theta_in(self, dtype: torch.dtype) -> Tensor | None:
+        """Return theta [heads, columns] in `dtype`, or in fp32 if that is wider.
+
+        The result is None if the distance kernel has no parameters.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.theta is None:
+            return None if self.fixed_theta is None else self.fixed_theta(wide)
+        # Never a view, because an engine that shards parameters frees their storage after a layer.
+        parts = [self.theta.to(wide, copy=True)]
+        if self.shared_theta is not None:  # other ranks have other heads: sum their gradients
+            parts.append(copy_to(self.shared_theta.to(wide, copy=True), self.tp))
+        theta_HN = trained_theta(self.pos, parts)
+        # A frozen column has the gradient 0, so the optimizer does not move it. In a pipeline, the
+        # engine expects a gradient of all that is passed between stages.
+        if self.frozen_N is not None:
+            theta_HN = torch.where(self.frozen_N, theta_HN.detach(), theta_HN)
+        if self.fixed_theta is None:
+            return theta_HN
+        columns = (columns_of(self.pos, trained=which) for which in (True, False))
+        return _joined((theta_HN, self.fixed_theta(wide)), *columns)
