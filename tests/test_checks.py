@@ -52,7 +52,7 @@ def test_the_type_checker_sees_a_wrong_type(repo_root, tmp_path):
 def clone(repo_root, tmp_path) -> Path:
     """Return a git repository with the hooks' configuration and correct files."""
     folder = tmp_path / "clone"
-    for name in ("megatron", "tools"):
+    for name in ("megatron", "tools", "tests/parity"):
         (folder / name).mkdir(parents=True)
     for name in ("pyproject.toml", ".pre-commit-config.yaml"):
         shutil.copy(repo_root / name, folder)
