@@ -38,7 +38,7 @@ SLOW_FILES = [
     "test_matrix",
     "test_rehearsal",
     "test_layouts",
-    "test_house",
+    "test_checks",
     "test_failure",
     "test_kernels_against_float64",
     "test_change_layout",

@@ -104,6 +104,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(repo_root, wheel):
     }
     assert packed == tree
     assert "megatron/__init__.py" not in packed, "megatron is a namespace, shared with others"
+    assert "megatron/py.typed" in packed, "type checkers read the hints only beside it"
     assert {"megatron/data/shards/__init__.py", "megatron/pretraining/run.py"} <= packed
 
 

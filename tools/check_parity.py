@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would slow the small cases down
 from megatron import entry
-from tools.parity.result import Result
+from tests.parity.result import Result
 
 if TYPE_CHECKING:
     from megatron.parallel.groups import Groups
@@ -138,8 +138,8 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
         files: The names of the files in `folder`.
         args: The command line's arguments.
     """
-    # Modules are imported only for the cases that need them. Data cases run without torch, and data
-    # and model cases run without DeepSpeed.
+    # Modules are imported only for the cases that need them: data and model cases run without
+    # DeepSpeed.
     if {"manifest.json", "config.yml"} <= files:
         if not files & {"expected.npz", "curve.npz"}:
             lacks = Result(name, faults=["neither expected.npz nor curve.npz exists"])
@@ -148,15 +148,15 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
             options = {"backend": backend, "device": args.device, "again": number > 0}
             yield name, partial(sharded_case, folder, name, files, args.tp, **options)
     if "probes.npz" in files:
-        from tools.parity.kernels import check_kernels
+        from tests.parity.kernel_cases import check_kernels
 
         yield name, lambda: check_kernels(folder / "probes.npz", name)
     if "lr_schedule.json" in files:
-        from tools.parity.settings import check_rates
+        from tests.parity.settings_cases import check_rates
 
         yield name, lambda: check_rates(folder / "lr_schedule.json", name)
     if "derived_args.json" in files:
-        from tools.parity.settings import check_derived
+        from tests.parity.settings_cases import check_derived
 
         path = folder / "derived_args.json"
         yield name, lambda: check_derived(path, name, args.configs)
@@ -165,17 +165,17 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
 
 def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
     """Yield the cases in a `data` folder, or in one of its folders samples_* and iterators."""
-    from tools.parity import data
+    from tests.parity import data_cases
 
     if any(file.endswith(".jsonl") for file in files):
-        yield name, lambda: data.check_corpora(folder, name)
+        yield name, lambda: data_cases.check_corpora(folder, name)
     if "tokenizer_cases.json" in files:
         path = folder / "tokenizer_cases.json"
-        yield name, lambda: data.check_tokens(path, f"{name} tokenizer")
+        yield name, lambda: data_cases.check_tokens(path, f"{name} tokenizer")
     if {"index_and_samples.npz", "manifest.json"} <= files:
-        yield name, lambda: data.check_samples(folder, name)
+        yield name, lambda: data_cases.check_samples(folder, name)
     if {"batches.npz", "manifest.json"} <= files:
-        yield name, lambda: data.check_iterators(folder, name)
+        yield name, lambda: data_cases.check_iterators(folder, name)
 
 
 def sharded_case(
@@ -194,11 +194,11 @@ def sharded_case(
             do not depend on the backend are then not checked again.
     """
     if "expected.npz" in files:
-        from tools.parity.models import check_model
+        from tests.parity.model_cases import check_model
 
         group = {"tp": groups_of(tp).model} if tp > 1 else {}
         return check_model(folder, name, device=device, **group, **options)
-    from tools.parity.training import check_training
+    from tests.parity.training_cases import check_training
 
     return check_training(folder, name, groups_of(tp), **options)
 

@@ -28,19 +28,7 @@ PAGES = [
 LAUNCHERS = ("python", "torchrun", "deepspeed", "sbatch", "srun", "mpirun")
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{'|'.join(LAUNCHERS)}|pip|docker) |[a-z_/]+\.py \S")
 FOREIGN = {
-    *(
-        "apt-get",
-        "basedpyright",
-        "cd",
-        "cp",
-        "done",
-        "for",
-        "git",
-        "mkdocs",
-        "npm",
-        "ruff",
-        "source",
-    ),
+    *("apt-get", "cd", "cp", "done", "for", "git", "make", "mkdocs", "npm", "source"),
     *("mkdir", "paste", "tar", "tensorboard", "wandb"),
 }
 OWN_CONFIGS = re.compile(

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.positional.kerple_log import KerpleLog
 from tests.helpers.parity import changed_npz, check
 from tests.helpers.paths import ROOT
+from tests.parity.case_files import case_config, require_divisible
 from tools.check_parity import groups_of, main
-from tools.parity.models import case_config, require_divisible
 
 
 @pytest.fixture(scope="module", autouse=True)

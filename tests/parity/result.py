@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,17 +81,6 @@ class Result:
         ]
         found += self.faults + [f"not checked: {reason}" for reason in self.unchecked]
         return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {', '.join(found) or 'nothing'}"
-
-
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an `.npz` file as a dict from name to array."""
-    with np.load(path, allow_pickle=False) as stored:
-        return dict(stored)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of a case's `manifest.json`."""
-    return json.loads((folder / "manifest.json").read_text())
 
 
 def _short(value: object) -> str:

@@ -11,10 +11,6 @@ of theta (the parameters of KERPLE or T5 embeddings) are compared in full. If th
 several tensor-parallel ranks, the case may contain only the first rank's shard of each gradient.
 If the norm of the word embedding's gradient is that of a shard, all other gradients in the case are
 assumed to be shards, too.
-
-The published pipeline names a parameter by the position of its layer, for example
-`0.word_embeddings.weight`. A word embedding tied to the output layer is named
-`tied_modules.embed.word_embeddings.weight` instead. Both names are accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import torch
 from torch import Tensor
 
 from megatron.attention import AttentionError
-from megatron.config import Config, load_config
 from megatron.engine.build import attention_of, positional_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.saved import Saved
@@ -38,11 +33,16 @@ from megatron.model import GPT, Plan
 from megatron.model.theta import BY_HEADS
 from megatron.numerics import PublishedNumerics
 from megatron.parallel.groups import ALONE, TensorGroup
-from megatron.parallel.sharding import unsharded
-from tools.parity.result import Result, read_arrays, read_manifest
+from tests.parity.case_files import case_config, read_arrays, read_manifest, require_divisible
+from tests.parity.published_tensors import (
+    first_shards,
+    gradients,
+    position_name,
+    positional_tensors,
+)
+from tests.parity.result import Result
 
 EMBEDDING = "0.word_embeddings.weight"
-TIED = "tied_modules.embed."
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 # Tolerances are relative for gradients and for the fp32 mean loss, and absolute for all others.
 TOLERANCES = {
@@ -50,40 +50,6 @@ TOLERANCES = {
     "fp32": {"logits": 5e-5, "loss": 1e-5, "token losses": 5e-5, "norms": 5e-5, "values": 2e-4},
     "bf16": {"logits": 0.1, "loss": 1e-2},
 }
-
-
-def case_config(folder: Path, overrides: list[str], vocab_size: int) -> Config:
-    """Load a case's config for one process, with the vocabulary padded to `vocab_size`.
-
-    `seq_length_val` is ignored, because it may exceed the number of learned positions. The lengths
-    to compare are read from the case instead.
-    """
-    fixed = [f"make_vocab_size_divisible_by={vocab_size}", "seq_length_val=null"]
-    fixed += ["model_parallel_size=1", "pipe_parallel_size=1"]
-    return load_config([folder / "config.yml"], fixed + overrides)
-
-
-def require_divisible(config: Config, vocab_size: int, ranks: int) -> None:
-    """Check that the model of a case can be sharded over `ranks` tensor-parallel ranks.
-
-    Raises:
-        ValueError: The number of heads or the vocabulary size is not a multiple of `ranks`. All
-            ranks raise this error together.
-    """
-    heads = config.model.num_attention_heads
-    if heads % ranks or vocab_size % ranks:
-        raise ValueError(
-            f"{heads} heads and a vocabulary of {vocab_size} cannot be sharded over {ranks} ranks"
-        )
-
-
-def position_name(name: str) -> str:
-    """Return a published parameter name in the form that begins with its layer's position.
-
-    The name of a tied word embedding (`tied_modules.embed.*`) becomes `0.*`. Other names already
-    begin with their position and are returned unchanged.
-    """
-    return f"0.{name.removeprefix(TIED)}" if name.startswith(TIED) else name
 
 
 def check_model(
@@ -198,7 +164,7 @@ class ModelCase:
         moved = [name for name, norm in zip(names, norms, strict=True) if norm or name in full]
         self.result.expect("parameters with a gradient", sorted(full), sorted(moved))
         recorded = dict(zip(names, norms, strict=True)).get(EMBEDDING, 0.0)
-        shards = self._first_shards(full)
+        shards = first_shards(full, self.shape)
         apart = [abs(grads[EMBEDDING].norm().item() - recorded) for grads in (full, shards)]
         ours = {k: _numpy(g) for k, g in (shards if apart[1] < apart[0] else full).items()}
         floor = 1e-6 * float(np.linalg.norm(norms))  # smaller gradients are only rounding errors
@@ -222,7 +188,7 @@ class ModelCase:
     def _check_clamped(self, tolerance: float) -> None:
         """Compare KERPLE's parameters after clamping with those of the published code."""
         full = positional_tensors(self.model, self.model.theta)
-        shards = self._first_shards(full)
+        shards = first_shards(full, self.shape)
         for key in (key for key in self.expected if key.startswith("after_forward/")):
             name, stored = key.removeprefix("after_forward/"), self.expected[key]
             if name not in full:
@@ -230,70 +196,6 @@ class ModelCase:
                 continue
             ours = shards[name] if stored.size < full[name].numel() else full[name]
             self.result.compare("clamped kernel", _numpy(ours), stored, tolerance)
-
-    def _first_shards(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Shard each full tensor as in the published run, and return rank 0's shards."""
-        cut, shape = layout.split, self.shape
-        return {
-            name: cut(tensor, shape.rule(name.partition(".")[2]), shape.parts)[0]
-            for name, tensor in tensors.items()
-        }
-
-
-def gradients(model: GPT) -> dict[str, Tensor]:
-    """Return a dict from published names (such as `0.word_embeddings.weight`) to gradients.
-
-    The gradients have the published shapes. Parameters without a gradient are left out.
-    """
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    return published_tensors(model, {k: grad for k, grad in grads.items() if grad is not None})
-
-
-def published_tensors(model: GPT, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather sharded tensors, and return a dict from published parameter name to full tensor.
-
-    Args:
-        model: The model whose parameters the tensors belong to.
-        tensors: Maps names of the model's parameters to tensors of the same shapes, such as
-            gradients or the parameters themselves.
-    """
-    out, params = {}, dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        if name == "embedding.theta":
-            out |= positional_tensors(model, tensor)
-        else:
-            index, published = layout.published_place(name, model.shape.num_layers)
-            out[f"{index}.{published}"] = unsharded(params[name], tensor, model.split.tp)
-    return out
-
-
-def positional_tensors(model: GPT, theta_HN: Tensor | None) -> dict[str, Tensor]:
-    """Convert theta, or a tensor of the same shape, to the tensors that the published code stores.
-
-    The published code stores T5's table as one tensor, and each column of KERPLE's theta as a
-    tensor of its own. The returned tensors contain all heads, under names such as `2.bias_a`.
-
-    Args:
-        model: The model that has this theta.
-        theta_HN: [heads of this rank, columns]. If it is None, the result is {}, or the fixed
-            slopes if the embedding is `kerple_power_original`.
-
-    Returns:
-        A dict from published parameter name to tensor.
-    """
-    if theta_HN is None:
-        if model.pos.name != "kerple_power_original":
-            return {}
-        device = next(model.parameters()).device
-        _, theta_HN = model.embedding(torch.zeros(1, 1, dtype=torch.long, device=device))
-        assert theta_HN is not None
-        names = ["bias_a"]
-    else:
-        table = model.pos.name == "rpe"
-        names = [layout.TABLE] if table else [p.name for p in model.pos.parameters]
-    theta_HN = torch.cat(model.split.tp.gather(theta_HN.detach()))
-    columns = layout.theta_columns(theta_HN, names)
-    return {f"2.{name}": tensor for name, tensor in columns.items()}
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -35,8 +35,13 @@ from megatron.engine.training.optimizer import parameter_groups
 from megatron.engine.training.theta import TrainedTheta
 from megatron.model import GPT
 from megatron.parallel.groups import Groups
-from tools.parity import models
-from tools.parity.result import Result, read_arrays, read_manifest
+from tests.parity.case_files import case_config, read_arrays, read_manifest, require_divisible
+from tests.parity.published_tensors import (
+    position_name,
+    positional_tensors,
+    published_tensors,
+)
+from tests.parity.result import Result
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 RATES = 1e-12
@@ -61,14 +66,14 @@ def check_training(
     """
     manifest, curve = read_manifest(folder), read_arrays(folder / "curve.npz")
     vocab_size = manifest["padded_vocab_size"]
-    config = models.case_config(folder, ["weight_decay_positional=true"], vocab_size)
+    config = case_config(folder, ["weight_decay_positional=true"], vocab_size)
     rounded = config.training.precision != "fp32"
     if rounded and again:
         return
     overrides = ["weight_decay_positional=true", f"published_numerics={str(rounded).lower()}"]
     overrides.append(f"attention_backend={'eager' if rounded else backend}")
-    config = models.case_config(folder, overrides, vocab_size)
-    models.require_divisible(config, vocab_size, groups.model.size)
+    config = case_config(folder, overrides, vocab_size)
+    require_divisible(config, vocab_size, groups.model.size)
     result = Result(f"{name} {config.training.precision} {config.model.attention_backend}")
     try:
         case = TrainingCase(folder, config, vocab_size, groups)
@@ -125,15 +130,13 @@ class TrainingCase:
         if "optimizer_groups" not in manifest:
             return
         params = self.model.named_parameters()
-        placed = {id(p): models.published_tensors(self.model, {name: p}) for name, p in params}
+        placed = {id(p): published_tensors(self.model, {name: p}) for name, p in params}
         ours, theirs = {}, {}
         for group in parameter_groups(self.model, self.config.optimizer):
             for param in group["params"]:
                 ours |= dict.fromkeys(placed[id(param)], group["weight_decay"])
         for group in manifest["optimizer_groups"]:
-            theirs |= dict.fromkeys(
-                map(models.position_name, group["params"]), group["weight_decay"]
-            )
+            theirs |= dict.fromkeys(map(position_name, group["params"]), group["weight_decay"])
         result.expect("weight decay of each parameter", ours, theirs)
 
     def compare(self, curve: dict[str, np.ndarray], manifest: dict, result: Result) -> None:
@@ -163,14 +166,14 @@ class TrainingCase:
                 published = np.concatenate([published[:1].clip(low, high), published[1:]])
             result.compare(KINDS[kind], ours.reshape(published.shape), published, tolerance)
         if "final_l2" in curve:
-            names = [models.position_name(name) for name in manifest["final_param_names"]]
+            names = [position_name(name) for name in manifest["final_param_names"]]
             self._compare_final(curve, names, result, tolerance)
 
     def _compare_final(
         self, curve: dict[str, np.ndarray], names: list[str], result: Result, tolerance: float
     ) -> None:
-        final = models.published_tensors(self.model, dict(self.model.named_parameters()))
-        fixed = models.positional_tensors(self.model, None) if self.model.theta is None else {}
+        final = published_tensors(self.model, dict(self.model.named_parameters()))
+        fixed = positional_tensors(self.model, None) if self.model.theta is None else {}
         final |= {name: tensor for name, tensor in fixed.items() if name in names}
         result.expect("parameters", sorted(final), sorted(names))
         for i, name in enumerate(names):
@@ -205,5 +208,5 @@ class TrainingCase:
         published files store these slopes as parameters. For any other embedding without theta,
         nothing is recorded.
         """
-        for name, tensor in models.positional_tensors(self.model, theta_HN).items():
+        for name, tensor in positional_tensors(self.model, theta_HN).items():
             self._note(f"{kind}/{name}", tensor.detach().float().cpu().numpy().copy())

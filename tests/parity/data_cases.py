@@ -35,7 +35,8 @@ from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.shape import padded_vocab_size
-from tools.parity.result import Result, read_arrays, read_manifest
+from tests.parity.case_files import read_arrays, read_manifest
+from tests.parity.result import Result
 
 TOKENIZER = "tokenizer"
 """The name of the folder with GPT-2's tokenizer files in a `data` case."""

@@ -25,7 +25,7 @@ from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.engine.text import samples_of_run
 from megatron.engine.training.schedule import schedule_of
-from tools.parity.result import Result
+from tests.parity.result import Result
 
 RATES = 1e-12
 # Maps settings of the published code that are not config keys to the fields of our config.

@@ -32,7 +32,8 @@ from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import PositionalEmbedding, load, within_bounds
 from megatron.positional.rotary import Rotary
 from megatron.positional.sinusoidal import Sinusoidal
-from tools.parity.result import Result, read_arrays
+from tests.parity.case_files import read_arrays
+from tests.parity.result import Result
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 

@@ -1,1 +1,0 @@
-"""Check parity cases: compare this project's numbers with those of the published KERPLE code."""
