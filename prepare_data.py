@@ -34,8 +34,8 @@ from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import write_shards
 from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer

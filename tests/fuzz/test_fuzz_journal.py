@@ -11,8 +11,8 @@ from hypothesis import example, given
 
 from megatron.data.errors import TokenizerError
 from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import write_shards
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from tests.fuzz.damage import FOLDER, damaged, in_time
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import write_shards
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
 from megatron.data.samples.split import SPLITS, split_documents

@@ -21,8 +21,8 @@ from pathlib import Path
 from megatron.data.errors import CorpusError, ShardError
 from megatron.data.locks import one_at_a_time
 from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import Source
+from megatron.data.prepare.text_to_shards import write_shards
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer

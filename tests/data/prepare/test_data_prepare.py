@@ -11,8 +11,8 @@ import pytest
 import prepare_data
 from megatron.data.errors import CorpusError, ShardError
 from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import write_shards
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader

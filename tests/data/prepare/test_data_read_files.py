@@ -20,8 +20,8 @@ from megatron.data.errors import CorpusError
 from megatron.data.prepare.chunks import CHUNK_BYTES, Place, line_chunks
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources, kind_of
+from megatron.data.prepare.text_to_shards import write_shards
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
