@@ -33,9 +33,8 @@ from megatron.data.prepare.archive import ArchiveWriter
 from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
-from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
 from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
@@ -231,7 +230,9 @@ def prepare(arguments: argparse.Namespace) -> str:
         limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
     )
     label = f"tokenising {arguments.name}"
-    write_shards(sources, [prefix], tokenizer, options, archive=archive, about=about, label=label)
+    Preparation(
+        sources, [prefix], tokenizer, options, archive=archive, about=about, label=label
+    ).run()
     return prefix
 
 

@@ -23,9 +23,8 @@ from megatron import entry
 from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import exit_code
 from megatron.data.prepare.encode import EncodeOptions
-from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
 from megatron.data.tokenizers.build import TYPES, build_tokenizer
 from megatron.data.tokenizers.fast_bpe import BACKENDS
 
@@ -76,7 +75,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     )
     print(f"Vocab size: {tokenizer.vocab_size}\nOutput prefix: {arguments.output_prefix}")
     prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
-    write_shards(sources, prefixes, tokenizer, options)
+    Preparation(sources, prefixes, tokenizer, options).run()
     return 0
 
 

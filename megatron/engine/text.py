@@ -9,10 +9,10 @@ from typing import Any
 from megatron.config import Config
 from megatron.data.corpora.python_stdlib import resolve_data_path
 from megatron.data.errors import DataError
+from megatron.data.samples.base import Samples
 from megatron.data.samples.blend import BlendedDataset, weights_by_documents
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.index_cache import cache_folder
-from megatron.data.samples.interface import Samples
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
 from megatron.data.samples.split import SPLITS, split_documents
 from megatron.data.shards.fingerprint import fingerprint

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from megatron.data.errors import CorpusError, ShardError
 from megatron.data.locks import one_at_a_time
-from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import Source
+from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
@@ -129,14 +128,14 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
         )
     paths = [str(root / file) for file in files]
     source = Source(str(root), "text", sum(map(os.path.getsize, paths)), paths)
-    write_shards(
+    Preparation(
         [source],
         [prefix],
         tokenizer,
         PrepareOptions(on_error="skip"),  # a few Python files declare another encoding
         about={"corpus": "python-stdlib", "python": platform.python_version()},
         label="tokenising python-stdlib",
-    )
+    ).run()
 
 
 def _is_ready(prefix: Path, tokenizer: Tokenizer) -> bool:

@@ -29,14 +29,14 @@ _FIRST = 1_000_000  # the number of the first file; readers sort names, so 10 mu
 class ArchiveWriter:
     """A writer of an archive that appears complete or not at all.
 
-    The writer fills the hidden folder `.NAME.part` beside `folder`. `finish` renames it to
+    The writer fills the hidden folder `.NAME.part` beside `folder`. `finalize` renames it to
     `folder`. A killed process leaves the hidden folder, and a later run may continue it.
 
     Args:
         folder: The folder of the archive.
 
     Attributes:
-        keep_part: Whether `close` keeps an unfinished archive.
+        keep_parts: Whether an unfinished archive stays if the `with` block raises an error.
 
     Raises:
         CorpusError: `folder` exists and is not an empty folder, or `lm_dataformat` is not
@@ -46,7 +46,7 @@ class ArchiveWriter:
     def __init__(self, folder: str | os.PathLike) -> None:
         with needs_package("lm_dataformat", "--archive", CorpusError):
             import lm_dataformat
-        self.folder, self.keep_part = Path(folder).resolve(), False
+        self.folder, self.keep_parts = Path(folder).resolve(), False
         self._part = self.folder.with_name(f".{self.folder.name}.part")
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise CorpusError(
@@ -60,7 +60,7 @@ class ArchiveWriter:
         """Return whether an earlier run left at least `files` complete files."""
         return len(self._complete_files()) >= files
 
-    def begin(self, files: int) -> None:
+    def rewind(self, files: int) -> None:
         """Start after the first `files` files of an earlier run, and remove its other files.
 
         Raises:
@@ -98,7 +98,7 @@ class ArchiveWriter:
             self._files, self._added = self._files + 1, 0
         return self._files
 
-    def finish(self) -> None:
+    def finalize(self) -> None:
         """Complete the archive and give its folder its final name."""
         self.sync()
         self._archive.fh.close()
@@ -107,14 +107,16 @@ class ArchiveWriter:
             self._part.rename(self.folder)
             flush(self.folder.parent)
 
-    def close(self) -> None:
-        """Close the files. Remove an unfinished archive unless `keep_part` is True."""
-        if self._archive is None:  # before `begin`, or another process writes this archive
+    def __enter__(self) -> ArchiveWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._archive is None:  # before `rewind`, or another process writes this archive
             return
         with suppress(OSError):  # closing flushes the buffer, which fails on a full disk
             self._archive.fh.close()
-        if not self.keep_part:
-            shutil.rmtree(self._part, ignore_errors=True)  # there is none after `finish`
+        if not self.keep_parts:
+            shutil.rmtree(self._part, ignore_errors=True)  # there is none after `finalize`
         os.close(self._lock)
 
     def _complete_files(self) -> list[Path]:

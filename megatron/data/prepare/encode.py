@@ -1,7 +1,7 @@
 """Encode a chunk of text as tokens. Worker processes run this code.
 
 If a record is faulty, its place (`file:record`) and the fault are collected, and the other records
-of the chunk are still encoded. `run.py` decides whether a fault ends the run.
+of the chunk are still encoded. `text_to_shards.py` decides whether a fault ends the run.
 """
 
 from __future__ import annotations

@@ -14,11 +14,40 @@ import json
 import os
 import time
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 from megatron import files
 from megatron.data.errors import CorpusError, DataError
 from megatron.data.shards.format import shard_path
+
+
+@dataclass
+class State:
+    """What the journal stores about a run, so that a later run can continue it.
+
+    Attributes:
+        counts: Maps each name in `encode.COUNTS` to the total of all chunks written.
+        facts: What was found out about each source, for the manifests.
+        written: The numbers of documents and tokens in each unfinished shard.
+        begin: The pair [source, number] of the first chunk written, or None.
+        done: The pair [source, number] of the last chunk written, or None.
+        skipped_bytes: The size of the list of skipped records.
+        archive: The number of complete files of the archive.
+    """
+
+    counts: dict[str, int]
+    facts: list[dict]
+    written: list
+    begin: list[int] | None = None
+    done: list[int] | None = None
+    skipped_bytes: int = 0
+    archive: int = 0
+
+    @property
+    def kept(self) -> list:
+        """What each output keeps when the run continues: the shards, then the archive."""
+        return [*self.written, [self.archive]]
 
 
 class Journal:
@@ -41,7 +70,7 @@ class Journal:
         self._last_write = time.monotonic()
         self.refused: str | None = None
 
-    def read(self) -> dict | None:
+    def read(self) -> State | None:
         """Return the state that was last written, or None if there is no journal of this job."""
         if not self.exists:
             return None
@@ -50,6 +79,7 @@ class Journal:
             job, state = entry["job"], entry["state"]
             if entry["checksum"] != _checksum(job, state):
                 raise ValueError("its checksum is wrong")
+            state = State(**state)
         except (ValueError, KeyError, TypeError) as error:
             self.refused = f"is not a journal ({error!r})"
             return None
@@ -68,9 +98,9 @@ class Journal:
     def exists(self) -> bool:
         return self.path.is_file()
 
-    def write(self, state: dict) -> None:
-        checksum = _checksum(self.job, state)
-        entry = {"job": self.job, "state": state, "checksum": checksum}
+    def write(self, state: State) -> None:
+        checksum = _checksum(self.job, vars(state))
+        entry = {"job": self.job, "state": vars(state), "checksum": checksum}
         files.write_text(self.path, json.dumps(entry))
         self._last_write = time.monotonic()
 
@@ -87,7 +117,7 @@ class Journal:
         """
         kept = ""
         if state := self.read():
-            documents = state["counts"]["documents"]
+            documents = state.counts["documents"]
             kept = f"the same command goes on after the first {documents:,} documents"
         if isinstance(error, DataError):
             return type(error)(f"{error}, {kept}" if kept else str(error))

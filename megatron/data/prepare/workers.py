@@ -4,37 +4,36 @@ At most three items per worker are in progress, so memory is bounded for a strea
 Workers are forked, so they share large objects, such as a vocabulary, with the parent process.
 Enter the `with` block before any thread starts, because entering it forks the workers.
 
-Each worker has two pipes, one for items and one for results. The worker's ends of both pipes are
-open in that worker only, so when the worker dies, its pipes are closed. The parent's next read or
-write on these pipes then raises a CorpusError instead of waiting forever. (If all workers shared
-one queue, a dying worker could leave the queue locked or an item half written.) If the parent
+In the parent process, a `ThreadPoolExecutor` has two threads for each worker. A thread sends an
+item to a worker and waits for the answer. So the next item waits in the pipe while the worker is
+busy with the current one. Each worker has a pipe of its own, whose far end is open in that worker
+only. So when the worker dies, its pipe is closed, and the thread gets an error. (In a
+`ProcessPoolExecutor`, all workers share one pipe for results, which stays open when one of them
+dies. If it dies in the middle of a result, the parent waits forever for the rest.) If the parent
 process dies, the operating system kills the workers.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import gc
 import multiprocessing
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock
 from typing import Any
 
 from megatron.data.errors import CorpusError
 from megatron.preemption import SIGNALS
 
 _AHEAD = 2  # items that a worker has at a time: the current one and the next
-_IN_PROGRESS = 3  # items per worker that were sent and whose results were not yet yielded
-_PIPE_BYTES = 1 << 20  # enough for a chunk of text or for its tokens
+_IN_PROGRESS = 3  # items per worker that were taken and whose results were not yet yielded
 _SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-_END = object()
 
 _Answer = tuple[bool, Any]  # (True, result) or (False, the error that the function raised)
 
@@ -48,6 +47,8 @@ class Workers:
     def __init__(self, function: Callable[[Any], Any], count: int) -> None:
         self.function, self.count = function, count
         self._workers: list[_Worker] = []
+        self._free: SimpleQueue[_Worker] = SimpleQueue()  # a worker once for each item it can take
+        self._threads = ThreadPoolExecutor(_AHEAD * count)
 
     def __enter__(self) -> Workers:
         if self.count > 1:
@@ -57,21 +58,22 @@ class Workers:
             gc.freeze()
             try:
                 for _ in range(self.count):
-                    self._workers.append(_Worker(self.function, self._workers))
+                    self._workers.append(_Worker(self.function))
             except OSError:  # no process or no memory is left
                 self.__exit__()
                 raise
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for worker in self._workers * _AHEAD:
+                self._free.put(worker)
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:  # the results of unfinished work are not needed
             worker.process.kill()
+        self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.process.join()
-            worker.close()
-        self._workers = []
         gc.unfreeze()
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -80,123 +82,81 @@ class Workers:
         Call this method only once in a `with` block.
 
         Raises:
-            CorpusError: a worker died.
+            CorpusError: A worker died. It is raised after the results of all items before that
+                worker's item were yielded.
             Exception: `function` raised an error. It is raised again here, after the results of all
                 earlier items were yielded.
         """
         if not self._workers:  # one process
             yield from map(self.function, items)
             return
-        items, more = iter(items), True
-        answers: dict[int, _Answer] = {}  # results by item number, until they are yielded
-        yielded = sent = 0
-        while more or yielded < sent:
-            idlest = min(self._workers, key=lambda worker: len(worker.numbers))
-            room = len(idlest.numbers) < _AHEAD and sent - yielded < _IN_PROGRESS * self.count
-            if more and room:
-                item = next(items, _END)
-                more = item is not _END
-                if more:
-                    idlest.send(sent, item)
-                    sent += 1
-            self._collect(answers, wait_for_one=not (more and room) and yielded < sent)
-            while yielded in answers:
-                succeeded, value = answers.pop(yielded)
-                if not succeeded:
-                    raise value
-                yield value
-                yielded += 1
+        answers: deque[Future[_Answer]] = deque()
+        for item in items:
+            answers.append(self._threads.submit(self._answer, item))
+            while answers and (answers[0].done() or len(answers) == _IN_PROGRESS * self.count):
+                yield self._result(answers.popleft())
+        while answers:
+            yield self._result(answers.popleft())
 
-    def _collect(self, answers: dict[int, _Answer], wait_for_one: bool) -> None:
-        """Receive the results that workers have sent.
-
-        Args:
-            answers: The dict to fill, from the number of an item to its result or error.
-            wait_for_one: If no result has arrived yet, wait for one.
-        """
-        ready = wait([worker.answers for worker in self._workers], None if wait_for_one else 0)
-        for worker in self._workers:
-            if worker.answers in ready:
-                number, answer = worker.receive()
-                answers[number] = answer
-
-
-class _Worker:
-    """One worker process and its two pipes.
-
-    Attributes:
-        numbers: The numbers of the items that the worker has not finished, oldest first.
-    """
-
-    def __init__(self, function: Callable[[Any], Any], others: list[_Worker]) -> None:
-        context = multiprocessing.get_context("fork")
-        items_far_end, self._items = context.Pipe(duplex=False)
-        self.answers, answers_far_end = context.Pipe(duplex=False)
-        for pipe in (self._items, answers_far_end):
-            with suppress(OSError):  # fails above the user's limit; a small pipe is only slower
-                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self.numbers: deque[int] = deque()
-        args = (function, items_far_end, answers_far_end, [self, *others], os.getpid())
-        self.process = context.Process(target=_work, args=args, daemon=True)
-        self.process.start()
-        items_far_end.close()
-        answers_far_end.close()
-
-    def send(self, number: int, item: Any) -> None:
-        """Send an item to the worker.
-
-        Sending does not wait for earlier items, because a thread of the worker receives items.
-        """
-        with self._alive():
-            self._items.send(item)
-        self.numbers.append(number)
-
-    def receive(self) -> tuple[int, _Answer]:
-        """Receive the result of the oldest unfinished item. Return (number of the item, result)."""
-        with self._alive():
-            answer = self.answers.recv()
-        return self.numbers.popleft(), answer
-
-    def close(self) -> None:
-        self._items.close()
-        self.answers.close()
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Turn the error that a closed pipe causes in the `with` block into a CorpusError.
-
-        Raises:
-            CorpusError: the worker died, which closed its pipes.
-        """
+    def _answer(self, item: Any) -> _Answer:
+        worker = self._free.get()
         try:
-            yield
+            return worker.answer(item)
+        finally:
+            self._free.put(worker)
+
+    def _result(self, answer: Future[_Answer]) -> Any:
+        try:
+            succeeded, value = answer.result()
         except (EOFError, OSError):
-            self.process.join(5)
-            code = self.process.exitcode or 0
+            processes = [worker.process for worker in self._workers]
+            ended = wait([process.sentinel for process in processes])
+            process = next(process for process in processes if process.sentinel in ended)
+            process.join()
+            code = process.exitcode or 0
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise CorpusError(
                 f"a worker process died ({how}; out of memory?); give fewer --workers, or more "
                 "memory"
             ) from None
+        if not succeeded:
+            raise value
+        return value
 
 
-# ---- in a worker ----------------------------------------------------------------------------
+class _Worker:
+    """One worker process and its pipe."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, far_end = context.Pipe()
+        self._sending, self._receiving = Lock(), Lock()
+        args = (function, far_end, os.getpid())
+        self.process = context.Process(target=_work, args=args, daemon=True)
+        self.process.start()
+        far_end.close()  # before the next worker is forked, which would inherit it
+
+    def answer(self, item: Any) -> _Answer:
+        """Send an item to the worker and return the answer. Several threads may call this method.
+
+        Raises:
+            EOFError, OSError: The worker died, which closed its pipe.
+        """
+        with self._sending:
+            self._pipe.send(item)
+            self._receiving.acquire()  # before another thread sends: answers come in this order
+        try:
+            return self._pipe.recv()
+        finally:
+            self._receiving.release()
 
 
-def _work(
-    function: Callable[[Any], Any],
-    items: Connection,
-    answers: Connection,
-    started_workers: list[_Worker],
-    parent: int,
-) -> None:
-    """Run a worker process until the pipe `items` is closed or the parent process ends.
+def _work(function: Callable[[Any], Any], pipe: Connection, parent: int) -> None:
+    """Answer the items that come through `pipe`, in a worker process, until it is killed.
 
     Args:
-        items: The pipe from which items are received.
-        answers: The pipe to which results and errors are sent.
-        started_workers: All workers that were started so far. This process inherited the parent's
-            ends of their pipes and must close these ends.
+        function: The function that turns an item into a result.
+        pipe: The pipe from which items are received, and to which answers are sent.
         parent: The process id of the parent process.
     """
     for number in SIGNALS:
@@ -205,28 +165,12 @@ def _work(
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for worker in started_workers:  # otherwise a pipe would stay open after its process died
-        worker.close()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers already use all cores
-    queue: SimpleQueue = SimpleQueue()
-    Thread(target=_receive_items, args=(items, queue), daemon=True).start()
     while True:
-        item = queue.get()
+        item = pipe.recv()
         try:
             answer = True, function(item)
         except Exception as error:
             answer = False, error
-        answers.send(answer)
+        pipe.send(answer)
         del item, answer  # free their memory before the next item is encoded
-
-
-def _receive_items(items: Connection, queue: SimpleQueue) -> None:
-    """Move items from the pipe `items` to `queue`, in a thread of the worker process.
-
-    End the process if the pipe is closed or memory runs out.
-    """
-    try:
-        while True:
-            queue.put(items.recv())
-    finally:
-        os._exit(1)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.samples.interface import Samples, checked_indices
+from megatron.data.samples.base import Samples
 
 _MAX_CORPORA = 254  # GPT-NeoX's limit, because it stores the number of the corpus in a byte
 _SPARE = 1.005  # each corpus is indexed for 0.5% more samples than its weight needs
@@ -156,8 +156,8 @@ def _lockstep(
     return choices
 
 
-class BlendedDataset:
-    """A data set that takes its samples from several corpora by weight. It implements `Samples`.
+class BlendedDataset(Samples):
+    """A data set that takes its samples from several corpora by weight.
 
     Args:
         build: `build(d, num_samples, extend_to)` returns the data set of corpus d.
@@ -201,19 +201,8 @@ class BlendedDataset:
         self.published_length = sum(dataset.published_length for dataset in self.datasets)
         self.where = ", ".join(dataset.where for dataset in self.datasets)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
-
-        Raises:
-            DataExhausted: an index is outside the data set.
-        """
-        indices_N = checked_indices(self, indices, "raise train_iters (or extend_to)")
-        out_NT = np.empty((len(indices_N), self.seq_length + 1), dtype=np.int64)
+    def fill(self, out_NT: np.ndarray, indices_N: np.ndarray) -> None:
         choice_N, number_N = self.choices[indices_N], self._number[indices_N]
         for d in np.unique(choice_N):
             rows = np.flatnonzero(choice_N == d)
             out_NT[rows] = self.datasets[d].batch(number_N[rows])
-        return out_NT

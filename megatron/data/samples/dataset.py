@@ -19,22 +19,20 @@ samples. Within the index and within each block, no sample occurs twice.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
 from megatron.data.errors import ShardError
+from megatron.data.samples.base import Samples
 from megatron.data.samples.index import IndexArguments, SampleIndex, build_sample_index
 from megatron.data.samples.index_cache import cached_sample_index
-from megatron.data.samples.interface import checked_indices
 from megatron.data.shards.interface import Shards
 
 
-class TokenDataset:
+class TokenDataset(Samples):
     """The samples of one split of some token shards, in GPT-NeoX's order.
 
-    The class implements `Samples`. The data set covers complete epochs, so it may have more than
-    `num_samples` samples.
+    The data set covers complete epochs, so it may have more than `num_samples` samples.
 
     Args:
         documents: (start, end). The split includes document `start` and excludes document `end`.
@@ -53,6 +51,8 @@ class TokenDataset:
             integers.
         ValueError: the shards do not contain all these documents.
     """
+
+    remedy = "raise train_iters (or extend_to), or give more data"
 
     def __init__(
         self,
@@ -92,9 +92,6 @@ class TokenDataset:
                 self._blocks.append(block)
                 self._block_starts.append(self._block_starts[-1] + block.num_built)
 
-    def __len__(self) -> int:
-        return self._length
-
     @property
     def index(self) -> SampleIndex:
         """The sample index that GPT-NeoX builds for `num_samples` samples.
@@ -103,27 +100,18 @@ class TokenDataset:
         """
         return self._blocks[0]
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
-
-        Raises:
-            DataExhausted: an index is outside the data set.
-        """
-        remedy = "raise train_iters (or extend_to), or give more data"
-        indices_N = checked_indices(self, indices, remedy)
-        out_NT = np.empty((len(indices_N), self.seq_length + 1), dtype=np.int64)
+    def fill(self, out_NT: np.ndarray, indices_N: np.ndarray) -> None:
         if len(self._blocks) == 1:
-            self._fill(out_NT, self._blocks[0], indices_N)
-            return out_NT
+            self._fill_from(out_NT, self._blocks[0], indices_N)
+            return
         block_N = np.searchsorted(self._block_starts, indices_N, side="right") - 1
         for b in np.unique(block_N):
             rows = np.flatnonzero(block_N == b)
             of_block_NT = np.empty((len(rows), self.seq_length + 1), dtype=np.int64)
-            self._fill(of_block_NT, self._blocks[b], indices_N[rows] - self._block_starts[b])
+            self._fill_from(of_block_NT, self._blocks[b], indices_N[rows] - self._block_starts[b])
             out_NT[rows] = of_block_NT
-        return out_NT
 
-    def _fill(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
+    def _fill_from(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
         """Write the samples of `index` whose numbers are in `numbers_N` to the rows of `out_NT`."""
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron.data.errors import DataExhausted, ShardError
-from megatron.data.samples.interface import Samples
+from megatron.data.samples.base import Samples
 
 
 class TrainLoader:
@@ -70,11 +70,8 @@ class TrainLoader:
             raise ValueError(f"consumed_samples {consumed_samples} is negative")
         self.dataset, self.global_batch, self.micro_batch = dataset, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.consumed_samples = dp_rank, dp_size, consumed_samples
-        self.vocab_size, self.micro_steps, self.step_samples = (
-            vocab_size,
-            global_batch // step,
-            step,
-        )
+        self.vocab_size, self.micro_steps = vocab_size, global_batch // step
+        self.step_samples = step
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self

@@ -37,8 +37,6 @@ class ShardWriter:
         manifest: The content of PREFIX.json as bytes, or None. `finalize` writes PREFIX.json before
             the .idx file gets its final name.
         keep_parts: Whether the .part files stay if the block raises an error.
-        shared_name: Whether a later writer of the same PREFIX will find the .part files. False on
-            file systems without locks, where each writer uses file names of its own.
 
     Raises:
         ShardError: the format does not support `dtype`, the folder cannot be made, or another
@@ -57,7 +55,6 @@ class ShardWriter:
         self._name_parts(".part")
         self._file = self._open_tokens()
         locked = try_lock(self._file.fileno(), wait=False)
-        self.shared_name = locked is not None
         if locked is None:  # The file system has no locks, so use names that no other process uses.
             self._remove_parts()
             self._file.close()

@@ -7,20 +7,20 @@ extended without changing earlier samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron.data.errors import TaskError
-from megatron.data.samples.interface import checked_indices
+from megatron.data.samples.base import Samples
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 
 _MEASURED = len(SPLITS)  # the stream of random numbers of `examples_at`, after those of the splits
 
 
-class TaskSamples:
-    """The samples of one split. It implements `Samples`. Each sample holds one example.
+class TaskSamples(Samples):
+    """The samples of one split. Each sample holds one example.
+
+    Tokens that are no answer are stored as ~id (see `tasks.base`).
 
     Args:
         seq_length: the number of inputs in a sample, which must have room for the longest example.
@@ -51,25 +51,13 @@ class TaskSamples:
                 f"has {inputs} inputs; write seq_length: {inputs}, or lower task_options.max_length"
             )
 
-    def __len__(self) -> int:
-        return self._length
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
-
-        Tokens that are no answer are stored as ~id (see `tasks.base`).
-
-        Raises:
-            DataExhausted: an index is outside the data set.
-        """
-        indices_N = checked_indices(self, indices, "raise train_iters (or extend_to)")
-        out_NT = np.full((len(indices_N), self.seq_length + 1), ~self.task.tokenizer.eod, np.int64)
+    def fill(self, out_NT: np.ndarray, indices_N: np.ndarray) -> None:
+        out_NT[:] = ~self.task.tokenizer.eod
         for out_T, number in zip(out_NT, indices_N.tolist(), strict=True):
             rng = np.random.default_rng((self.seed, SPLITS.index(self.name), number))
             length = int(rng.integers(self.task.min_length, self.task.max_length + 1))
             row = self.task.row(rng, length)
             out_T[: len(row)] = row
-        return out_NT
 
 
 def examples_at(task: Task, length: int, count: int) -> np.ndarray:

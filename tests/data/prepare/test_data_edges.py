@@ -12,7 +12,7 @@ import pytest
 
 import prepare_data
 from megatron.data.errors import ShardError
-from megatron.data.prepare.journal import Journal
+from megatron.data.prepare.journal import Journal, State
 from megatron.data.prepare.sources import find_sources
 from megatron.data.shards.joined import find_prefixes
 from megatron.data.shards.reader import ShardReader
@@ -140,11 +140,12 @@ def full_disk(_: Path) -> None:
 
 def test_a_journal_that_is_removed_leaves_nothing(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "x", {}, 0)
-    journal.write({"n": 1})
+    first, second = (State({"documents": n}, [], []) for n in (1, 2))
+    journal.write(first)
     monkeypatch.setattr("megatron.files.flush", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        journal.write({"n": 2})
-    assert journal.read() == {"n": 1}
+        journal.write(second)
+    assert journal.read() == first
     journal.remove()
     assert not list(tmp_path.iterdir())
 

@@ -10,9 +10,8 @@ import pytest
 
 import prepare_data
 from megatron.data.errors import CorpusError, ShardError
-from megatron.data.prepare.options import PrepareOptions
-from megatron.data.prepare.run import write_shards
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
@@ -182,7 +181,7 @@ def written(folder, texts, name="x", **options):
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = PrepareOptions(quiet=True, **options)
-    [manifest] = write_shards(find_sources([path]), [folder / name], BYTES, options)
+    [manifest] = Preparation(find_sources([path]), [folder / name], BYTES, options).run()
     return manifest
 
 
@@ -191,7 +190,7 @@ def test_a_failing_source_keeps_the_earlier_data(tmp_path):
     before = {f"x{suffix}": (tmp_path / f"x{suffix}").read_bytes() for suffix in (".bin", ".idx")}
     (tmp_path / "x.jsonl").write_text('{"text": "two"}\n{"text": 3}\n')
     with pytest.raises(CorpusError, match="x.jsonl:2: 'text' is of type int"):
-        write_shards(find_sources([tmp_path / "x.jsonl"]), [tmp_path / "x"], BYTES)
+        Preparation(find_sources([tmp_path / "x.jsonl"]), [tmp_path / "x"], BYTES).run()
     names = ["x.bin", "x.idx", "x.json", "x.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
@@ -230,16 +229,16 @@ def test_a_changed_input_is_read_again_and_a_skipping_run_goes_on(tmp_path):
     sources = find_sources([path])
     stop, skip = (PrepareOptions(on_error=how, **options) for how in ("stop", "skip"))
     with pytest.raises(CorpusError, match="x.jsonl:3001: .* goes on after the first 2,"):
-        write_shards(sources, [tmp_path / "x"], BYTES, stop)
+        Preparation(sources, [tmp_path / "x"], BYTES, stop).run()
     kept = {path.name for path in tmp_path.iterdir()}
     assert {"x.journal", "x.bin.part", "x.idx.part"} <= kept and "x.idx" not in kept
-    [manifest] = write_shards(sources, [tmp_path / "x"], BYTES, skip)
+    [manifest] = Preparation(sources, [tmp_path / "x"], BYTES, skip).run()
     assert (manifest["documents"], manifest["source"]["skipped"]) == (3000, 1)
     expected = (tmp_path / "x.bin").read_bytes()
     with pytest.raises(CorpusError, match="x.jsonl:3001"):
-        write_shards(sources, [tmp_path / "y"], BYTES, stop)
+        Preparation(sources, [tmp_path / "y"], BYTES, stop).run()
     path.write_text("".join(lines[1:]))  # corrected, and changed at its beginning
-    [manifest] = write_shards(find_sources([path]), [tmp_path / "y"], BYTES, stop)
+    [manifest] = Preparation(find_sources([path]), [tmp_path / "y"], BYTES, stop).run()
     assert manifest["documents"] == 2999
     assert (tmp_path / "y.bin").read_bytes() == expected[len(good[0]) * 2 + 2 :]
     assert sorted(path.name for path in tmp_path.glob("y*")) == ["y.bin", "y.idx", "y.json"]

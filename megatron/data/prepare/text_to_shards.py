@@ -17,15 +17,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from megatron.data.errors import CorpusError, DataError
 from megatron.data.prepare.archive import ArchiveWriter
-from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault
-from megatron.data.prepare.encode import COUNTS, Encoded, Encoder
-from megatron.data.prepare.journal import Journal
-from megatron.data.prepare.options import PrepareOptions
+from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault, Limits
+from megatron.data.prepare.encode import COUNTS, Encoded, EncodeOptions, Encoder
+from megatron.data.prepare.journal import Journal, State
 from megatron.data.prepare.progress import (
     ProgressBar,
     describe_nothing,
@@ -41,48 +40,50 @@ from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.base import Tokenizer
 
 
-def write_shards(
-    sources: list[Source],
-    prefixes: Sequence[str | os.PathLike],
-    tokenizer: Tokenizer,
-    options: PrepareOptions | None = None,
-    *,
-    archive: ArchiveWriter | None = None,
-    about: dict | None = None,
-    label: str = "tokenising",
-) -> list[dict]:
-    """Encode the text of `sources` and write one shard for each of `options.encode.keys`.
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Options of a preparation run.
 
-    Args:
-        sources: The inputs, in the order in which their documents are written.
-        prefixes: For each key, the path of its shard without suffix.
-        tokenizer: The tokenizer that encodes the text.
-        options: The options of the run, or None for the defaults.
-        archive: The archive that also keeps the documents of the first key, or None.
-        about: Facts about the corpus, which are added to the entry `source` of each manifest.
-        label: The text before the progress bar.
-
-    Returns:
-        The manifest of each shard.
-
-    Raises:
-        CorpusError: an input is faulty (unless faults are skipped), no document has text, or the
-            shards or the archive cannot be written. An incomplete shard never has an .idx file.
+    Attributes:
+        encode: The options for encoding a record.
+        workers: The number of worker processes. If it is 1, the main process encodes the text.
+        on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
+        partition: (i, n) selects partition i of n. Partitions are numbered from 1.
+        checkpoint_seconds: The time between two updates of the journal.
+        quiet: Show no progress bar.
+        limits: The largest size of a document, and how much an input may expand.
     """
-    paths = [os.fspath(prefix) for prefix in prefixes]
-    options = options or PrepareOptions()
-    return _Run(sources, paths, tokenizer, options, archive, about or {}, label).run()
+
+    encode: EncodeOptions = EncodeOptions()
+    workers: int = 1
+    on_error: str = "stop"
+    partition: tuple[int, int] = (1, 1)
+    checkpoint_seconds: float = 10.0
+    quiet: bool = False
+    limits: Limits = Limits()
 
 
 @dataclass
-class _Run:
+class Preparation:
+    """A preparation run. `run` encodes the text of `sources` and writes the shards.
+
+    Attributes:
+        sources: The inputs, in the order in which their documents are written.
+        prefixes: For each of `options.encode.keys`, the path of its shard without suffix.
+        tokenizer: The tokenizer that encodes the text.
+        options: The options of the run.
+        archive: The archive that also keeps the documents of the first key, or None.
+        about: Facts about the corpus, which are added to the entry `source` of each manifest.
+        label: The text before the progress bar.
+    """
+
     sources: list[Source]
-    prefixes: list[str]
+    prefixes: Sequence[str | os.PathLike]
     tokenizer: Tokenizer
-    options: PrepareOptions
-    archive: ArchiveWriter | None
-    about: dict
-    label: str
+    options: PrepareOptions = PrepareOptions()
+    archive: ArchiveWriter | None = None
+    about: dict = field(default_factory=dict)
+    label: str = "tokenising"
 
     def __post_init__(self) -> None:
         self.partition, self.partitions = self.options.partition
@@ -99,22 +100,28 @@ class _Run:
         self.journal = Journal(self.prefixes[0], job, self.options.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
         self.skipped_part = Path(f"{self.skipped_path}.part")
-        self.facts: list[dict] = [{} for _ in self.sources]
-        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
-        self.first: list[int] | None = None  # (source, number) of the first chunk written
-        self.last: list[int] | None = None  # (source, number) of the last chunk written
+        self.state = State(
+            dict.fromkeys(COUNTS, 0), [{} for _ in self.sources], [[0, 0]] * len(self.prefixes)
+        )
         self.ends = list(itertools.accumulate(source.size for source in self.sources))
         self.total = sum(source.size for source in self.sources)  # bytes of all inputs
 
     def run(self) -> list[dict]:
+        """Write the shards, one for each key, and return their manifests.
+
+        Raises:
+            CorpusError: An input is faulty (unless faults are skipped), no document has text, or
+                the shards or the archive cannot be written. An incomplete shard never has an .idx
+                file.
+        """
         encoder = Encoder(self.tokenizer, self.options.encode, keep=self.archive is not None)
         with Workers(encoder, self.options.workers) as workers, ExitStack() as stack:
             self.writers = [
                 stack.enter_context(ShardWriter(prefix, self.tokenizer.dtype))
                 for prefix in self.prefixes
             ]
-            if self.archive:
-                stack.callback(self.archive.close)
+            archives = [stack.enter_context(self.archive)] if self.archive else []
+            self.outputs = [*self.writers, *archives]
             self._resume()
             self.skipped = stack.enter_context(open(self.skipped_part, "a", encoding="utf-8"))
             try:
@@ -127,10 +134,8 @@ class _Run:
             except (OSError, DataError) as error:
                 raise self.journal.explain(error) from error
             finally:
-                for writer in self.writers:
-                    writer.keep_parts = self.journal.exists
-                if self.archive:
-                    self.archive.keep_part = self.journal.exists
+                for output in self.outputs:
+                    output.keep_parts = self.journal.exists
                 if not self.journal.exists:
                     self.skipped_part.unlink(missing_ok=True)
 
@@ -140,40 +145,28 @@ class _Run:
         Otherwise, start the run from its first chunk.
         """
         state = self.journal.read()
-        resumable = (
-            state is not None
-            and (self.archive is None or self.archive.holds(state["archive"]))
-            and all(
-                writer.shared_name and writer.holds(*written)
-                for writer, written in zip(self.writers, state["written"], strict=True)
-            )
-        )
         self.skipped_part.touch()
-        if state is None or not resumable:
-            if self.journal.exists and not self.options.quiet:
-                why = self.journal.refused or "counts more than the .part files hold"
-                print(f"{self.journal.path}: {why}; starting over", file=sys.stderr)
-            self.journal.remove()
-            state = {"written": [(0, 0)] * len(self.writers), "skipped_bytes": 0, "archive": 0}
+        if state and all(out.holds(*n) for out, n in zip(self.outputs, state.kept, strict=False)):
+            self.state = state
+            text = f"going on after {state.counts['documents']:,} documents"
         else:
-            self.first, self.last, self.counts = state["begin"], state["done"], state["counts"]
-            self.facts = state["facts"]
-            if not self.options.quiet:
-                print(f"going on after {self.counts['documents']:,} documents", file=sys.stderr)
-        for writer, written in zip(self.writers, state["written"], strict=True):
-            writer.rewind(*written)
-        if self.archive:
-            self.archive.begin(state["archive"])
-        os.truncate(self.skipped_part, state["skipped_bytes"])
+            why = self.journal.refused or "counts more than the .part files hold"
+            text = f"{self.journal.path}: {why}; starting over" if self.journal.exists else ""
+            self.journal.remove()
+        if text and not self.options.quiet:
+            print(text, file=sys.stderr)
+        for output, kept in zip(self.outputs, self.state.kept, strict=False):
+            output.rewind(*kept)
+        os.truncate(self.skipped_part, self.state.skipped_bytes)
 
     def _chunks(self) -> Iterator[Chunk]:
         """Yield the chunks of this partition, except those that an interrupted run wrote."""
         wanted, partitions = self.partition - 1, self.partitions
-        first_source = self.last[0] if self.last else 0
+        first_source = self.state.done[0] if self.state.done else 0
         for index, (source, end) in enumerate(zip(self.sources, self.ends, strict=True)):
             if index < first_source or end * partitions < self.total * wanted:
                 continue
-            for number, chunk in enumerate(self._read(source, self.facts[index]), 1):
+            for number, chunk in enumerate(self._read(source, self.state.facts[index]), 1):
                 chunk.source, chunk.number = index, number
                 # A chunk belongs to the partition whose range contains the end of the chunk. The
                 # end of the last input belongs to the last partition.
@@ -181,7 +174,7 @@ class _Run:
                 found = min(partitions - 1, ends_at * partitions // max(1, self.total))
                 if found > wanted:
                     return
-                written = self.last and [index, number] <= self.last
+                written = self.state.done and [index, number] <= self.state.done
                 if found == wanted and not written:
                     yield chunk
 
@@ -209,30 +202,24 @@ class _Run:
             writer.add_documents(tokens, sizes)
         if self.archive:
             self.archive.add(result.documents)
+        state = self.state
         for name, count in result.counts.items():
-            self.counts[name] += count
-        self.last = [result.source, result.number]
-        self.first = self.first or self.last
+            state.counts[name] += count
+        state.done = [result.source, result.number]
+        state.begin = state.begin or state.done
         read = self.ends[result.source] - self.sources[result.source].size + result.position
-        progress.show(read - self.total * (self.partition - 1) // self.partitions, self.counts)
+        progress.show(read - self.total * (self.partition - 1) // self.partitions, state.counts)
         if self.journal.due:
-            written = [writer.sync() for writer in self.writers]
+            state.written = [writer.sync() for writer in self.writers]
             self.skipped.flush()
-            state = {
-                "done": self.last,
-                "begin": self.first,
-                "written": written,
-                "counts": self.counts,
-                "facts": self.facts,
-                "skipped_bytes": os.path.getsize(self.skipped_part),
-                "archive": self.archive.sync() if self.archive else 0,
-            }
+            state.skipped_bytes = os.path.getsize(self.skipped_part)
+            state.archive = self.archive.sync() if self.archive else 0
             self.journal.write(state)
 
     def _finish(self) -> list[dict]:
         """Complete the shards and the list of skipped records, and return the manifests."""
-        faults = self.counts.pop("faults")
-        if not self.counts["documents"]:
+        faults = self.state.counts.pop("faults")
+        if not self.state.counts["documents"]:
             self._report_no_documents(faults)
         manifests = self._manifests(faults)
         if self.archive:
@@ -246,10 +233,8 @@ class _Run:
             self.skipped_path.unlink(missing_ok=True)
         for writer, manifest in zip(self.writers, manifests, strict=True):
             writer.manifest = to_bytes(manifest)
-            writer.keep_parts = self.journal.exists
-            writer.finalize()
-        if self.archive:
-            self.archive.finish()
+        for output in self.outputs:
+            output.finalize()
         self.journal.remove()
         return manifests
 
@@ -260,8 +245,8 @@ class _Run:
         """
         causes = {
             "faulty records skipped": faults,
-            "without text": self.counts["empty_documents"],
-            "left out by --pile-set": self.counts["left_out_by_set"],
+            "without text": self.state.counts["empty_documents"],
+            "left out by --pile-set": self.state.counts["left_out_by_set"],
         }
         text = describe_nothing([source.path for source in self.sources], causes)
         if self.partitions == 1:
@@ -271,18 +256,18 @@ class _Run:
     def _manifests(self, faults: int) -> list[dict]:
         inputs = [
             {"path": source.path, "bytes": source.size, **fact}
-            for source, fact in zip(self.sources, self.facts, strict=True)
+            for source, fact in zip(self.sources, self.state.facts, strict=True)
         ]
         described = {**self.about, "files": inputs, "skipped": faults}
         if self.partitions > 1:
             place = {"part": self.partition, "of": self.partitions}
-            described["partition"] = {**place, "begin": self.first, "end": self.last}
+            described["partition"] = {**place, "begin": self.state.begin, "end": self.state.done}
         encode = self.options.encode
         return [
             build_manifest(
                 self.tokenizer,
                 encode.append_eod,
-                {**self.counts, "documents": writer.documents, "tokens": writer.tokens},
+                {**self.state.counts, "documents": writer.documents, "tokens": writer.tokens},
                 described if key == "text" else {**described, "key": key},
             )
             for writer, key in zip(self.writers, encode.keys, strict=True)
