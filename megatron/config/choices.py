@@ -163,6 +163,8 @@ OnBadLoss = Annotated[_OnBadLoss, _choice(_OnBadLoss)]
 
 _CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CompileMode = Annotated[_CompileMode, _choice(_CompileMode)]
+MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of `torch.compile` that use CUDA graphs."""
 
 _Split = Literal["valid", "test"]
 EvalSplit = Annotated[_Split, _choice(_Split)]

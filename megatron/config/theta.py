@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from megatron.config.fields import FrozenDict, is_number, show
-from megatron.config.layouts import Found, relation
 
 
 def _start_values(value: Any) -> dict[str, float | tuple[float, ...]]:
@@ -46,20 +45,3 @@ def _frozen(value: Any) -> bool | tuple[str, ...]:
 
 ThetaInit = Annotated[dict[str, Any], BeforeValidator(_start_values)]
 ThetaFrozen = Annotated[bool | tuple[str, ...], BeforeValidator(_frozen)]
-
-
-@relation("theta_init", "num_attention_heads")
-def _one_per_head(init: Mapping[str, Any], heads: int) -> Found | None:
-    for name, values in init.items():
-        if isinstance(values, tuple) and len(values) != heads:
-            text = f"{len(values)} numbers for {name}, but num_attention_heads is {heads}"
-            return "theta_init", f"{text}; write one number for all heads, or {heads} numbers"
-    return None
-
-
-@relation("theta_frozen", "weight_decay_positional")
-def _decay(frozen: bool | tuple[str, ...], decays: bool) -> Found | None:
-    if decays and isinstance(frozen, tuple) and frozen:
-        text = f"{list(frozen)} with weight_decay_positional: it would decay all of theta's"
-        return "theta_frozen", f"{text} parameters; write true, or weight_decay_positional: false"
-    return None

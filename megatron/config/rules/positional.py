@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.layouts import Found, relation
 from megatron.config.per_layer import problem_of, values_of
+from megatron.config.rules.relation import Found, relation
 
 
 @relation("pos_emb", "num_layers")
@@ -106,3 +107,20 @@ def _rpe(pos_emb: Any, buckets: int, distance: int) -> Found | None:
             f"each, so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 "
             "buckets",
         )
+
+
+@relation("theta_init", "num_attention_heads")
+def _one_per_head(init: Mapping[str, Any], heads: int) -> Found | None:
+    for name, values in init.items():
+        if isinstance(values, tuple) and len(values) != heads:
+            text = f"{len(values)} numbers for {name}, but num_attention_heads is {heads}"
+            return "theta_init", f"{text}; write one number for all heads, or {heads} numbers"
+    return None
+
+
+@relation("theta_frozen", "weight_decay_positional")
+def _decay(frozen: bool | tuple[str, ...], decays: bool) -> Found | None:
+    if decays and isinstance(frozen, tuple) and frozen:
+        text = f"{list(frozen)} with weight_decay_positional: it would decay all of theta's"
+        return "theta_frozen", f"{text} parameters; write true, or weight_decay_positional: false"
+    return None
