@@ -136,6 +136,8 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("checkpoint_scale: log", "write linear instead"),
         ("save_interval: 10\ncheckpoint_factor: 20", "they are the same; keep one"),
         ("lr_decay_fraction: 2", "above 0, up to 1, got 2"),
+        ("wsd_decay_ratio: 0", "above 0, up to 1, got 0"),
+        ("optimizer: {params: {betas: '3'}}", "expected two numbers, got the text '3'; write e.g."),
         ("pos_emb_options: 3", "got 3; input should be a valid dictionary"),
         ("batch_size: 3", "write train_micro_batch_size_per_gpu instead"),
         ("lr: 1e-3", "write optimizer: {params: {lr: ...}} instead"),
