@@ -144,8 +144,8 @@ DecayStyle = Annotated[str, _choice("constant linear cosine exponential wsd")]
 
 WsdDecay = Annotated[str, _choice("cosine linear exponential minus_sqrt")]
 
-_LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-Precision = Annotated[str, _choice("fp32 bf16 fp16", aliases=_LONG_NAMES)]
+LONG_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+Precision = Annotated[str, _choice("fp32 bf16 fp16", aliases=LONG_PRECISIONS)]
 
 DistributedBackend = Annotated[str, _choice("nccl gloo")]
 

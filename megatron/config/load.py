@@ -24,7 +24,7 @@ from megatron.config.errors import ConfigError, Problem
 from megatron.config.fields import show
 from megatron.config.neox.dialect import translate
 from megatron.config.neox.keys import KEY_OF
-from megatron.config.neox.spellings import Translation
+from megatron.config.neox.translation import Translation
 from megatron.config.reader import Given, Settings, merge, read_file, read_override
 from megatron.config.rules.relation import broken
 from megatron.config.schema import SECTIONS, Config
@@ -135,7 +135,6 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
         for name, info in _FIELDS.items()
         if not info.is_required()
     }
-    values |= dict.fromkeys(SECTIONS["batch"].model_fields)
     problems = []
     for name, setting in given.items():
         try:

@@ -250,11 +250,11 @@ def merge(base: Settings, over: Settings) -> Settings:
     """
     result = dict(base)
     for path, given in over.items():
-        inside = [old for old in result if len(old) > len(path) and old[: len(path)] == path]
-        if given.value == {} and inside:
+        # The settings of which one contains the other.
+        related = [old for old in result if old[: len(path)] == path[: len(old)]]
+        if given.value == {} and any(len(old) > len(path) for old in related):
             continue
-        around = [path[:n] for n in range(1, len(path))]
-        for old in [*inside, *around, path]:
-            result.pop(old, None)
+        for old in related:
+            del result[old]
         result[path] = given
     return result

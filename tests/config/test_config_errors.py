@@ -280,22 +280,3 @@ def test_a_wrong_world_size(base: Path, said: int | str) -> None:
 
 def test_a_world_size_as_a_launcher_says_it(base: Path) -> None:
     assert load_config([base], world_size="2").parallel.world_size == 2
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("pos_emb", "[[[rotary], 3]]", "names 3 layers, but num_layers is 2"),
-        ("pos_emb", "[[[rotary, rotery], 1]]", "unknown value 'rotery'; did you mean rotary?"),
-        ("pos_emb", "[[[rotary], all], [[none], 1]]", "all must stand alone"),
-        ("pos_emb", "rotary + none + rotary", "rotary occurs twice"),
-        ("pos_emb", "[[rotary, 2]]", "expected a list of values, got 'rotary'"),
-        ("pos_emb", "[[rotary], 2]", "expected pairs of values and repeats"),
-        ("pos_emb", "rotary + kerpel_log", "did you mean kerple_log?"),
-        ("sliding_window_width", "[[[8, none, none], all]]", "names 0 layers"),
-        ("sliding_window_width", "[[[-1], 2]]", "expected a whole number of at least 0"),
-    ],
-)
-def test_values_per_layer(problems: Problems, key: str, value: str, says: str) -> None:
-    (line,) = problems(f"{key}: {value}")
-    assert line.startswith(f"over.yml:1: {key}: ") and says in line

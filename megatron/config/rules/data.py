@@ -24,7 +24,6 @@ def _blended(*given: tuple) -> Found | None:
         if w and len(w) != len(p):
             text = f"{len(w)} weights for {len(p)} paths; write one weight for each path"
             return f"{split}_data_weights", text
-    return None
 
 
 @relation("data_path", "train_data_paths")
@@ -44,7 +43,6 @@ def _builtin(given: str | tuple[str, ...]) -> Found | None:
         near = nearest(path.removeprefix(PREFIX), names)
         write = ", ".join(PREFIX + name for name in ([near] if near else names))
         return "data_path", f"no builtin corpus is called {path!r}; write {write}, or a prefix"
-    return None
 
 
 @relation("data_path", "tokenizer_type", "task_options")
@@ -58,11 +56,9 @@ def _task(path: str | tuple[str, ...], tokenizer: str, options: dict) -> Found |
     if options and not task:
         text = "given, but data_path names no length task"
         return "task_options", f"{text}; drop this key, or write e.g. data_path: builtin:copy"
-    return None
 
 
 @relation("data_path", "eval_context_baseline")
 def _task_baseline(path: str | tuple[str, ...], context: int) -> Found | None:
     if task_name(path) and context:
         return "eval_context_baseline", "is for text, but data_path is a length task; drop this key"
-    return None

@@ -62,7 +62,6 @@ def _parameters(
         if count > MOST_NUMBERS:
             text = f"{count:.1e} parameters follow from it, and at most {MOST_NUMBERS:.0e} are"
             return name, f"{text} possible; write a smaller number"
-    return None
 
 
 @relation("train_batch_size", "seq_length", "seq_length_val", "hidden_size")
@@ -71,7 +70,6 @@ def _activations(batch: int, length: int, length_val: int, hidden: int) -> Found
         if max(tokens * hidden, tokens * batch) > MOST_NUMBERS:
             text = f"{tokens} with hidden_size {hidden} and train_batch_size {batch} fits into no"
             return name, f"{text} machine's memory; write smaller sizes"
-    return None
 
 
 @relation("attention_dropout", "hidden_dropout")
@@ -79,7 +77,6 @@ def _dropout(attention: float, hidden: float) -> Found | None:
     for name, value in (("attention_dropout", attention), ("hidden_dropout", hidden)):
         if value >= 1:
             return name, f"{value} drops every activation; write a probability below 1"
-    return None
 
 
 @relation("published_numerics", "norm", "rmsnorm_fusion")

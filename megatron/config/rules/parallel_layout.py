@@ -97,7 +97,6 @@ def _key_heads(key_heads: int, heads: int, tensor: int, context: int) -> Found |
             f"{degrees} does not divide {key_heads}, and a key head is not shared by several "
             f"processes; write num_kv_heads: {math.lcm(key_heads, ranks)}, or smaller degrees",
         )
-    return None
 
 
 @relation(*_DEGREES, "num_attention_heads")
@@ -116,7 +115,6 @@ def _context(stages: int, tensor: int, context: int, heads: int) -> Found | None
             f"{context} x model_parallel_size {tensor} does not divide num_attention_heads "
             f"{heads}; write a product that divides {heads}",
         )
-    return None
 
 
 @relation("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length")

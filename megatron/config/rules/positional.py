@@ -51,7 +51,6 @@ def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
 def _scaling(scaling: Any, pos_emb: Any) -> Found | None:
     if scaling and not _uses(pos_emb, "rotary"):
         return "rope_scaling", "scales the angles of rotary, which is not in pos_emb; leave it out"
-    return None
 
 
 @relation("rope_scaling", "pos_emb_options")
@@ -60,7 +59,6 @@ def _scaled_twice(scaling: Any, options: Any) -> Found | None:
     if scaling and "rope_type" in given:
         text = "scales the angles of rotary, and so does pos_emb_options; leave one of them out"
         return "rope_scaling", text
-    return None
 
 
 @relation("pos_emb", "hidden_size")
@@ -68,7 +66,6 @@ def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
     if _uses(pos_emb, "sinusoidal") and hidden % 2:
         text = f"{hidden} is odd, but sinusoidal needs pairs of dimensions"
         return "hidden_size", f"{text}; write {hidden + 1}"
-    return None
 
 
 @relation(
@@ -115,7 +112,6 @@ def _one_per_head(init: Mapping[str, Any], heads: int) -> Found | None:
         if isinstance(values, tuple) and len(values) != heads:
             text = f"{len(values)} numbers for {name}, but num_attention_heads is {heads}"
             return "theta_init", f"{text}; write one number for all heads, or {heads} numbers"
-    return None
 
 
 @relation("theta_frozen", "weight_decay_positional")
@@ -123,4 +119,3 @@ def _decay(frozen: bool | tuple[str, ...], decays: bool) -> Found | None:
     if decays and isinstance(frozen, tuple) and frozen:
         text = f"{list(frozen)} with weight_decay_positional: it would decay all of theta's"
         return "theta_frozen", f"{text} parameters; write true, or weight_decay_positional: false"
-    return None

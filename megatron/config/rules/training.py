@@ -52,4 +52,3 @@ def _samples(steps: int, batch: int) -> Found | None:
     if steps * batch > MOST_SAMPLES:
         text = f"{steps} x train_batch_size {batch} are {steps * batch:.1e} samples, and at most"
         return "train_iters", f"{text} {MOST_SAMPLES:.0e} are possible; write a smaller number"
-    return None
