@@ -34,10 +34,15 @@ MOST_ENGINE_FILES = 60
 """The largest number of Python files in `engine`, which holds what training needs."""
 SHELVES = {
     "config": {
-        "errors": 0, "layouts": 0, "per_layer": 0, "reader": 1, "sizes": 1,
-        "positional_checks": 1, "builtin": 1, "checks": 2, "fields": 2,
-        "choices": 3, "paths": 3, "theta": 3, "flat": 3, "sections": 4,
-        "schema": 5, "neox": 6, "describe": 6, "load": 7, "command_line": 8,
+        "errors": 0, "per_layer": 0, "mlp_width": 0, "builtin": 0,
+        "reader": 1,
+        "fields": 2,
+        "choices": 3, "paths": 3, "theta": 3, "flat": 3,
+        "sections": 4, "rules": 4,
+        "schema": 5, "derived": 5,
+        "neox": 6, "describe": 6,
+        "load": 7,
+        "command_line": 8,
     },
     "data": {
         "errors": 0, "locks": 0,

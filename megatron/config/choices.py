@@ -6,8 +6,9 @@ may write names in upper or lower case. The resolved config has the spelling of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
@@ -15,8 +16,9 @@ from megatron.config.fields import one_of, whole_number
 from megatron.config.per_layer import per_layer
 
 
-def _choice(names: Any, **others: Any) -> BeforeValidator:
-    return BeforeValidator(one_of(get_args(names), **others))
+def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
+    """Return the check for one of `names`, a text with spaces; `fields.one_of` has the others."""
+    return BeforeValidator(one_of(names.split(), **others))
 
 
 def _not_built(*names: str) -> dict[str, str]:
@@ -94,78 +96,67 @@ def _width(value: Any) -> int | None:
 Width = Annotated[Any, BeforeValidator(per_layer(_width))]
 """A distance in tokens or None, or distances per layer as a tuple; see `config.per_layer`."""
 
-_Norm = Literal["layernorm", "rmsnorm", "scalenorm"]
 _TE = dict.fromkeys(("te_layernorm", "te_rmsnorm"), "Transformer Engine is not used")
-Norm = Annotated[_Norm, _choice(_Norm, refused=_not_built("non_parametric_layernorm") | _TE)]
-
-_Activation = Literal[
-    "gelu", "relu", "softsign", "swish", "mish", "geglu", "swiglu", "reglu", "glu", "bilinear"
+Norm = Annotated[
+    str,
+    _choice("layernorm rmsnorm scalenorm", refused=_not_built("non_parametric_layernorm") | _TE),
 ]
+
 Activation = Annotated[
-    _Activation,
-    _choice(_Activation, aliases={"silu": "swish"}),  # the same function, x * sigmoid(x)
+    str,
+    _choice(
+        "gelu relu softsign swish mish geglu swiglu reglu glu bilinear",
+        aliases={"silu": "swish"},  # the same function, x * sigmoid(x)
+    ),
 ]
 
-_Backend = Literal["auto", "fused", "blocked", "flex", "sdpa", "eager"]
-AttentionBackend = Annotated[_Backend, _choice(_Backend)]
+AttentionBackend = Annotated[str, _choice("auto fused blocked flex sdpa eager")]
 
-_Init = Literal[
-    "normal",
-    "scaled_normal",
-    "orthogonal",
-    "scaled_orthogonal",
-    "xavier_uniform",
-    "xavier_normal",
-    "wang_init",
-    "small_init",
+Init = Annotated[
+    str,
+    _choice(
+        "normal scaled_normal orthogonal scaled_orthogonal xavier_uniform xavier_normal wang_init "
+        "small_init",
+        refused=_not_built("single_residual_scaled_normal"),
+    ),
 ]
-Init = Annotated[_Init, _choice(_Init, refused=_not_built("single_residual_scaled_normal"))]
 
-_Side = Literal["row", "column"]
-Side = Annotated[_Side, _choice(_Side)]
+Side = Annotated[str, _choice("row column")]
 
-_Tokenizer = Literal[
-    "GPT2BPETokenizer",
-    "HFTokenizer",
-    "SPMTokenizer",
-    "CharLevelTokenizer",
-    "ByteLevelTokenizer",
-    "TaskTokenizer",
-]
 Tokenizer = Annotated[
-    _Tokenizer, _choice(_Tokenizer, refused=_not_built("HFGPT2Tokenizer", "TiktokenTokenizer"))
+    str,
+    _choice(
+        "GPT2BPETokenizer HFTokenizer SPMTokenizer CharLevelTokenizer ByteLevelTokenizer "
+        "TaskTokenizer",
+        refused=_not_built("HFGPT2Tokenizer", "TiktokenTokenizer"),
+    ),
 ]
 
-_Optimizer = Literal["adam", "fusedadam", "sgd", "muon"]
 _OTHERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "lamb")
 OptimizerType = Annotated[
-    _Optimizer,
+    str,
     # Both names select decoupled weight decay, because the published code uses apex's Adam, whose
     # default is decoupled weight decay.
-    _choice(_Optimizer, aliases={"adamw": "adam"}, refused=_not_built(*_OTHERS)),
+    _choice("adam fusedadam sgd muon", aliases={"adamw": "adam"}, refused=_not_built(*_OTHERS)),
 ]
 
-_Decay = Literal["constant", "linear", "cosine", "exponential", "wsd"]
-DecayStyle = Annotated[_Decay, _choice(_Decay)]
+DecayStyle = Annotated[str, _choice("constant linear cosine exponential wsd")]
 
-_WsdDecay = Literal["cosine", "linear", "exponential", "minus_sqrt"]
-WsdDecay = Annotated[_WsdDecay, _choice(_WsdDecay)]
+WsdDecay = Annotated[str, _choice("cosine linear exponential minus_sqrt")]
 
-_Precision = Literal["fp32", "bf16", "fp16"]
-_LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-Precision = Annotated[_Precision, _choice(_Precision, aliases=_LONG_NAMES)]
+LONG_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+Precision = Annotated[str, _choice("fp32 bf16 fp16", aliases=LONG_PRECISIONS)]
 
-_Distributed = Literal["nccl", "gloo"]
-DistributedBackend = Annotated[_Distributed, _choice(_Distributed)]
+DistributedBackend = Annotated[str, _choice("nccl gloo")]
 
-_OnBadLoss = Literal["stop", "skip", "roll_back"]
-OnBadLoss = Annotated[_OnBadLoss, _choice(_OnBadLoss)]
+OnBadLoss = Annotated[str, _choice("stop skip roll_back")]
 
-_CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-CompileMode = Annotated[_CompileMode, _choice(_CompileMode)]
+CompileMode = Annotated[
+    str, _choice("default reduce-overhead max-autotune max-autotune-no-cudagraphs")
+]
+MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of `torch.compile` that use CUDA graphs."""
 
-_Split = Literal["valid", "test"]
-EvalSplit = Annotated[_Split, _choice(_Split)]
+EvalSplit = Annotated[str, _choice("valid test")]
 
-_WandbMode = Literal["online", "offline", "disabled"]
-WandbMode = Annotated[_WandbMode, _choice(_WandbMode)]
+WandbMode = Annotated[str, _choice("online offline disabled")]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.fields import key_of
+from megatron.config.mlp_width import GATED
 from megatron.config.schema import Config
 from megatron.config.sections.model import ModelConfig
-from megatron.config.sizes import GATED
 
 
 def describe(config: Config) -> str:

@@ -9,6 +9,7 @@ converted to a number, and a number is never converted to text or to a flag.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
@@ -74,77 +75,54 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _wrong(expected: str, value: Any, write: str) -> ValueError:
-    if "number" in expected and isinstance(value, str) and is_number(scalar(value)):
-        write = f"{value} without quotes"
+def wrong(expected: str, value: Any, write: str) -> ValueError:
+    """Return the error for a value that is not what was expected, with what to write instead."""
+    if expected.startswith(("a number", "a whole number")) and isinstance(value, str):
+        write = f"{value} without quotes" if is_number(scalar(value)) else write
     return ValueError(f"expected {expected}, got {show(value)}; write {write}")
-
-
-def _bounds(low: float | None, high: float | None, above: bool) -> str:
-    if low is not None and high is not None:
-        return f" from {low} to {high}"
-    if low is not None:
-        return f" above {low}" if above else f" of at least {low}"
-    return ""
-
-
-def _within(value: float, low: float | None, high: float | None, above: bool) -> bool:
-    if low is not None and (value <= low if above else value < low):
-        return False
-    return high is None or value <= high
 
 
 LARGEST = 10**12
 """The largest whole number that any key takes."""
 
 
-def whole_number(
-    low: int | None = None, high: int | None = None, *, write: str = "e.g. 100"
-) -> Check:
-    """Return a check for whole numbers from `low` to `high`.
-
-    Args:
-        low: The smallest allowed number, or None for no lower bound.
-        high: The greatest allowed number, or None for no upper bound.
-        write: An example of a valid value for the error message.
-    """
-    expected = "a whole number" + _bounds(low, high, False)
-
-    def check(value: Any) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not is_number(value) or isinstance(value, float) or not _within(value, low, high, False):
-            raise _wrong(expected, value, write)
-        if value > LARGEST:
-            raise ValueError(f"{value:.3g} is above {LARGEST:,}; write a smaller number")
-        return value
-
-    return check
-
-
 def number(
-    low: float | None = None,
+    low: float,
     high: float | None = None,
     *,
     above: bool = False,
+    whole: bool = False,
     write: str = "e.g. 0.1",
 ) -> Check:
     """Return a check for finite numbers from `low` to `high`.
 
     Args:
-        low: The lower bound, or None for no lower bound. `above` says whether `low` is allowed.
+        low: The lower bound. `above` says whether it is allowed.
         high: The greatest allowed number, or None for no upper bound.
-        above: If true, numbers must be above `low`. If false, `low` itself is allowed.
+        above: Whether numbers must be above `low`. If false, `low` itself is allowed.
+        whole: Whether numbers must be whole. The check then returns an int, otherwise a float.
         write: An example of a valid value for the error message.
     """
-    expected = "a number" + _bounds(low, high, above)
+    bounds = f" above {low}" if above else f" of at least {low}"
+    if high is not None:
+        bounds = f" above {low}, up to {high}" if above else f" from {low} to {high}"
+    expected = ("a whole number" if whole else "a number") + bounds
+    largest = sys.float_info.max if high is None else high
 
     def check(value: Any) -> float:
-        if not is_number(value) or not math.isfinite(value) or not _within(value, low, high, above):
-            raise _wrong(expected, value, write)
-        return float(value)
+        fits = is_number(value) and low <= value <= largest and not (above and value == low)
+        if not fits or (whole and value % 1):
+            raise wrong(expected, value, write)
+        if whole and value > LARGEST:
+            raise ValueError(f"{value:.3g} is above {LARGEST:,}; write a smaller number")
+        return int(value) if whole else float(value)
 
     return check
+
+
+def whole_number(low: int, high: int | None = None, *, write: str = "e.g. 100") -> Check:
+    """Return a check for whole numbers from `low` to `high`; see `number`."""
+    return number(low, high, whole=True, write=write)
 
 
 def one_of(
@@ -167,7 +145,7 @@ def one_of(
 
     def check(value: Any) -> str:
         if not isinstance(value, str):
-            raise _wrong(f"one of {listing}", value, f"e.g. {names[0]}")
+            raise wrong(f"one of {listing}", value, f"e.g. {names[0]}")
         if reason := reasons.get(value.lower()):
             raise ValueError(f"{value!r} is refused: {reason}; write one of {listing}")
         if value.lower() not in known:
@@ -181,23 +159,35 @@ def one_of(
 def flag(value: Any) -> bool:
     """Return `value` if it is True or False, otherwise raise ValueError."""
     if not isinstance(value, bool):
-        raise _wrong("true or false", value, "true or false, without quotes")
+        raise wrong("true or false", value, "true or false, without quotes")
     return value
 
 
 def text(value: Any) -> str:
     """Return `value` if it is non-empty text, otherwise raise ValueError."""
     if not isinstance(value, str) or not value:
-        raise _wrong("text", value, "it between quotes")
+        raise wrong("text", value, "it between quotes")
     return value
 
 
-def names(value: Any) -> tuple[str, ...]:
-    """Check a list of names, which may be written as one text with commas, and return it."""
-    listed = value.split(",") if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(n, str) and n for n in listed):
-        raise _wrong("a list of names", value, "e.g. [lambada_openai, piqa]")
-    return tuple(listed)
+def texts(expected: str, write: str, *, commas: bool = False) -> Check:
+    """Return a check for a list of texts that are not empty, which returns them as a tuple.
+
+    One text alone is a list of one. If `commas` is true, it is divided at its commas.
+
+    Args:
+        expected: What the list is, for the error message.
+        write: An example of a valid value for the error message.
+    """
+
+    def check(value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = value.split(",") if commas else [value]
+        if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) and x for x in value):
+            raise wrong(expected, value, write)
+        return tuple(value)
+
+    return check
 
 
 def degree(value: Any) -> int:
@@ -222,7 +212,7 @@ def whole_numbers(low: int) -> Check:
         elif isinstance(value, int) and not isinstance(value, bool):
             value = [value]
         if not isinstance(value, (list, tuple)):
-            raise _wrong("a list of whole numbers", value, "e.g. [128, 256]")
+            raise wrong("a list of whole numbers", value, "e.g. [128, 256]")
         return tuple(check_item(item) for item in value)
 
     return check
@@ -231,9 +221,9 @@ def whole_numbers(low: int) -> Check:
 def _betas(value: Any) -> tuple[float, float]:
     write = "e.g. [0.9, 0.999]"
     if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise _wrong("two numbers", value, write)
+        raise wrong("two numbers", value, write)
     if not all(is_number(beta) and 0 <= beta < 1 for beta in value):
-        raise _wrong("two numbers from 0 to below 1", value, write)
+        raise wrong("two numbers from 0 to below 1", value, write)
     return float(value[0]), float(value[1])
 
 
@@ -242,13 +232,13 @@ def _split(value: Any) -> str:
     write = "e.g. '969, 30, 1'"
     value = str(value) if isinstance(value, (int, float)) else value
     if not isinstance(value, str):
-        raise _wrong("proportions of train, valid and test as text", value, write)
+        raise wrong("proportions of train, valid and test as text", value, write)
     try:
         sizes = [float(size) for size in value.replace("/", ",").split(",")]
     except ValueError:
-        raise _wrong("proportions of train, valid and test", value, write) from None
+        raise wrong("proportions of train, valid and test", value, write) from None
     if len(sizes) > 3 or not all(0 <= s < math.inf for s in sizes) or not sum(sizes) > 0:
-        raise _wrong("up to three proportions >= 0, not all zero", value, write)
+        raise wrong("up to three proportions >= 0, not all zero", value, write)
     return value
 
 
@@ -262,7 +252,10 @@ Amount = Annotated[float, BeforeValidator(number(0))]
 Probability = Annotated[float, BeforeValidator(number(0, 1))]
 Flag = Annotated[bool, BeforeValidator(flag)]
 Text = Annotated[str, BeforeValidator(text)]
-Names = Annotated[tuple[str, ...], BeforeValidator(names)]
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(texts("a list of names", "e.g. [lambada_openai, piqa]", commas=True)),
+]
 Lengths = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(1))]
 Steps = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(0))]
 Betas = Annotated[tuple[float, float], BeforeValidator(_betas)]

@@ -5,7 +5,7 @@ The steps are:
 1. Read each file and override (`reader`), and merge their settings. Later ones take precedence.
 2. Translate GPT-NeoX's keys into fields (`neox`).
 3. Validate each field by itself (`fields`, pydantic).
-4. Derive missing fields and check the rules between fields (`checks`).
+4. Derive missing fields (`derived`) and check the rules between fields (`rules`).
 5. Build the `Config` (`schema`).
 """
 
@@ -18,14 +18,15 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron.config import checks
 from megatron.config.builtin import TASK_TOKENIZER, task_name
+from megatron.config.derived import derive
 from megatron.config.errors import ConfigError, Problem
 from megatron.config.fields import show
 from megatron.config.neox.dialect import translate
 from megatron.config.neox.keys import KEY_OF
-from megatron.config.neox.spellings import Translation
+from megatron.config.neox.translation import Translation
 from megatron.config.reader import Given, Settings, merge, read_file, read_override
+from megatron.config.rules.relation import broken
 from megatron.config.schema import SECTIONS, Config
 
 _FIELDS = {
@@ -76,7 +77,7 @@ def load_config(
     values, wrong = _validate(given)
     problems += wrong
     _choose_tokenizer(given, values)
-    for name, text in [*checks.derive(values, int(world_size)), *checks.relations(values)]:
+    for name, text in [*derive(values, int(world_size)), *broken(values)]:
         problems.append(_problem(name, text, given))
     if readable:  # a key that seems missing may be in text that could not be read
         problems += _missing(given, files)
@@ -127,14 +128,13 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
     Returns:
         (values, problems), where `values` maps field names to values. Invalid fields are left out.
-        Derived fields that the user did not set are None, and `checks.derive` computes them later.
+        Derived fields that the user did not set are None, and `derive` computes them later.
     """
     values: dict[str, Any] = {
         name: info.get_default(call_default_factory=True)
         for name, info in _FIELDS.items()
         if not info.is_required()
     }
-    values |= dict.fromkeys(SECTIONS["batch"].model_fields)
     problems = []
     for name, setting in given.items():
         try:

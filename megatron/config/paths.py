@@ -10,15 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from megatron.config.fields import is_number, show
+from megatron.config.fields import is_number, show, texts, wrong
 
-
-def _path_list(value: Any) -> tuple[str, ...]:
-    paths = [value] if isinstance(value, str) else value
-    if not isinstance(paths, (list, tuple)) or not all(isinstance(p, str) and p for p in paths):
-        text = f"expected a list of paths, got {show(value)}; write e.g. [data/a, data/b]"
-        raise ValueError(text)
-    return tuple(paths)
+_path_list = texts("a list of paths", "e.g. [data/a, data/b]")
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
@@ -33,14 +27,14 @@ def _paths(value: Any) -> str | tuple[str, ...]:
 
 
 def _weights(value: Any) -> tuple[float, ...]:
-    write = "write one number >= 0 for each path, not all zero, e.g. [0.7, 0.3]"
+    write = "one number >= 0 for each path, not all zero, e.g. [0.7, 0.3]"
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"expected a list of weights, got {show(value)}; {write}")
+        raise wrong("a list of weights", value, write)
     for weight in value:
         if not is_number(weight) or not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"got the weight {show(weight)}; {write}")
+            raise ValueError(f"got the weight {show(weight)}; write {write}")
     if value and not sum(value) > 0:
-        raise ValueError(f"got {list(value)}; {write}")
+        raise ValueError(f"got {list(value)}; write {write}")
     return tuple(float(weight) for weight in value)
 
 

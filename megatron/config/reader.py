@@ -15,28 +15,28 @@ float, `010` as 10, and both `1:30` and `2020-01-01` as text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron.config.errors import Mark, Problem
+from megatron.config.errors import ConfigError, Mark, Problem
 
 KeyPath = tuple[str, ...]
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,30}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL = {
-    ".inf": float("inf"),
-    "+.inf": float("inf"),
-    "-.inf": -float("inf"),
+_NULL = {"", "~", "null", "Null", "NULL", "None"}
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    **{sign + ".inf": float(sign + "inf") for sign in ("", "+", "-")},
     ".nan": float("nan"),
 }
-_NULL = {"", "~", "null", "Null", "NULL", "None"}
-_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""Maps words to their values. Case does not matter, except for the words of `_NULL`."""
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{t}" for t in ("null", "bool", "int", "float", "str", "timestamp")
 }
@@ -63,14 +63,6 @@ class Given:
 Settings = dict[KeyPath, Given]
 
 
-class _Unreadable(Exception):
-    """The error for a problem that makes it impossible to read the rest of a file or override."""
-
-    def __init__(self, line: int, key: str, text: str) -> None:
-        super().__init__(text)
-        self.line, self.key, self.text = line, key, text
-
-
 def dotted(path: Iterable[str]) -> str:
     """Join a key path with dots, for example `optimizer.params.lr`."""
     return ".".join(path)
@@ -80,54 +72,80 @@ def scalar(text: str) -> Any:
     """Return the value of an unquoted YAML scalar: None, a bool, a number or text."""
     if text in _NULL:
         return None
-    if text.lower() in _BOOL:
-        return _BOOL[text.lower()]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     if _INT.fullmatch(text):
         return int(text.replace("_", ""))
     if _HEX.fullmatch(text):
         return int(text, 16)
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
-    return _SPECIAL.get(text.lower(), text)
+    return text
 
 
-class _Builder:
-    """Converts one YAML document into `settings`, and collects `problems` such as duplicate keys.
+class _Document:
+    """One YAML document, converted into `settings`, and its `problems`, such as duplicate keys.
 
     Args:
         name: The path of the file, or the text of the override. Problems are reported under it.
-        lines: Whether problems are also reported with their line. It is false for an override.
+        text: The document's text.
     """
 
-    def __init__(self, name: str, *, lines: bool) -> None:
-        self.name, self.lines = name, lines
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
         self.settings: Settings = {}
         self.problems: list[Problem] = []
         self.nodes = 0
+        # JSON files may be indented with tabs, which YAML does not allow.
+        text = re.sub(r"(?m)^[ \t]+", lambda m: m.group().replace("\t", "    "), text)
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            if isinstance(root, yaml.MappingNode):
+                self._read(root, ())
+            elif root is not None and root.value != "":
+                raise self._error(1, (), "expected `key: value` lines or one {...} mapping")
+        except ConfigError as error:
+            self.problems += error.problems
+        except RecursionError:
+            self.problems.append(Problem(Mark(name), "", "nested too deeply; write the value out"))
+        except yaml.YAMLError as error:
+            mark, what = Mark(name), str(error).splitlines()[0]
+            if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+                mark = Mark(name, error.problem_mark.line + 1)
+                what = " ".join(filter(None, (error.context, error.problem)))
+            self.problems.append(Problem(mark, "", f"not valid YAML: {what}; correct it"))
 
-    def mark(self, line: int) -> Mark:
-        return Mark(self.name, line if self.lines else None)
+    def _error(self, line: int, path: KeyPath, text: str) -> ConfigError:
+        """Return the error for a problem that makes it impossible to read the rest."""
+        return ConfigError([Problem(Mark(self.name, line), dotted(path), text)])
 
-    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> None:
-        seen: dict[str, tuple[int, yaml.Node]] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _Unreadable(line, dotted(path), "a key must be plain text; write key: value")
-            if key_node.tag.endswith(":merge"):
-                text = "YAML merge keys are not supported; give several files instead"
-                raise _Unreadable(line, "<<", text)
-            key = key_node.value.strip().replace("-", "_")
+    def _read(self, node: yaml.MappingNode, path: KeyPath) -> None:
+        """Add the settings of the mapping at `path`."""
+        first: dict[str, tuple[int, yaml.Node]] = {}
+        for key, line, value in self._entries(node, path):
             here = (*path, key)
-            if key in seen:
-                self._repeated(here, line, value_node, *seen[key])
+            if key in first:
+                self._repeated(here, line, value, *first[key])
                 continue
-            seen[key] = line, value_node
-            self._count(value_node, line, here)
-            if isinstance(value_node, yaml.MappingNode) and value_node.value:
-                self.mapping(value_node, here)
+            first[key] = line, value
+            if isinstance(value, yaml.MappingNode) and value.value:
+                self._read(value, here)
             else:
-                self.settings[here] = Given(self.value(value_node, here), self.mark(line))
+                self.settings[here] = Given(self._value(value, here), Mark(self.name, line))
+
+    def _entries(
+        self, node: yaml.MappingNode, path: KeyPath
+    ) -> Iterator[tuple[str, int, yaml.Node]]:
+        """Yield the entries of the mapping at `path`, as (key, line, value)."""
+        self._count(node, path)
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._error(line, path, "a key must be plain text; write key: value")
+            if key.tag.endswith(":merge"):
+                text = "YAML merge keys are not supported; give several files instead"
+                raise self._error(line, ("<<",), text)
+            yield key.value.strip().replace("-", "_"), line, value
 
     def _repeated(
         self, path: KeyPath, line: int, node: yaml.Node, first_line: int, first: yaml.Node
@@ -137,63 +155,34 @@ class _Builder:
         If both values are equal, record the second line in `Given.again`. Otherwise add a problem.
         """
         # The text of a value distinguishes 1 from true, which Python takes for equal.
-        if repr(self.value(node, path)) == repr(self.value(first, path)):
-            for inside in [each for each in self.settings if each[: len(path)] == path][:1]:
-                self.settings[inside] = replace(self.settings[inside], again=line)
+        if repr(self._value(node, path)) == repr(self._value(first, path)):
+            inside = next(each for each in self.settings if each[: len(path)] == path)
+            self.settings[inside] = replace(self.settings[inside], again=line)
             return
         text = f"given twice in this file, first on line {first_line}, with another value"
         text += " (- and _ are the same); keep one"
-        self.problems.append(Problem(self.mark(line), dotted(path), text))
+        self.problems.append(Problem(Mark(self.name, line), dotted(path), text))
 
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        line = node.start_mark.line + 1
-        self._count(node, line, path)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, path) for item in node.value]
+    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Return the value of `node` with Python's types."""
         if isinstance(node, yaml.MappingNode):
-            return {k.value: self.value(v, path) for k, v in node.value}
+            return {key: self._value(value, path) for key, _, value in self._entries(node, path)}
+        self._count(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, path) for item in node.value]
+        line = node.start_mark.line + 1
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
             text = f"the YAML tag {node.tag} is not supported; write a plain value"
-            raise _Unreadable(line, dotted(path), text)
+            raise self._error(line, path, text)
         if problem := _unfit(node.value):
-            raise _Unreadable(line, dotted(path), problem)
-        return scalar(node.value) if node.style is None else node.value
+            raise self._error(line, path, problem)
+        return node.value if node.style else scalar(node.value)
 
-    def _count(self, node: yaml.Node, line: int, path: KeyPath) -> None:
+    def _count(self, node: yaml.Node, path: KeyPath) -> None:
         self.nodes += 1
         if self.nodes > _MAX_NODES:
             text = f"YAML aliases expand to more than {_MAX_NODES} values; write the value out"
-            raise _Unreadable(line, dotted(path), text)
-
-
-def _read(text: str, name: str, *, lines: bool) -> tuple[Settings, list[Problem]]:
-    builder = _Builder(name, lines=lines)
-    # JSON files may be indented with tabs, which YAML does not allow.
-    text = re.sub(r"^[ \t]+", lambda m: m.group().replace("\t", "    "), text, flags=re.MULTILINE)
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
-            return {}, []
-        if not isinstance(root, yaml.MappingNode):
-            raise _Unreadable(1, "", "expected `key: value` lines or one {...} mapping")
-        builder.mapping(root, ())
-    except (_Unreadable, yaml.YAMLError, RecursionError) as error:
-        builder.problems.append(_problem_of(error, builder))
-    return builder.settings, builder.problems
-
-
-def _problem_of(error: Exception, builder: _Builder) -> Problem:
-    if isinstance(error, _Unreadable):
-        return Problem(builder.mark(error.line), error.key, error.text)
-    place = Mark(builder.name)
-    if isinstance(error, RecursionError):
-        return Problem(place, "", "nested too deeply; write the value out")
-    what = str(error).splitlines()[0]
-    if isinstance(error, yaml.MarkedYAMLError):
-        what = " ".join(filter(None, (error.context, error.problem)))
-        if at := error.problem_mark or error.context_mark:
-            place = builder.mark(at.line + 1)
-    return Problem(place, "", f"not valid YAML: {what}; correct it")
+            raise self._error(node.start_mark.line + 1, path, text)
 
 
 def _unfit(text: str) -> str | None:
@@ -206,7 +195,7 @@ def _unfit(text: str) -> str | None:
             "contains a user name or a password before @, and the configuration is written to "
             "disk; leave it out, and give it in an environment variable such as WANDB_API_KEY"
         )
-    if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
+    if re.search("[\0\ud800-\udfff]", text):
         return "contains a character that no path and no text can have; remove it"
     return None
 
@@ -216,23 +205,22 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
 
     Examples of problems are a missing file, invalid YAML and duplicate keys.
     """
-    name = str(path)
     try:
         with Path(path).open("rb") as file:  # not always a file: `train.py <(COMMAND)` is a pipe
             content = file.read(_MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            why = "not UTF-8 text; a configuration is a YAML file"
-        elif isinstance(error, FileNotFoundError):
-            why = "no such file; check the path"
-        else:
-            why = f"cannot be read ({error.strerror or error}); give a YAML file"
-        return {}, [Problem(Mark(name), "", why)]
-    if len(content) > _MAX_BYTES:
+    except FileNotFoundError:
+        why = "no such file; check the path"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror or error}); give a YAML file"
+    except UnicodeDecodeError:
+        why = "not UTF-8 text; a configuration is a YAML file"
+    else:
+        if len(content) <= _MAX_BYTES:
+            document = _Document(str(path), text)
+            return document.settings, document.problems
         why = f"more than {_MAX_BYTES:,} bytes; is it a configuration?"
-        return {}, [Problem(Mark(name), "", why)]
-    return _read(text, name, lines=True)
+    return {}, [Problem(Mark(str(path)), "", why)]
 
 
 def read_override(text: str) -> tuple[Settings, list[Problem]]:
@@ -240,16 +228,18 @@ def read_override(text: str) -> tuple[Settings, list[Problem]]:
 
     The key may be dotted, as in `optimizer.params.lr`, and the value is parsed as YAML.
     """
-    name = f"-o {_SECRET.sub('***@', text)}"
+    mark = Mark(f"-o {_SECRET.sub('***@', text)}")
     key, equals, value = text.partition("=")
     path = tuple(part.strip().replace("-", "_") for part in key.split("."))
     if not equals or not all(path):
-        return {}, [Problem(Mark(name), "", "not key=value; write e.g. -o train_iters=100")]
-    settings, problems = _read("value: " + value, name, lines=False)
-    if any(other[0] != "value" for other in settings):
-        return {}, [Problem(Mark(name), dotted(path), "the value must be one line of YAML")]
-    problems = [Problem(p.mark, dotted(path), p.text) for p in problems]
-    return {(*path, *rest[1:]): given for rest, given in settings.items()}, problems
+        return {}, [Problem(mark, "", "not key=value; write e.g. -o train_iters=100")]
+    document = _Document(mark.file, "value: " + value)
+    if any(other[0] != "value" for other in document.settings):
+        return {}, [Problem(mark, dotted(path), "the value must be one line of YAML")]
+    settings = {
+        (*path, *rest[1:]): replace(given, mark=mark) for rest, given in document.settings.items()
+    }
+    return settings, [Problem(mark, dotted(path), each.text) for each in document.problems]
 
 
 def merge(base: Settings, over: Settings) -> Settings:
@@ -260,11 +250,11 @@ def merge(base: Settings, over: Settings) -> Settings:
     """
     result = dict(base)
     for path, given in over.items():
-        inside = [old for old in result if len(old) > len(path) and old[: len(path)] == path]
-        if given.value == {} and inside:
+        # The settings of which one contains the other.
+        related = [old for old in result if old[: len(path)] == path[: len(old)]]
+        if given.value == {} and any(len(old) > len(path) for old in related):
             continue
-        around = [path[:n] for n in range(1, len(path))]
-        for old in [*inside, *around, path]:
-            result.pop(old, None)
+        for old in related:
+            del result[old]
         result[path] = given
     return result

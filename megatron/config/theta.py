@@ -12,54 +12,31 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from megatron.config.fields import FrozenDict, is_number, show
-from megatron.config.layouts import Found, relation
+from megatron.config.fields import FrozenDict, is_number, texts, wrong
 
 
 def _start_values(value: Any) -> dict[str, float | tuple[float, ...]]:
     """Check `theta_init`, a dict from parameter name to one number or to one number per head."""
-    write = "write e.g. {bias_p: 1.0, bias_a: [0.1, 0.2]}, with one number per head"
+    write = "e.g. {bias_p: 1.0, bias_a: [0.1, 0.2]}, with one number per head"
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"expected a mapping from parameters to numbers, got {show(value)}; {write}"
-        )
+        raise wrong("a mapping from parameters to numbers", value, write)
     checked = {}
     for name, given in value.items():
         numbers = given if isinstance(given, list | tuple) else [given]
         if not numbers or not all(is_number(x) and math.isfinite(x) for x in numbers):
-            raise ValueError(f"expected numbers for {name}, got {show(given)}; {write}")
+            raise wrong(f"numbers for {name}", given, write)
         floats = tuple(map(float, numbers))
         checked[str(name)] = floats if isinstance(given, list | tuple) else floats[0]
     return FrozenDict(checked)
 
 
+_names = texts("true, false or a list of parameters", "e.g. true or [bias_p]")
+
+
 def _frozen(value: Any) -> bool | tuple[str, ...]:
     """Check `theta_frozen`, which is true, false, or a list of parameter names."""
-    if isinstance(value, bool):
-        return value
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(x, str) for x in names):
-        text = f"expected true, false or a list of parameters, got {show(value)}"
-        raise ValueError(f"{text}; write e.g. true or [bias_p]")
-    return tuple(sorted(set(names)))
+    return value if isinstance(value, bool) else tuple(sorted(set(_names(value))))
 
 
 ThetaInit = Annotated[dict[str, Any], BeforeValidator(_start_values)]
 ThetaFrozen = Annotated[bool | tuple[str, ...], BeforeValidator(_frozen)]
-
-
-@relation("theta_init", "num_attention_heads")
-def _one_per_head(init: Mapping[str, Any], heads: int) -> Found | None:
-    for name, values in init.items():
-        if isinstance(values, tuple) and len(values) != heads:
-            text = f"{len(values)} numbers for {name}, but num_attention_heads is {heads}"
-            return "theta_init", f"{text}; write one number for all heads, or {heads} numbers"
-    return None
-
-
-@relation("theta_frozen", "weight_decay_positional")
-def _decay(frozen: bool | tuple[str, ...], decays: bool) -> Found | None:
-    if decays and isinstance(frozen, tuple) and frozen:
-        text = f"{list(frozen)} with weight_decay_positional: it would decay all of theta's"
-        return "theta_frozen", f"{text} parameters; write true, or weight_decay_positional: false"
-    return None

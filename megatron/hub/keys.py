@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.mlp_width import GATED
 from megatron.config.per_layer import layers_of, values_of
 from megatron.config.sections.model import ModelConfig
-from megatron.config.sizes import GATED
 from megatron.engine.errors import HubError
 from megatron.hub.classes import LLAMA, MISTRAL, NEOX, TANH, HubClass, class_of
 

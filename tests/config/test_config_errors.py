@@ -136,6 +136,8 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("checkpoint_scale: log", "write linear instead"),
         ("save_interval: 10\ncheckpoint_factor: 20", "they are the same; keep one"),
         ("lr_decay_fraction: 2", "above 0, up to 1, got 2"),
+        ("wsd_decay_ratio: 0", "above 0, up to 1, got 0"),
+        ("optimizer: {params: {betas: '3'}}", "expected two numbers, got the text '3'; write e.g."),
         ("pos_emb_options: 3", "got 3; input should be a valid dictionary"),
         ("batch_size: 3", "write train_micro_batch_size_per_gpu instead"),
         ("lr: 1e-3", "write optimizer: {params: {lr: ...}} instead"),
@@ -278,22 +280,3 @@ def test_a_wrong_world_size(base: Path, said: int | str) -> None:
 
 def test_a_world_size_as_a_launcher_says_it(base: Path) -> None:
     assert load_config([base], world_size="2").parallel.world_size == 2
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("pos_emb", "[[[rotary], 3]]", "names 3 layers, but num_layers is 2"),
-        ("pos_emb", "[[[rotary, rotery], 1]]", "unknown value 'rotery'; did you mean rotary?"),
-        ("pos_emb", "[[[rotary], all], [[none], 1]]", "all must stand alone"),
-        ("pos_emb", "rotary + none + rotary", "rotary occurs twice"),
-        ("pos_emb", "[[rotary, 2]]", "expected a list of values, got 'rotary'"),
-        ("pos_emb", "[[rotary], 2]", "expected pairs of values and repeats"),
-        ("pos_emb", "rotary + kerpel_log", "did you mean kerple_log?"),
-        ("sliding_window_width", "[[[8, none, none], all]]", "names 0 layers"),
-        ("sliding_window_width", "[[[-1], 2]]", "expected a whole number of at least 0"),
-    ],
-)
-def test_values_per_layer(problems: Problems, key: str, value: str, says: str) -> None:
-    (line,) = problems(f"{key}: {value}")
-    assert line.startswith(f"over.yml:1: {key}: ") and says in line

@@ -112,6 +112,7 @@ def test_duplicate_nested_key(tmp_path: Path) -> None:
         ("- 1\n- 2\n", 1, "expected `key: value` lines"),
         ("just text", 1, "expected `key: value` lines"),
         ("a: 1\n[1]: 2\n", 2, "a key must be plain text"),
+        ("a: 1\nb: [{[1]: 2}]\n", 2, "a key must be plain text"),
         ("a: 1\nb: !!python/name:os.system x\n", 2, "tag"),
         ("a: &x {b: 1}\nc:\n  <<: *x\n", 3, "merge keys"),
         ("a: &x [*x]\n", 1, "nested too deeply"),

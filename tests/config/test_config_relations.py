@@ -104,3 +104,22 @@ def test_layers_may_be_grouped_otherwise(there: Any, here: Any, same: bool) -> N
 def test_profiles_that_cannot_be_made(problems, text, words) -> None:
     [found] = problems(text, world_size=2)
     assert words in found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("pos_emb", "[[[rotary], 3]]", "names 3 layers, but num_layers is 2"),
+        ("pos_emb", "[[[rotary, rotery], 1]]", "unknown value 'rotery'; did you mean rotary?"),
+        ("pos_emb", "[[[rotary], all], [[none], 1]]", "all must stand alone"),
+        ("pos_emb", "rotary + none + rotary", "rotary occurs twice"),
+        ("pos_emb", "[[rotary, 2]]", "expected a list of values, got 'rotary'"),
+        ("pos_emb", "[[rotary], 2]", "expected pairs of values and repeats"),
+        ("pos_emb", "rotary + kerpel_log", "did you mean kerple_log?"),
+        ("sliding_window_width", "[[[8, none, none], all]]", "names 0 layers"),
+        ("sliding_window_width", "[[[-1], 2]]", "expected a whole number of at least 0"),
+    ],
+)
+def test_values_per_layer(problems, key: str, value: str, says: str) -> None:
+    (line,) = problems(f"{key}: {value}")
+    assert line.startswith(f"over.yml:1: {key}: ") and says in line

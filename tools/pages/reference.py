@@ -22,7 +22,7 @@ from megatron import files
 from megatron.config.fields import key_of
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
-from megatron.config.neox.spellings import OFFLOAD_KEYS, OTHER_KEYS
+from megatron.config.neox.zero import OFFLOAD_KEYS, SWITCH_KEYS
 from megatron.config.schema import SECTIONS
 from megatron.config.sections.base import Section
 
@@ -45,9 +45,7 @@ _TOGETHER = {
     "expansion_factor": "`intermediate_size`, as a multiple of `hidden_size`",
     "attention_config": "a check that every layer is `global` or `flash`; no choice of a backend",
     " ".join(sorted(OFFLOAD_KEYS)): "a check that nothing is offloaded, which is not built",
-    " ".join(
-        sorted(key for key in OTHER_KEYS - OFFLOAD_KEYS if key.startswith("zero_optimization."))
-    ): "sizes and switches for DeepSpeed",
+    " ".join(sorted(SWITCH_KEYS)): "sizes and switches for DeepSpeed",
 }
 """Maps keys without a field of their own to what they are read as."""
 

@@ -1,8 +1,8 @@
 """Translate config keys of GPT-NeoX, and of KERPLE's fork of it, into fields of `config/schema.py`.
 
 Each key belongs to one of five groups: keys that set a field, keys that are read together with
-other keys (`spellings.py`), keys without effect (`no_effect.py`), refused keys (`refused.py`) and
-unknown keys. The values of fields are validated later, by `load_config`.
+other keys (`spellings.py`, `zero.py`), keys without effect (`no_effect.py`), refused keys
+(`refused.py`) and unknown keys. The values of fields are validated later, by `load_config`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.errors import Mark
+from megatron.config.neox import spellings, zero
 from megatron.config.neox.keys import (
     FIELD_OF,
     GROUPS,
@@ -21,16 +22,7 @@ from megatron.config.neox.keys import (
 )
 from megatron.config.neox.no_effect import CHECKS, NO_EFFECT
 from megatron.config.neox.refused import REFUSED
-from megatron.config.neox.spellings import (
-    Translation,
-    note_dape,
-    read_attention,
-    read_intervals,
-    read_precision,
-    read_vocabulary,
-    read_width,
-    read_zero,
-)
+from megatron.config.neox.translation import Translation
 from megatron.config.reader import Given, Settings, dotted
 
 
@@ -46,13 +38,13 @@ def translate(settings: Settings) -> Translation:
             again = f"{dotted(path)}: given again on line {given.again}, with the same value"
             out.notes.append(f"{again} ({given.mark})")
     others = _sort_keys(_by_key(settings), out)
-    read_zero(others, out)
-    read_precision(others, out)
-    read_intervals(others, out)
-    read_width(others, out)
-    read_vocabulary(out)
-    read_attention(others, out)
-    note_dape(out)
+    zero.read_zero(others, out)
+    spellings.read_precision(others, out)
+    spellings.read_intervals(others, out)
+    spellings.read_width(others, out)
+    spellings.read_vocabulary(out)
+    spellings.read_attention(others, out)
+    spellings.note_dape(out)
     return out
 
 

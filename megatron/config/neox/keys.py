@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron.config.fields import key_of, show
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
-from megatron.config.neox.spellings import OFFLOAD_KEYS, OTHER_KEYS
+from megatron.config.neox.spellings import KEYS
+from megatron.config.neox.zero import OFFLOAD_KEYS, SWITCH_KEYS
 from megatron.config.schema import SECTIONS
 from megatron.suggest import did_you_mean
 
@@ -15,6 +16,8 @@ KEY_OF: dict[str, str | None] = {
 """Maps each field to its dotted key, or to None if the field is always derived."""
 FIELD_OF: dict[str, str] = {key: name for name, key in KEY_OF.items() if key}
 """Maps each dotted key that sets a field to that field."""
+OTHER_KEYS = KEYS | OFFLOAD_KEYS | SWITCH_KEYS
+"""The known keys that do not set a field by themselves."""
 KNOWN_KEYS = frozenset(FIELD_OF) | OTHER_KEYS | frozenset(NO_EFFECT) | frozenset(REFUSED)
 # GROUPS are keys that contain other known keys. The values of OPAQUE keys may be mappings, whose
 # inner keys are not looked up.

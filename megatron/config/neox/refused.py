@@ -17,6 +17,7 @@ from megatron.config.neox.no_effect import NO_EFFECT, REPORTS
 
 Flat = Mapping[str, Any]
 """The type of a mapping from dotted keys to the values of all settings."""
+_Test = Callable[[Any, Flat], bool]
 _LEAVE = "leave it out"
 
 
@@ -34,7 +35,7 @@ class Refusal:
 
     reason: str
     instead: str
-    harmless: Callable[[Any, Flat], bool]
+    harmless: _Test
 
     def text(self, value: Any) -> str:
         """Return the error text for a key with the value `value`: the reason and what to write."""
@@ -42,11 +43,11 @@ class Refusal:
         return f"{show(value)} is refused: {self.reason}; {instead}"
 
 
-def _equals(*values: Any) -> Callable[[Any, Flat], bool]:
+def _equals(*values: Any) -> _Test:
     return lambda value, _: any(type(value) is type(v) and value == v for v in values)
 
 
-def _named(*names: str) -> Callable[[Any, Flat], bool]:
+def _named(*names: str) -> _Test:
     return lambda value, _: isinstance(value, str) and value.lower() in names
 
 
@@ -54,7 +55,7 @@ def _never(_value: Any, _flat: Flat) -> bool:
     return False
 
 
-def _same_as(key: str) -> Callable[[Any, Flat], bool]:
+def _same_as(key: str) -> _Test:
     return lambda value, flat: value == flat.get(key)
 
 
@@ -70,11 +71,13 @@ def _only_reports(value: Any, flat: Flat) -> bool:
 REFUSED: dict[str, Refusal] = {}
 
 
-def _refuse(keys: str, reason: str, instead: str, harmless: Callable[[Any, Flat], bool]) -> None:
+_FALSE = _equals(False)
+
+
+def _refuse(keys: str, reason: str, instead: str = "false", harmless: _Test = _FALSE) -> None:
+    """Enter `keys`, a text with spaces; `Refusal` describes the other arguments."""
     REFUSED.update(dict.fromkeys(keys.split(), Refusal(reason, instead, harmless)))
 
-
-_FALSE, _TRUE = _equals(False), _equals(True)
 
 _refuse(
     " ".join(
@@ -94,35 +97,32 @@ _refuse(
 _refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2", _equals("gpt2"))
 _refuse("pack_impl", "documents are always packed", "pack_impl: packed", _equals("packed"))
 _refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _named("mmap", "infer"))
-_refuse("apply_query_key_layer_scaling", "not built yet", "false", _FALSE)
+_refuse("apply_query_key_layer_scaling", "not built yet")
+_refuse("gpt_j_tied optimizer.params.amsgrad prescale_gradients sparse_gradients", "not built")
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
 
-_refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)", "false", _FALSE)
-_refuse("gpt_j_tied", "not built", "false", _FALSE)
+_refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)")
 _refuse(
     "num_unique_layers", "layers share only the positional kernel", _LEAVE, _same_as("num_layers")
 )
-_refuse("fp16_lm_cross_entropy", "the loss is computed in fp32", "false", _FALSE)
+_refuse("fp16_lm_cross_entropy", "the loss is computed in fp32")
 _refuse(
     "te_columnparallel te_rowparallel te_layernorm_mlp te_mha te_fp8_mha",
     "Transformer Engine is not used",
-    "false",
-    _FALSE,
 )
 _refuse("moe_num_experts", "mixtures of experts are not built", "moe_num_experts: 1", _equals(1))
-_refuse("use_mup coord_check save_base_shapes", "muP is not built", "false", _FALSE)
-_refuse("serve_model_weights", "weights are not served", "false", _FALSE)
+_refuse("use_mup coord_check save_base_shapes", "muP is not built")
+_refuse("serve_model_weights", "weights are not served")
 
-_refuse("use_bnb_optimizer", "8-bit optimizer states are not built", "false", _FALSE)
+_refuse("use_bnb_optimizer", "8-bit optimizer states are not built")
 _refuse(
     "optimizer.params.weight_decay", "GPT-NeoX reads it at the top", "weight_decay: 0.1", _never
 )
-_refuse("optimizer.params.amsgrad", "not built", "false", _FALSE)
 _refuse(
     "optimizer.params.bias_correction optimizer.params.adam_w_mode",
     "adam has bias correction and decoupled decay, as the published optimizer",
     "true",
-    _TRUE,
+    _equals(True),
 )
 _refuse(
     "scheduler",
@@ -132,7 +132,6 @@ _refuse(
 )
 _refuse("warmup_iters", "warm-up is a fraction", "warmup: warmup_iters / lr_decay_iters", _never)
 _refuse("decay_lr_to", "not a GPT-NeoX key", "min_lr: decay_lr_to x lr", _never)
-_refuse("prescale_gradients sparse_gradients", "not built", "false", _FALSE)
 _refuse("gradient_predivide_factor", "not built", "1.0", _equals(1, 1.0))
 _refuse(
     "loss_scale loss_scale_window hysteresis",
@@ -161,10 +160,11 @@ _refuse("s3_path", "checkpoints are not copied to S3", "save: DIRECTORY", _never
 _refuse(
     "iteration", "the file `latest` in the folder names the checkpoint", "load: DIRECTORY", _never
 )
-_refuse("no_load_optim no_load_rng", "partial loading is not built", "finetune: true", _FALSE)
-_refuse("no_save_optim no_save_rng", "a checkpoint is always complete", "false", _FALSE)
+_refuse("no_load_optim no_load_rng", "partial loading is not built", "finetune: true")
+_refuse("no_save_optim no_save_rng", "a checkpoint is always complete")
 _refuse("train_epochs", "training is counted in iterations", "train_iters: N", _never)
 _refuse("do_train do_valid do_test", "follows from train_iters and split", _LEAVE, _never)
+_COMPUTED = "GPT-NeoX computes it from the other key and ignores this one"
 for _key, _written in {
     "lr": "optimizer: {params: {lr: ...}}",
     "optimizer_type": "optimizer: {type: ...}",
@@ -180,9 +180,4 @@ for _key, _written in {
     "world_size": "the number of processes to torchrun",
     "is_pipe_parallel": "pipe_parallel_size",
 }.items():
-    _refuse(
-        _key,
-        "GPT-NeoX computes it from the other key and ignores this one",
-        _written,
-        _same_as(_written),
-    )
+    _refuse(_key, _COMPUTED, _written, _same_as(_written))

@@ -26,9 +26,9 @@ from megatron.config.fields import (
     Probability,
     number,
 )
+from megatron.config.mlp_width import inner_width
 from megatron.config.sections.base import DERIVED, Section
 from megatron.config.sections.rope import RopeScaling
-from megatron.config.sizes import inner_width
 from megatron.config.theta import ThetaInit
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from megatron.config.fields import FrozenDict, number, one_of, show, whole_number
+from megatron.config.fields import FrozenDict, number, one_of, whole_number, wrong
 
 _LENGTH = "original_max_position_embeddings"
 _factor = number(1, write="e.g. 4.0")
@@ -34,9 +34,7 @@ def rope_scaling(value: Any) -> FrozenDict:
         ValueError: An entry is wrong, unknown or missing.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"expected a mapping, got {show(value)}; write e.g. {{rope_type: ntk, factor: 4.0}}"
-        )
+        raise wrong("a mapping", value, "e.g. {rope_type: ntk, factor: 4.0}")
     given = dict(value)
     if given in ({}, {"rope_type": "default"}, {"type": "default"}):
         return FrozenDict()

@@ -38,10 +38,10 @@ class BatchConfig(Section):
     data_parallel_size.
     """
 
-    train_batch_size: Positive  # sequences in a step, of all processes
-    train_micro_batch_size_per_gpu: Positive  # sequences that one process reads at once
+    train_batch_size: Positive = DERIVED  # sequences in a step, of all processes
+    train_micro_batch_size_per_gpu: Positive = DERIVED  # sequences that one process reads at once
     # micro-batches in a step; default: 1, or what follows from the others
-    gradient_accumulation_steps: Positive
+    gradient_accumulation_steps: Positive = DERIVED
 
 
 class OptimizerConfig(Section):

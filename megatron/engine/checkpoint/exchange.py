@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config, load_config
-from megatron.config.sizes import GATED
+from megatron.config.mlp_width import GATED
 from megatron.engine.build import positional_of
 from megatron.engine.checkpoint.publish import new_folder, write_import
 from megatron.engine.checkpoint.record import Record

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.config.checks import MODES_WITH_CUDA_GRAPHS
+from megatron.config.choices import MODES_WITH_CUDA_GRAPHS
 
 
 def compile_model(model: nn.Module, mode: str) -> None:

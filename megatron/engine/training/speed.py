@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config import Config
-from megatron.config.sizes import GATED
+from megatron.config.mlp_width import GATED
 from megatron.engine.gpus import gpu_of_device
 from megatron.model.shape import GPTShape
 from megatron.parallel.groups import Groups

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.layouts import Found, relation
 from megatron.config.per_layer import problem_of, values_of
+from megatron.config.rules.relation import Found, relation
 
 
 @relation("pos_emb", "num_layers")
@@ -50,7 +51,6 @@ def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
 def _scaling(scaling: Any, pos_emb: Any) -> Found | None:
     if scaling and not _uses(pos_emb, "rotary"):
         return "rope_scaling", "scales the angles of rotary, which is not in pos_emb; leave it out"
-    return None
 
 
 @relation("rope_scaling", "pos_emb_options")
@@ -59,7 +59,6 @@ def _scaled_twice(scaling: Any, options: Any) -> Found | None:
     if scaling and "rope_type" in given:
         text = "scales the angles of rotary, and so does pos_emb_options; leave one of them out"
         return "rope_scaling", text
-    return None
 
 
 @relation("pos_emb", "hidden_size")
@@ -67,7 +66,6 @@ def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
     if _uses(pos_emb, "sinusoidal") and hidden % 2:
         text = f"{hidden} is odd, but sinusoidal needs pairs of dimensions"
         return "hidden_size", f"{text}; write {hidden + 1}"
-    return None
 
 
 @relation(
@@ -106,3 +104,18 @@ def _rpe(pos_emb: Any, buckets: int, distance: int) -> Found | None:
             f"each, so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 "
             "buckets",
         )
+
+
+@relation("theta_init", "num_attention_heads")
+def _one_per_head(init: Mapping[str, Any], heads: int) -> Found | None:
+    for name, values in init.items():
+        if isinstance(values, tuple) and len(values) != heads:
+            text = f"{len(values)} numbers for {name}, but num_attention_heads is {heads}"
+            return "theta_init", f"{text}; write one number for all heads, or {heads} numbers"
+
+
+@relation("theta_frozen", "weight_decay_positional")
+def _decay(frozen: bool | tuple[str, ...], decays: bool) -> Found | None:
+    if decays and isinstance(frozen, tuple) and frozen:
+        text = f"{list(frozen)} with weight_decay_positional: it would decay all of theta's"
+        return "theta_frozen", f"{text} parameters; write true, or weight_decay_positional: false"

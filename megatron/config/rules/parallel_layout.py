@@ -8,31 +8,12 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-Values = dict[str, Any]
-Found = tuple[str, str]
-"""A problem: (the name of the field to report, the error message)."""
+from megatron.config.mlp_width import inner_width
+from megatron.config.rules.relation import Found, Values, relation
+
 _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size")
-
-Relation = Callable[..., "Found | None"]
-RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
-"""Pairs (field names, check). `checks.relations` calls each check with the fields' values."""
-
-
-def relation(*names: str) -> Callable[[Relation], Relation]:
-    """Return a decorator that adds a function to `RELATIONS`, as a check of the fields `names`.
-
-    The decorated function takes the values of these fields. If they do not fit together, it returns
-    (the name of the field to report, an error message), otherwise None.
-    """
-
-    def register(function: Relation) -> Relation:
-        RELATIONS.append((names, function))
-        return function
-
-    return register
 
 
 def factors(values: Values) -> str:
@@ -50,6 +31,7 @@ def derive_data_parallel_size(values: Values) -> Iterator[Found]:
 
     The number of processes must be a multiple of the product of the other degrees of parallelism.
     """
+    values.pop("data_parallel_size", None)  # the default
     if any(name not in values for name in _DEGREES):
         return
     world, degrees = values["world_size"], [values[name] for name in _DEGREES]
@@ -93,6 +75,14 @@ def _heads(ranks: int, heads: int) -> Found | None:
         return "model_parallel_size", f"{text}; write a divisor of {heads}"
 
 
+@relation("model_parallel_size", "activation", "intermediate_size", "mlp_multiple_of")
+def _mlp_width(ranks: int, activation: str, intermediate: int, multiple: int) -> Found | None:
+    width = inner_width(activation, intermediate, multiple)
+    if width % ranks:
+        text = f"{ranks} does not divide the inner width {width} of the MLP ({activation})"
+        return "model_parallel_size", f"{text}; write mlp_multiple_of: {math.lcm(multiple, ranks)}"
+
+
 @relation("num_kv_heads", "num_attention_heads", "model_parallel_size", "context_parallel_size")
 def _key_heads(key_heads: int, heads: int, tensor: int, context: int) -> Found | None:
     ranks = tensor * context
@@ -107,7 +97,6 @@ def _key_heads(key_heads: int, heads: int, tensor: int, context: int) -> Found |
             f"{degrees} does not divide {key_heads}, and a key head is not shared by several "
             f"processes; write num_kv_heads: {math.lcm(key_heads, ranks)}, or smaller degrees",
         )
-    return None
 
 
 @relation(*_DEGREES, "num_attention_heads")
@@ -126,7 +115,6 @@ def _context(stages: int, tensor: int, context: int, heads: int) -> Found | None
             f"{context} x model_parallel_size {tensor} does not divide num_attention_heads "
             f"{heads}; write a product that divides {heads}",
         )
-    return None
 
 
 @relation("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length")

@@ -1,49 +1,34 @@
-"""Compute the width of the MLP, and refuse sizes that no machine's memory can hold."""
+"""Refuse sizes of the model that do not fit together or that no machine's memory can hold."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from megatron.config.layouts import Found, relation
+from megatron.config.mlp_width import inner_width
 from megatron.config.per_layer import values_of
+from megatron.config.rules.relation import Found, relation
 
-GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
-"""The activations that split the output of the MLP's first layer into a value and a gate."""
 MOST_LAYERS = 100_000
 MOST_NUMBERS = 10**13
 """A model may have at most this many parameters, and a layer at most this many activations."""
-MOST_SAMPLES = 10**11
-"""A run may read at most this many training samples, because their order must fit into memory."""
 
 
-def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
-    """Return the inner width of the MLP, computed as in gpt-neox.
-
-    It is `intermediate_size`, or a third of it if the activation has a gate (such as `swiglu`),
-    rounded up to a multiple of `multiple`.
-
-    Args:
-        activation: The name of the activation.
-        intermediate_size: The value of the config key `intermediate_size`.
-        multiple: The value of the config key `mlp_multiple_of`.
-    """
-    width = intermediate_size
-    if activation in GATED:
-        width = int(width * 2 / 3) // 2
-    return -(-width // multiple) * multiple
+@relation("hidden_size", "num_attention_heads")
+def _heads(hidden: int, heads: int) -> Found | None:
+    if hidden % heads:
+        near = max(1, round(hidden / heads)) * heads
+        return (
+            "hidden_size",
+            f"{hidden} is not a multiple of num_attention_heads {heads} "
+            f"({hidden} / {heads} = {hidden / heads:.4g}); write e.g. hidden_size: {near}",
+        )
 
 
-@relation("activation", "intermediate_size", "mlp_multiple_of", "model_parallel_size")
-def _inner_width(activation: str, intermediate: int, multiple: int, ranks: int) -> Found | None:
-    width = inner_width(activation, intermediate, multiple)
-    if width == 0:
+@relation("activation", "intermediate_size", "mlp_multiple_of")
+def _inner_width(activation: str, intermediate: int, multiple: int) -> Found | None:
+    if inner_width(activation, intermediate, multiple) == 0:
         text = f"{intermediate} x 2/3 / 2 leaves the MLP no inner width ({activation})"
         return "intermediate_size", f"{text}; write at least 3"
-    if width % ranks:
-        text = f"{ranks} does not divide the inner width {width} of the MLP ({activation})"
-        return "model_parallel_size", f"{text}; write mlp_multiple_of: {math.lcm(multiple, ranks)}"
-    return None
 
 
 @relation(
@@ -77,7 +62,6 @@ def _parameters(
         if count > MOST_NUMBERS:
             text = f"{count:.1e} parameters follow from it, and at most {MOST_NUMBERS:.0e} are"
             return name, f"{text} possible; write a smaller number"
-    return None
 
 
 @relation("train_batch_size", "seq_length", "seq_length_val", "hidden_size")
@@ -86,12 +70,17 @@ def _activations(batch: int, length: int, length_val: int, hidden: int) -> Found
         if max(tokens * hidden, tokens * batch) > MOST_NUMBERS:
             text = f"{tokens} with hidden_size {hidden} and train_batch_size {batch} fits into no"
             return name, f"{text} machine's memory; write smaller sizes"
-    return None
 
 
-@relation("train_iters", "train_batch_size")
-def _samples(steps: int, batch: int) -> Found | None:
-    if steps * batch > MOST_SAMPLES:
-        text = f"{steps} x train_batch_size {batch} are {steps * batch:.1e} samples, and at most"
-        return "train_iters", f"{text} {MOST_SAMPLES:.0e} are possible; write a smaller number"
-    return None
+@relation("attention_dropout", "hidden_dropout")
+def _dropout(attention: float, hidden: float) -> Found | None:
+    for name, value in (("attention_dropout", attention), ("hidden_dropout", hidden)):
+        if value >= 1:
+            return name, f"{value} drops every activation; write a probability below 1"
+
+
+@relation("published_numerics", "norm", "rmsnorm_fusion")
+def _published_norm(published: bool, norm: str, fused: bool) -> Found | None:
+    if published and norm == "rmsnorm" and fused:
+        text = "true with rmsnorm_fusion: the fused norm does not round as the published code"
+        return "published_numerics", f"{text}; write rmsnorm_fusion: false"

@@ -1,0 +1,34 @@
+"""Compute the fields that follow from other fields and from the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.rules.batch import derive_batch_sizes
+from megatron.config.rules.parallel_layout import derive_data_parallel_size
+from megatron.config.rules.relation import Found, Values
+
+
+def derive(values: Values, world_size: int) -> Iterator[Found]:
+    """Fill in the derived fields of `values` in place, and yield each problem.
+
+    A problem is (field name, error text). For example, the train batch size may not be a
+    multiple of the data-parallel size.
+    """
+    defaults = {
+        "num_kv_heads": values.get("num_attention_heads"),
+        "seq_length_val": values.get("seq_length"),
+        "max_position_embeddings": values.get("seq_length"),
+        "momentum": 0.95 if values.get("type") == "muon" else 0.0,
+    }
+    if {"hidden_size", "activation"} <= set(values):
+        factor = 8 if values["activation"] == "geglu" else 4
+        defaults["intermediate_size"] = factor * values["hidden_size"]
+    if "train_iters" in values:
+        defaults["decay_iters"] = max(1, values["train_iters"])
+    for name, default in defaults.items():
+        if values.get(name, 0) is None:
+            values[name] = default
+    values["world_size"] = world_size
+    yield from derive_data_parallel_size(values)
+    yield from derive_batch_sizes(values)

@@ -1,0 +1,23 @@
+"""Compute the inner width of the MLP, as in gpt-neox."""
+
+from __future__ import annotations
+
+GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
+"""The activations that split the output of the MLP's first layer into a value and a gate."""
+
+
+def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
+    """Return the inner width of the MLP, computed as in gpt-neox.
+
+    It is `intermediate_size`, or a third of it if the activation has a gate (such as `swiglu`),
+    rounded up to a multiple of `multiple`.
+
+    Args:
+        activation: The name of the activation.
+        intermediate_size: The value of the config key `intermediate_size`.
+        multiple: The value of the config key `mlp_multiple_of`.
+    """
+    width = intermediate_size
+    if activation in GATED:
+        width = int(width * 2 / 3) // 2
+    return -(-width // multiple) * multiple

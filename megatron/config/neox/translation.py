@@ -1,0 +1,43 @@
+"""Collect what the translation of GPT-NeoX's keys finds: values of fields, notes and problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.errors import Mark, Problem
+from megatron.config.fields import Check
+from megatron.config.reader import Given
+
+
+@dataclass
+class Translation:
+    """The result of translating GPT-NeoX's keys.
+
+    Attributes:
+        given: Maps the name of a field to its value and the place where the value is written.
+        inner: For fields whose values are mappings (such as `theta_init`), maps "FIELD.ENTRY" to
+            the place where this entry is written.
+        notes: Remarks for the user about accepted keys, for example that a key has no effect.
+        problems: The errors in the keys and values.
+    """
+
+    given: dict[str, Given] = field(default_factory=dict)
+    inner: dict[str, Mark] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, mark: Mark | None, key: str, text: str) -> None:
+        self.problems.append(Problem(mark, key, text))
+
+    def note(self, key: str, value: Any, reason: str) -> None:
+        """Add a note about a key that has no effect, unless the key's value is false or empty."""
+        if value not in (False, None) and value != [] and value != {}:
+            self.notes.append(f"{key}: accepted, without effect here ({reason})")
+
+    def check(self, key: str, given: Given, check: Check) -> Any:
+        """Return the checked value of a key. If it is invalid, add a problem and return None."""
+        try:
+            return check(given.value)
+        except ValueError as error:
+            self.problem(given.mark, key, str(error))

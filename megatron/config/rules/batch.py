@@ -1,0 +1,53 @@
+"""Complete the batch sizes, and refuse sizes that contradict each other.
+
+train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+                   data_parallel_size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.rules.parallel_layout import factors
+from megatron.config.rules.relation import Found, Values
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def derive_batch_sizes(values: Values) -> Iterator[Found]:
+    """Fill in the batch sizes that are None, or yield why no whole numbers fulfil the equation.
+
+    The train or the micro size must be given. If the given values do not determine the number of
+    accumulation steps, this number becomes 1.
+    """
+    total, micro, steps = _SIZES
+    if not all(name in values for name in (*_SIZES, "data_parallel_size")):
+        return
+    t, m, g = (values[name] for name in _SIZES)
+    if t is None and m is None:
+        return  # reported as a missing required key
+    dp = values["data_parallel_size"]
+    ranks = f"data-parallel size {dp} (= {values['world_size']} process(es) / ({factors(values)}))"
+    if t is None:
+        t = values[total] = m * (g or 1) * dp
+    if m is not None and g is not None:
+        if t != m * g * dp:
+            yield (
+                total,
+                f"{t} is not {micro} {m} x {steps} {g} x {ranks}: {m} x {g} x {dp} = {m * g * dp}; "
+                f"write {total}: {m * g * dp}, or leave one of the three out",
+            )
+        return
+    known, free = (f"{micro} {m}", steps) if m else (f"{steps} {g or 1}", micro)
+    per_step = (m or g or 1) * dp
+    if t % per_step:
+        below = t // per_step * per_step
+        near = f"{below} or {below + per_step}" if below else str(per_step)
+        yield (
+            total,
+            f"{t} = {known} x {free} x {ranks} leaves {free} = {t} / {per_step} = "
+            f"{t / per_step:.4g}, not whole; write {total}: {near}",
+        )
+        return
+    values[free] = t // per_step
+    values[steps] = values[steps] or 1

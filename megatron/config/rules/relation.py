@@ -1,0 +1,42 @@
+"""Collect the rules between fields (`relation`) and check them all (`broken`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Values = dict[str, Any]
+"""Maps the names of fields to their values. Fields with invalid values are missing."""
+Found = tuple[str, str]
+"""A problem: (the name of the field to report, the error message)."""
+Relation = Callable[..., "Found | None"]
+_RELATIONS: list[tuple[tuple[str, ...], bool, Relation]] = []
+
+
+def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]:
+    """Return a decorator that registers a function as a rule for the fields `names`.
+
+    The decorated function takes the values of these fields. If they do not fit together, it returns
+    (the name of the field to report, an error message), otherwise None.
+
+    Args:
+        unset: Whether the rule also holds if a value is None. If false, such values are skipped.
+    """
+
+    def register(function: Relation) -> Relation:
+        _RELATIONS.append((names, unset, function))
+        return function
+
+    return register
+
+
+def broken(values: Values) -> Iterator[Found]:
+    """Yield (field name, error message) for each rule that `values` break.
+
+    Rules that need a missing field are skipped: its own problem is already reported.
+    """
+    for names, unset, check in _RELATIONS:
+        given = [values[name] for name in names if name in values]
+        applies = len(given) == len(names) and (unset or None not in given)
+        if applies and (found := check(*given)):
+            yield found
