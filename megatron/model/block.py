@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.model.block_norm import BlockNorm
 from megatron.model.cache import LayerCache
-from megatron.model.norm import build_head_norm, build_norm
 from megatron.model.shape import Plan
 from megatron.parallel.collectives import add_partial, all_to_all
 from megatron.parallel.groups import ALONE
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         bias = shape.attention_bias
         widths = hidden + 2 * hidden // shape.group  # of queries, of keys and values
         self.query_key_value = ColumnLinear(hidden, widths, tp, bias=bias)
-        self.qk_layernorm = build_head_norm(shape, tp) if shape.qk_norm else None
+        self.qk_layernorm = BlockNorm(shape, tp, by_head=True) if shape.qk_norm else None
         self.dense = RowLinear(hidden, hidden, tp, bias=bias, numerics=shape.numerics)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
 
@@ -236,9 +236,9 @@ class Block(nn.Module):
         super().__init__()
         shape, tp = plan.shape.block, plan.tp
         self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
-        self.input_layernorm = build_norm(shape, tp)
+        self.input_layernorm = BlockNorm(shape, tp)
         self.attention = SelfAttention(plan, index)
-        self.post_attention_layernorm = build_norm(shape, tp)
+        self.post_attention_layernorm = BlockNorm(shape, tp)
         self.mlp = MLP(plan)
         # Parallel branches drop before the sum over ranks. Then all ranks hold all positions of a
         # partial sum and need the same mask.
