@@ -42,7 +42,6 @@ from megatron.evaluation.by_length import MeasuredModel, draw_kernels, evaluate_
 from megatron.evaluation.held_out import log_final_losses, validation
 from megatron.evaluation.published_losses import log_published_losses
 from megatron.files import write_text
-from megatron.model.block_norm import apex_norm
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.pretraining.first_lines import first_lines
