@@ -11,7 +11,7 @@ from megatron import nvidia_apex
 from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.training.optimizer import APEX_ADAM, build_optimizer, optimizer_kind
 from megatron.model import BlockShape
-from megatron.model.norm import apex_norm, build_norm
+from megatron.model.block_norm import BlockNorm, apex_norm
 from tests.helpers.jobs import rows, write_run_config, write_shards
 from tests.helpers.launch import call
 
@@ -98,11 +98,11 @@ def test_the_norms_of_apex_compute_what_replaces_them(apex, monkeypatch):
         for norm in ("layernorm", "rmsnorm"):
             shape = BlockShape(hidden_size=8, num_heads=2, norm=norm, norm_eps=0.1, fused_norm=True)
             assert apex_norm(shape)[1].startswith(f"{where}'s {norm}")
-            outputs[where, norm] = build_norm(shape).double()(x)
+            outputs[where, norm] = BlockNorm(shape).double()(x)
     for norm in ("layernorm", "rmsnorm"):
         assert torch.equal(outputs["apex", norm], outputs["torch", norm])
     plain = BlockShape(hidden_size=8, num_heads=2, norm_eps=0.1)
-    assert torch.equal(build_norm(plain).double()(x), outputs["torch", "layernorm"])
+    assert torch.equal(BlockNorm(plain).double()(x), outputs["torch", "layernorm"])
     assert apex_norm(plain) == (None, "")
     rms = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()  # epsilon is inside the root
     torch.testing.assert_close(outputs["torch", "rmsnorm"], rms)

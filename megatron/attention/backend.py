@@ -1,4 +1,6 @@
-"""Define attention backends. A backend computes attention for a `Call`, and may refuse requests.
+"""Define attention backends, and check the inputs of a call.
+
+A backend computes attention for a `Call`, and may refuse requests.
 
 Legend: see `choice`.
 """
@@ -16,6 +18,10 @@ from megatron.attention.call import Call
 from megatron.positional import PositionalEmbedding
 
 F = TypeVar("F", bound=Callable)
+
+
+class AttentionError(ValueError):
+    """A backend is unavailable, or inputs are invalid. The error message names a remedy."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,12 @@ class Backend:
     tempers: Callable[[PositionalEmbedding], bool] = lambda pos: False
 
 
+def wants_gradients(call: Call) -> bool:
+    """Return whether autograd will ask for a gradient of the call."""
+    inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
 def weighted(pos: PositionalEmbedding) -> bool:
     """Return whether the embedding multiplies the query-key products by a factor."""
     if not pos.has("distance"):
@@ -116,3 +128,77 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
         return _NoSecondDerivative.apply(lambda: backward(ctx, grad), grad, *ctx.saved_tensors)
 
     return marked
+
+
+def check(call: Call) -> None:
+    """Raise an error for inputs that would later give wrong numbers or an obscure error.
+
+    Raises:
+        AttentionError: Shapes, dtypes, devices or numbers do not fit together.
+    """
+    _check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
+    q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
+    batch, heads, queries, _ = q_BHTE.shape
+    keys = k_BKSE.shape[2]
+    if theta_HN is not None and theta_HN.device != q_BHTE.device:
+        raise AttentionError(f"theta is on {theta_HN.device}, but q on {q_BHTE.device}")
+    if not q_BHTE.device == k_BKSE.device == v_BKSE.device:
+        raise AttentionError(
+            f"q, k and v must be on one device, not {q_BHTE.device}, {k_BKSE.device}, "
+            f"{v_BKSE.device}"
+        )
+    if not call.scale > 0.0:
+        raise AttentionError(f"scale must be above 0, not {call.scale}")
+    first = call.query_offset
+    if first < 0 or first + queries > keys:
+        raise AttentionError(
+            f"queries at positions {first} ... {first + queries - 1} need their own keys, but "
+            f"there are {keys}: query_offset + T <= S must hold"
+        )
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise AttentionError(f"dropout_p must lie in [0, 1), not {call.dropout_p}")
+    for name, x, shape in (
+        ("decay_BHS", call.decay_BHS, (batch, heads, keys)),
+        ("starts_BS", call.starts_BS, (batch, keys)),
+        ("positions_BT", call.positions_BT, (batch, queries)),
+    ):
+        if x is not None and (tuple(x.shape) != shape or x.device != q_BHTE.device):
+            raise AttentionError(
+                f"{name} must be {list(shape)} on {q_BHTE.device}, not {list(x.shape)} on "
+                f"{x.device}"
+            )
+    if call.pos.has("gate") and call.decay_BHS is None:
+        raise AttentionError(f"{call.pos.name} needs decay_BHS, which its layer computes")
+    if call.starts_BS is not None and call.starts_BS.dtype not in (torch.int32, torch.int64):
+        raise AttentionError(f"starts_BS must be int32 or int64, not {call.starts_BS.dtype}")
+    if call.window is not None and not (isinstance(call.window, int) and call.window >= 0):
+        raise AttentionError(f"window must be a whole number, 0 or more, not {call.window}")
+    if call.has_kernel or call.pos.parameters:
+        expected = (heads, len(call.pos.parameters))
+        if theta_HN is None or tuple(theta_HN.shape) != expected:
+            got = "none" if theta_HN is None else str(list(theta_HN.shape))
+            raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")
+
+
+def _check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
+    """Raise `AttentionError` if the shapes or dtypes of q, k and v do not fit together."""
+    if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape:
+        raise AttentionError(
+            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must be "
+            "[batch, heads, positions, head size], each at least 1"
+        )
+    if not q_BHTE.is_floating_point():
+        raise AttentionError(f"q, k and v must be floating-point numbers, not {q_BHTE.dtype}")
+    batch, heads, _, size = q_BHTE.shape
+    key_heads, keys = k_BKSE.shape[1:3]
+    if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
+        raise AttentionError(
+            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must agree "
+            "in batch and head size, and k and v in heads and length"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
+    if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
+        raise AttentionError(
+            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
+        )

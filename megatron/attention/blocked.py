@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from megatron.attention import operations
-from megatron.attention.backend import Backend, first_order
+from megatron.attention.backend import Backend, first_order, wants_gradients
 from megatron.attention.blocked_call import BlockedCall
 from megatron.attention.call import Call
 from megatron.attention.eager import eager
@@ -51,7 +51,7 @@ from megatron.attention.row_bias import RowBias
 def blocked(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
-    if q_BHTE.shape[2] == 1 and not call.wants_gradients and not call.dropout_p:
+    if q_BHTE.shape[2] == 1 and not wants_gradients(call) and not call.dropout_p:
         return eager(call)  # a single row needs neither blocks nor copies of the keys
     heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)

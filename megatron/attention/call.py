@@ -1,6 +1,7 @@
-"""Hold the inputs of one attention call, check them, and simplify them for a backend.
+"""Hold the inputs of one attention call, and simplify them for a backend.
 
 For example, most backends do not apply a temperature, because `lowered` multiplies it into q.
+Exports contain this file (see `megatron.hub.bundle`).
 
 Legend: see `choice`.
 """
@@ -10,13 +11,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.positional import PositionalEmbedding
-
-
-class AttentionError(ValueError):
-    """A backend is unavailable, or inputs are invalid. The error message names a remedy."""
+from megatron.positional.base import PositionalEmbedding
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,6 @@ class Call:
         """The embedding's parameters theta [heads, columns]. The embedding must have some."""
         assert self.theta_HN is not None
         return self.theta_HN
-
-    @property
-    def wants_gradients(self) -> bool:
-        inputs = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN, self.decay_BHS)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
     @property
     def masked(self) -> bool:
@@ -121,89 +114,6 @@ class Call:
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
         return torch.cat((logits_BHTS, null_H11.expand(*logits_BHTS.shape[:3], 1)), dim=-1)
 
-    @property
-    def layout(self) -> tuple:
-        """The properties of the call on which `check` depends, such as shapes and dtypes."""
-        tensors = (self.q_BHTE, self.k_BKSE, self.v_BKSE, self.theta_HN)
-        tensors += (self.decay_BHS, self.starts_BS, self.positions_BT)
-        shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
-        numbers = (self.scale, self.dropout_p, self.query_offset, self.window)
-        return *shapes, *numbers, self.pos, self.wants_gradients
-
-
-def check(call: Call) -> None:
-    """Raise an error for inputs that would later give wrong numbers or an obscure error.
-
-    Raises:
-        AttentionError: Shapes, dtypes, devices or numbers do not fit together.
-    """
-    _check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
-    q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
-    batch, heads, queries, _ = q_BHTE.shape
-    keys = k_BKSE.shape[2]
-    if theta_HN is not None and theta_HN.device != q_BHTE.device:
-        raise AttentionError(f"theta is on {theta_HN.device}, but q on {q_BHTE.device}")
-    if not q_BHTE.device == k_BKSE.device == v_BKSE.device:
-        raise AttentionError(
-            f"q, k and v must be on one device, not {q_BHTE.device}, {k_BKSE.device}, "
-            f"{v_BKSE.device}"
-        )
-    if not call.scale > 0.0:
-        raise AttentionError(f"scale must be above 0, not {call.scale}")
-    first = call.query_offset
-    if first < 0 or first + queries > keys:
-        raise AttentionError(
-            f"queries at positions {first} ... {first + queries - 1} need their own keys, but "
-            f"there are {keys}: query_offset + T <= S must hold"
-        )
-    if not 0.0 <= call.dropout_p < 1.0:
-        raise AttentionError(f"dropout_p must lie in [0, 1), not {call.dropout_p}")
-    for name, x, shape in (
-        ("decay_BHS", call.decay_BHS, (batch, heads, keys)),
-        ("starts_BS", call.starts_BS, (batch, keys)),
-        ("positions_BT", call.positions_BT, (batch, queries)),
-    ):
-        if x is not None and (tuple(x.shape) != shape or x.device != q_BHTE.device):
-            raise AttentionError(
-                f"{name} must be {list(shape)} on {q_BHTE.device}, not {list(x.shape)} on "
-                f"{x.device}"
-            )
-    if call.pos.has("gate") and call.decay_BHS is None:
-        raise AttentionError(f"{call.pos.name} needs decay_BHS, which its layer computes")
-    if call.starts_BS is not None and call.starts_BS.dtype not in (torch.int32, torch.int64):
-        raise AttentionError(f"starts_BS must be int32 or int64, not {call.starts_BS.dtype}")
-    if call.window is not None and not (isinstance(call.window, int) and call.window >= 0):
-        raise AttentionError(f"window must be a whole number, 0 or more, not {call.window}")
-    if call.has_kernel or call.pos.parameters:
-        expected = (heads, len(call.pos.parameters))
-        if theta_HN is None or tuple(theta_HN.shape) != expected:
-            got = "none" if theta_HN is None else str(list(theta_HN.shape))
-            raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")
-
-
-def _check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
-    """Raise `AttentionError` if the shapes or dtypes of q, k and v do not fit together."""
-    if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape:
-        raise AttentionError(
-            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must be "
-            "[batch, heads, positions, head size], each at least 1"
-        )
-    if not q_BHTE.is_floating_point():
-        raise AttentionError(f"q, k and v must be floating-point numbers, not {q_BHTE.dtype}")
-    batch, heads, _, size = q_BHTE.shape
-    key_heads, keys = k_BKSE.shape[1:3]
-    if k_BKSE.shape != v_BKSE.shape or k_BKSE.shape != (batch, key_heads, keys, size):
-        raise AttentionError(
-            f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must agree "
-            "in batch and head size, and k and v in heads and length"
-        )
-    if key_heads == 0 or heads % key_heads:
-        raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
-    if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
-        raise AttentionError(
-            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
-        )
-
 
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return an equivalent call that is simpler to compute for a backend.
@@ -242,3 +152,16 @@ def _tempered(call: Call) -> Tensor:
     q_BHTE = call.q_BHTE
     t_HBT = call.pos.temperature(call.theta, call.absolute_positions())
     return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)
+
+
+def document_starts(ended_BS: Tensor) -> Tensor:
+    """Return, for each token, the position of its document's first token, int64 [B, S].
+
+    On a GPU, this does not synchronise.
+
+    Args:
+        ended_BS: Whether each token is the last of its document.
+    """
+    position_S = torch.arange(ended_BS.shape[1], device=ended_BS.device)
+    is_first_BS = F.pad(ended_BS[:, :-1], (1, 0))
+    return torch.where(is_first_BS, position_S, 0).cummax(1).values

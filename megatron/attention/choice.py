@@ -24,15 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention import blocked, eager, flex, fused, published_numerics, sdpa
-from megatron.attention.backend import Backend, Request, constant
-from megatron.attention.call import AttentionError, Call, check, lowered
+from megatron.attention import blocked, flex, fused, published_numerics, sdpa
+from megatron.attention.backend import (
+    AttentionError,
+    Backend,
+    Request,
+    check,
+    constant,
+    wants_gradients,
+)
+from megatron.attention.call import Call, lowered
+from megatron.attention.eager import eager
 from megatron.positional import PositionalEmbedding
 from megatron.suggest import did_you_mean
 
-BACKENDS: dict[str, Backend] = {
-    module.BACKEND.name: module.BACKEND for module in (eager, blocked, fused, sdpa, flex)
-}
+BACKENDS = {"eager": Backend("eager", eager)}
+BACKENDS |= {module.BACKEND.name: module.BACKEND for module in (blocked, fused, sdpa, flex)}
 AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 """The backends that `auto` tries on each device, in order, until one serves the request."""
 
@@ -121,7 +128,7 @@ class AttentionFn:
         """
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
-        elif (layout := call.layout) != self._checked_layout:
+        elif (layout := _layout(call)) != self._checked_layout:
             self._check(call)
             self._checked_layout = layout
 
@@ -237,12 +244,21 @@ def attend(
     return _computed(named(name, pos), call)
 
 
+def _layout(call: Call) -> tuple:
+    """Return the properties of the call on which its check depends, such as shapes and dtypes."""
+    tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
+    tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
+    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
+    numbers = (call.scale, call.dropout_p, call.query_offset, call.window)
+    return *shapes, *numbers, call.pos, wants_gradients(call)
+
+
 def _conditions(call: Call) -> dict[str, Any]:
     """Return the properties of the call that a backend may refuse, as arguments of `choose`."""
     return {
         "device_type": call.q_BHTE.device.type,
         "dtype": call.q_BHTE.dtype,
-        "training": call.wants_gradients,
+        "training": wants_gradients(call),
         "dropout": call.dropout_p > 0.0,
         "head_size": call.q_BHTE.shape[-1],
         "masked": call.masked,

@@ -8,7 +8,7 @@ distance. (Some biases also depend on the query's position i in its document.) c
 i sees the keys first_i <= j <= i. (first_i is 0 without documents and a window.) With a sink, the
 softmax has one more key, the null key, whose logit is the sink and whose value is 0. Scores, w and
 b are at least fp32. `published_numerics` computes the same formula with the rounding of the
-released KERPLE code.
+released KERPLE code. Exports contain this file (see `megatron.hub.bundle`).
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
 parameters.
@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.backend import Backend
 from megatron.attention.call import Call
 
 
@@ -63,6 +62,3 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
     probs_BHTS = torch.softmax(call.with_null_key(scores_BHTS), dim=-1)[..., : len(key_S)]
     probs_BHTS = F.dropout(probs_BHTS, call.dropout_p)
     return (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
-
-
-BACKEND = Backend("eager", eager)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron.attention.backend import AttentionError
 from megatron.attention.blocked_call import BlockedCall
-from megatron.attention.call import AttentionError
 
 if TYPE_CHECKING:
     from megatron.kernels.codegen import DeviceFunctions

@@ -10,7 +10,6 @@ from importlib import import_module
 from megatron import positional
 
 _PREFIX = "megatron."
-_ALWAYS = ("megatron.positional.combination",)
 _MODEL = ("megatron.hub.layers", "megatron.hub.modeling_kerple")
 _LOAD = '''
 def load(name: str, **options: Any) -> PositionalEmbedding:
@@ -35,9 +34,10 @@ def bundle(terms: Iterable[str]) -> str:
     terms = sorted(set(terms))
     modules = {name: f"{positional.__name__}.{name}" for name in terms}
     order: list[str] = []
-    for module in (*_ALWAYS, *modules.values()):
+    for module in (*modules.values(), *_MODEL):
         _add(module, order)
-    parts = [HEADER, *map(_source, order), "# " + "-" * 98, "EMBEDDINGS: dict[str, Any] = {"]
+    parts = [HEADER, *(_source(module) for module in order if module not in _MODEL)]
+    parts += ["# " + "-" * 98, "EMBEDDINGS: dict[str, Any] = {"]
     classes = {name: type(positional.load(name)).__name__ for name in terms}
     parts[-1] += "".join(f'\n    "{name}": {classes[name]},' for name in terms) + "\n}"
     parts.append("for _name, _class in EMBEDDINGS.items():\n    _class.name = _name")
@@ -45,8 +45,11 @@ def bundle(terms: Iterable[str]) -> str:
 
 
 def _add(module: str, order: list[str]) -> None:
-    """Append `module` to `order`, after the modules of this project that it imports."""
-    if module in order:
+    """Append `module` to `order`, after the modules of this project that it imports.
+
+    `megatron.positional` is left out, because `_LOAD` replaces its functions.
+    """
+    if module in (positional.__name__, *order):
         return
     for node in ast.walk(ast.parse(_text(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PREFIX):

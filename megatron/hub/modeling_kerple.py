@@ -1,8 +1,8 @@
 """Define the model as a class of `transformers` that generates with a KV cache.
 
 An export consists of the weights and one Python file. This file is the end of that file. Before it
-come `layers` and the positional embeddings of the exported model (see `bundle`). Therefore these
-files import only torch and transformers, beside `megatron.positional`.
+come the files that it imports, and the positional embeddings of the exported model (see `bundle`).
+Therefore all these files import only torch and transformers, beside each other.
 
 Texts of a batch may be padded. Columns count the tokens of the padded batch. Positions are counted
 from a text's first token, and tokens do not see the padding.
@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from megatron.hub.layers import Block, Columns, KerpleConfig, Norm
-from megatron.positional import PerLayer, PositionalEmbedding, load
+from megatron.attention.call import document_starts
+from megatron.hub.layers import Block, Columns, KerpleConfig, norm_of
+from megatron.positional import load
+from megatron.positional.base import PositionalEmbedding
+from megatron.positional.combination import PerLayer
 
 
 def positional_of(config: KerpleConfig) -> PositionalEmbedding:
@@ -78,7 +81,7 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = Embedding(config, pos)
         parts = [pos.of_layer(index) for index in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(Block(config, i, *part) for i, part in enumerate(parts))
-        self.final_norm = Norm(config, config.hidden_size)
+        self.final_norm = norm_of(config, config.hidden_size)
         self.output: nn.Linear | None = None
         if not config.tie_word_embeddings:
             self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -155,9 +158,9 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
         cached = cache.get_seq_length() if cache is not None else 0
         total, device = cached + x_BTD.shape[1], x_BTD.device
         column_S = torch.arange(total, device=device)
-        distance_TS = column_S[cached:, None] - column_S
-        hidden_BTS = (distance_TS < 0)[None]
-        start_BT = column_S.new_zeros(len(x_BTD), x_BTD.shape[1])
+        new_T = column_S[cached:]
+        first_BT = column_S.new_zeros(len(x_BTD), len(new_T))
+        padding_BTS = first_BT.new_zeros(1, 1, 1, dtype=torch.bool)
         if mask_BS is not None:
             if mask_BS.shape != (len(x_BTD), total):
                 shape = [len(x_BTD), total]
@@ -166,9 +169,9 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
                     "cache is supported"
                 )
             seen_BS = mask_BS.to(device).bool()
-            hidden_BTS = hidden_BTS | (~seen_BS[:, None] & (distance_TS != 0))
-            start_BT = start_BT + (seen_BS.cumsum(1) == 0).sum(1, keepdim=True)
-        ended_BT = None
+            padding_BTS = ~seen_BS[:, None] & (new_T[:, None] != column_S)
+            first_BT = first_BT + (seen_BS.cumsum(1) == 0).sum(1, keepdim=True)
+        starts_BS = ended_BT = None
         if (end := self.config.document_end) is not None:
             if input_ids is None:
                 raise ValueError("this model separates documents, so it needs input_ids")
@@ -176,10 +179,8 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
             if cache is not None and cached:  # `Attention` keeps them as the keys' last numbers
                 keys_BKSE: Any = getattr(cache.layers[0], "keys")  # noqa: B009
                 ended_BS = torch.cat((keys_BKSE[:, 0, :, -1].to(device) > 0, ended_BT), dim=1)
-            first_BS = F.pad(ended_BS[:, :-1], (1, 0), value=True)
-            start_BS = torch.where(first_BS, column_S, 0).cummax(1).values
-            hidden_BTS = hidden_BTS | (start_BS[:, None] != start_BS[:, cached:, None])
+            starts_BS = document_starts(ended_BS)
             if self.config.restart_positions:
-                start_BT = start_BT.maximum(start_BS[:, cached:])
-        positions_BT = (column_S[cached:] - start_BT).clamp(min=0)
-        return Columns(distance_TS, hidden_BTS, positions_BT, ended_BT)
+                first_BT = first_BT.maximum(starts_BS[:, cached:])
+        positions_BT = (new_T - first_BT).clamp(min=0)
+        return Columns(cached, positions_BT, padding_BTS, starts_BS, ended_BT)

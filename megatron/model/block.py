@@ -6,9 +6,7 @@
 Legend: B batch, T positions, D hidden size, H heads, K key heads, E head size (D = H E), N columns
 of theta, drop dropout.
 
-One fused projection computes queries, keys and values. Its output is interleaved per key head: [K,
-(q ... q k v), E]. With one query head for each key head, this is the order of GPT-NeoX's
-checkpoints.
+One fused projection computes queries, keys and values (see `heads`).
 
 Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
 query-key distance. The model has one theta, which every block gets as an input. If layers have
@@ -23,15 +21,17 @@ and MLP before the reduction over ranks, so that one reduction suffices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.model.activations import ACTIVATIONS, GATES, activate, stepwise_tanh_gelu
+from megatron.model.block_norm import BlockNorm
 from megatron.model.cache import LayerCache
-from megatron.model.norm import build_head_norm, build_norm
+from megatron.model.heads import by_key_heads, divide_heads
 from megatron.model.shape import Plan
 from megatron.parallel.collectives import add_partial, all_to_all
 from megatron.parallel.groups import ALONE
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         bias = shape.attention_bias
         widths = hidden + 2 * hidden // shape.group  # of queries, of keys and values
         self.query_key_value = ColumnLinear(hidden, widths, tp, bias=bias)
-        self.qk_layernorm = build_head_norm(shape, tp) if shape.qk_norm else None
+        self.qk_layernorm = BlockNorm(shape, tp, by_head=True) if shape.qk_norm else None
         self.dense = RowLinear(hidden, hidden, tp, bias=bias, numerics=shape.numerics)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
 
@@ -118,22 +118,12 @@ class SelfAttention(nn.Module):
     def _queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return q [B, H, T, E], k and v [B, K, T, E] of all positions and this rank's heads.
 
-        As in gpt-neox, `qk_layernorm` has different weights for each query head. Where it is used,
-        each query head therefore gets its own copy of its key head (K = H).
+        With a norm of queries and keys, K is H.
         """
-        size, group = self.shape.head_size, self.shape.group
-        qkv = self.query_key_value(x_BTD).unflatten(-1, (-1, group + 2, size))
-        if self.qk_layernorm is not None:
-            q, *kv = qkv.split([group, 1, 1], dim=3)
-            q, k, v = (x.expand_as(q).flatten(2, 3) for x in (q, *kv))
-            qkv = torch.stack((self.qk_layernorm(q), self.qk_layernorm(k), v), dim=3)
-            group = 1
-        qkv = qkv.flatten(3).transpose(1, 2)  # [B, K, T, (group + 2) E]
-        qkv = all_to_all(qkv, self.cp, split=1, join=2)  # fewer heads, all positions
-        q, k, v = qkv.split([group * size, size, size], dim=-1)
-        if group > 1:
-            q = q.unflatten(-1, (group, size)).transpose(2, 3).flatten(1, 2)
-        return q, k, v
+        shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
+        qkv_BKTW = by_key_heads(qkv_BTW, shape.group, shape.head_size, self.qk_layernorm)
+        # Now fewer heads, all positions.
+        return divide_heads(all_to_all(qkv_BKTW, self.cp, split=1, join=2), shape.head_size)
 
     def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
         """Return the forget gates' decay [B, H, T] for all positions and this rank's heads.
@@ -177,7 +167,7 @@ class MLP(nn.Module):
         self.activation, self.tanh_gelu = shape.activation, shape.tanh_gelu
         self.numerics = shape.numerics
         hidden, inner = shape.hidden_size, shape.mlp_size
-        halves = 2 if shape.activation in _GATES else 1
+        halves = 2 if shape.activation in GATES else 1
         common = {"bias": shape.mlp_bias, "numerics": shape.numerics}
         self.dense_h_to_4h = ColumnLinear(hidden, halves * inner, tp, blocks=halves, **common)
         self.dense_4h_to_h = RowLinear(inner, hidden, tp, **common)
@@ -186,41 +176,14 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(self.activate(self.dense_h_to_4h(x_BTD)), partial)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        # torch's tanh constant differs in the tenth digit, which only float64 resolves.
-        exact = self.numerics.published or x.dtype == torch.float64
-        if self.activation == "gelu" and self.tanh_gelu:
-            return _published_tanh_gelu(x) if exact else F.gelu(x, approximate="tanh")
-        functions = _PUBLISHED_ACTIVATIONS if self.numerics.published else _ACTIVATIONS
-        if self.activation not in _GATES:
-            return functions[self.activation](x)
-        value, gate = x.chunk(2, dim=-1)
-        return functions[_GATES[self.activation]](gate) * value
+        functions = _PUBLISHED if self.numerics.published else ACTIVATIONS
+        return activate(x, self.activation, tanh=self.tanh_gelu, functions=functions)
 
 
-def _published_tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Compute 0.5 x (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
-    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
-
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "identity": lambda x: x,
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "softsign": F.softsign,
-    "swish": F.silu,
-    "mish": F.mish,
-}
-_GATES = {
-    "geglu": "gelu",
-    "swiglu": "swish",
-    "reglu": "relu",
-    "glu": "sigmoid",
-    "bilinear": "identity",
-}
-"""Maps an activation with two halves, value and gate, to the function of the gate (2002.05202)."""
 # The same functions, rounded after each operation.
-_PUBLISHED_ACTIVATIONS = _ACTIVATIONS | {
+_PUBLISHED = {
+    **ACTIVATIONS,
+    "tanh_gelu": stepwise_tanh_gelu,
     "swish": lambda x: x * torch.sigmoid(x),
     "mish": lambda x: x * torch.tanh(F.softplus(x)),
 }
@@ -236,9 +199,9 @@ class Block(nn.Module):
         super().__init__()
         shape, tp = plan.shape.block, plan.tp
         self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
-        self.input_layernorm = build_norm(shape, tp)
+        self.input_layernorm = BlockNorm(shape, tp)
         self.attention = SelfAttention(plan, index)
-        self.post_attention_layernorm = build_norm(shape, tp)
+        self.post_attention_layernorm = BlockNorm(shape, tp)
         self.mlp = MLP(plan)
         # Parallel branches drop before the sum over ranks. Then all ranks hold all positions of a
         # partial sum and need the same mask.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+from megatron.attention.call import document_starts
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,9 @@ class Documents:
     def starts(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return, for each token, the position of its document's first token, int64 [B, T].
 
-        Positions are counted from the sequence's first token. On a GPU, this does not synchronise.
+        Positions are counted from the sequence's first token.
         """
-        position_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        is_first_BT = F.pad(tokens_BT[:, :-1] == self.end, (1, 0))
-        return torch.where(is_first_BT, position_T, 0).cummax(1).values
+        return document_starts(tokens_BT == self.end)
 
     def positions(
         self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None

@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.block import Block
+from megatron.model.block_norm import BlockNorm
 from megatron.model.cache import LayerCache
 from megatron.model.embedding import EmbeddingLayer
 from megatron.model.init import initialise
-from megatron.model.norm import build_norm
 from megatron.model.shape import Plan
 from megatron.parallel.collectives import all_gather, gather_from
 from megatron.parallel.groups import ALONE, TensorGroup
@@ -44,7 +44,7 @@ class GPT(nn.Module):
         self.split, self.documents = plan.split, plan.documents
         self.embedding = EmbeddingLayer(plan)
         self.layers = nn.ModuleList(Block(plan, i) for i in range(plan.shape.num_layers))
-        self.final_norm = build_norm(plan.shape.block, plan.tp)
+        self.final_norm = BlockNorm(plan.shape.block, plan.tp)
         self.output: nn.Linear | None = None
         if not plan.shape.tie_weights:
             output_class, arguments = output_layer(plan)

@@ -33,9 +33,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.block import Block
+from megatron.model.block_norm import BlockNorm
 from megatron.model.embedding import EmbeddingLayer
 from megatron.model.gpt import logits_group, output_layer
-from megatron.model.norm import norm_layer
 from megatron.model.shape import Plan
 from megatron.model.theta import FixedTheta, initial_theta
 from megatron.parallel.layers import VocabEmbedding
@@ -169,8 +169,7 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
     layers += [
         Layer(f"layers.{i}", PipeBlock, block | {"index": i}) for i in range(shape.num_layers)
     ]
-    norm_class, norm = norm_layer(shape.block, tp)
-    layers.append(Layer("final_norm", norm_class, norm))
+    layers.append(Layer("final_norm", BlockNorm, {"shape": shape.block, "tp": tp}))
     if shape.tie_weights:
         layers.append(Layer(WORDS, PipeWords, words, project, tied=True))
     else:

@@ -13,7 +13,7 @@ import torch
 
 from megatron.attention import AttentionError, attend, choose
 from megatron.model import BlockShape
-from megatron.model.norm import build_norm
+from megatron.model.block_norm import BlockNorm
 from megatron.numerics import WIDE, PublishedNumerics
 from megatron.parallel.layers import ColumnLinear, RowLinear
 from megatron.positional import load, names
@@ -129,7 +129,7 @@ def test_a_bias_apart_is_added_after_the_product_was_rounded(kind):
 def test_norms_take_their_statistics_in_the_activations_dtype(name):
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
     plain, rounded = (
-        build_norm(BlockShape(64, 1, norm=name, norm_eps=1e-6, numerics=n)).to(BF16)
+        BlockNorm(BlockShape(64, 1, norm=name, norm_eps=1e-6, numerics=n)).to(BF16)
         for n in (WIDE, PublishedNumerics(BF16))
     )
     assert not torch.equal(plain(x), rounded(x))

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megatron.model import BlockShape
+from megatron.model.block_norm import BlockNorm
 from megatron.model.init import draw
-from megatron.model.norm import build_norm
 from megatron.parallel.rng import named_generator
 
 
 def norm_of(name, size, eps):
-    return build_norm(BlockShape(size, 1, norm=name, norm_eps=eps))
+    return BlockNorm(BlockShape(size, 1, norm=name, norm_eps=eps))
 
 
 def test_rmsnorm_has_eps_outside_the_root_as_published():

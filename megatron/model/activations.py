@@ -1,0 +1,57 @@
+"""Compute the activations of an MLP. Exports contain this file (see `megatron.hub.bundle`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Functions = Mapping[str, Callable[[Tensor], Tensor]]
+GATES = {
+    "geglu": "gelu",
+    "swiglu": "swish",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "identity",
+}
+"""Maps an activation with two halves, value and gate, to the function of the gate (2002.05202)."""
+
+
+def stepwise_tanh_gelu(x: Tensor) -> Tensor:
+    """Compute 0.5 x (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """Compute the tanh approximation of gelu."""
+    # torch's constant differs in the tenth digit, which only float64 resolves.
+    return stepwise_tanh_gelu(x) if x.dtype == torch.float64 else F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Functions = {
+    "gelu": F.gelu,
+    "tanh_gelu": tanh_gelu,
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "softsign": F.softsign,
+    "swish": F.silu,
+    "mish": F.mish,
+}
+
+
+def activate(
+    x: Tensor, name: str, *, tanh: bool = False, functions: Functions = ACTIVATIONS
+) -> Tensor:
+    """Apply the activation `name`, which halves the last dimension of `x` if it has a gate.
+
+    Args:
+        tanh: Whether `gelu` means its tanh approximation.
+        functions: The functions by name.
+    """
+    if name in GATES:
+        value, gate = x.chunk(2, dim=-1)
+        return functions[GATES[name]](gate) * value
+    return functions["tanh_gelu" if tanh and name == "gelu" else name](x)

@@ -1,0 +1,81 @@
+"""Build the norms of a model: with apex's kernels, and sharded over tensor-parallel ranks.
+
+With `fused_norm`, layernorm and rmsnorm call apex's kernels. If apex is not installed, they call
+torch's functions instead, which compute the same values. As in GPT-NeoX, the fused rmsnorm has eps
+INSIDE the root.
+
+`copy_to` sums the gradients of the weights over ranks that use the same weights for different
+vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron import nvidia_apex
+from megatron.model.norm import Norm
+from megatron.model.shape import BlockShape
+from megatron.parallel.collectives import copy_to
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.sharding import Sharding, mark_sharding
+
+_Kernel = Callable[..., torch.Tensor]
+_APEX = "apex.normalization.fused_layer_norm"
+
+
+class BlockNorm(Norm):
+    """The norm `shape.norm` of hidden states, or of queries and keys.
+
+    As in gpt-neox, queries and keys share one norm, and each head has its own weights.
+
+    Args:
+        tp: The tensor-parallel group.
+        by_head: Whether the norm is that of queries or keys [..., this rank's heads, head size].
+
+    Raises:
+        ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.
+    """
+
+    def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE, *, by_head: bool = False):
+        kind = shape.norm
+        if kind not in ("layernorm", "rmsnorm", "scalenorm"):
+            raise ValueError(f"norm {kind!r} is unknown; use layernorm, rmsnorm or scalenorm")
+        if kind == "rmsnorm" and shape.fused_norm:
+            kind = "fused_rmsnorm"
+        dim, heads = shape.hidden_size, 1
+        if by_head:
+            dim, heads = shape.head_size, shape.num_heads // tp.size
+        super().__init__(kind, dim, shape.norm_eps, heads, shape.numerics)
+        self.kernel = apex_norm(shape)[0] if heads == 1 else None
+        if by_head and kind != "scalenorm":
+            for param in self.parameters():
+                mark_sharding(param, Sharding(0), tp)
+        # Ranks share the weights for different positions, or scalenorm's factor for their heads.
+        shared = kind == "scalenorm" if by_head else tp.splits_sequence
+        self.tp = tp if shared else ALONE
+
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        return tuple(copy_to(weight, self.tp) for weight in super().weights())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernel is not None:
+            return self.kernel(x, *self.weights(), (self.dim,), self.eps)
+        return super().forward(x)
+
+
+def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
+    """Return apex's function for the norm `shape.norm`, and a text for the log.
+
+    Returns:
+        (function, text). The function is None if torch's function must be used instead. The text
+        says which function is used and why, or is "" if the shape does not ask for a fused norm.
+    """
+    if not shape.fused_norm:
+        return None, ""
+    name = {"layernorm": "fused_layer_norm_affine", "rmsnorm": "fused_rms_norm_affine"}[shape.norm]
+    found, why = nvidia_apex.find(_APEX, name, "fused_layer_norm_cuda")
+    if found is None:
+        return None, f"torch's {shape.norm} instead of apex's, because {why}"
+    return found, f"apex's {shape.norm}"

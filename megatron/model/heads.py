@@ -1,0 +1,44 @@
+"""Divide the output of the projection `query_key_value` into heads.
+
+The output is interleaved per key head: [K, (q ... q k v), E]. With one query head for each key
+head, this is the order of GPT-NeoX's checkpoints. Exports contain this file (see
+`megatron.hub.bundle`).
+
+Legend: B batch, T positions, H heads, K key heads, G query heads per key head, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def by_key_heads(
+    qkv_BTW: Tensor, group: int, size: int, norm: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return the projection's output by key heads, [B, K, T, (G + 2) E].
+
+    Args:
+        group: The number G of query heads that share a key head.
+        size: The head size E.
+        norm: A norm of queries and keys [B, T, H, E] with different weights for each query head, or
+            None. If there is one, each query head gets its own copy of its key head (G = 1), as in
+            gpt-neox.
+    """
+    qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
+    if norm is not None:
+        q, *kv = qkv.split([group, 1, 1], dim=3)
+        q, k, v = (x.expand_as(q).flatten(2, 3) for x in (q, *kv))
+        qkv = torch.stack((norm(q), norm(k), v), dim=3)
+    return qkv.flatten(3).transpose(1, 2)
+
+
+def divide_heads(qkv_BKTW: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [B, H, T, E], k and v [B, K, T, E] from the result of `by_key_heads`."""
+    group = qkv_BKTW.shape[-1] // size - 2
+    q, k, v = qkv_BKTW.split([group * size, size, size], dim=-1)
+    if group > 1:
+        q = q.unflatten(-1, (group, size)).transpose(2, 3).flatten(1, 2)
+    return q, k, v
