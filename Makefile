@@ -1,6 +1,6 @@
 # The checks and tests in one word each. The tools' versions are in requirements-dev.txt.
 
-RULES = tests/test_architecture.py tests/test_limits.py tests/test_style.py tests/test_house.py tests/test_habits.py
+RULES = tests/test_architecture.py tests/test_limits.py tests/test_style.py tests/test_house.py tests/checks/test_habits.py
 FAST = tests/config tests/positional tests/model tests/data/samples tests/data/shards tests/data/tasks tests/data/tokenizers
 
 .PHONY: help check fast test docs format
