@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from megatron.config.fields import one_of, whole_number
-from megatron.config.per_layer import per_layer
+from megatron.config.per_layer import per_layer, values_of
 
 
 def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
@@ -81,6 +81,15 @@ def positional_name(value: Any) -> str:
         if terms.count(term) > 1:
             raise ValueError(f"{term} occurs twice in {value!r}; write it once")
     return " + ".join(terms)
+
+
+def terms_of(pos_emb: Any) -> set[str]:
+    """Return the embeddings that `pos_emb` names, in all layers and combinations.
+
+    Args:
+        pos_emb: A checked value of the key, such as `rotary + kerple_log` or names per layer.
+    """
+    return {term for name in values_of(pos_emb) for term in name.split(" + ")}
 
 
 PositionalName = Annotated[Any, BeforeValidator(per_layer(positional_name))]

@@ -92,7 +92,7 @@ def _missing(given: dict[str, Given], files: Sequence[str | Path]) -> list[Probl
     names = ", ".join(str(file) for file in files) or "any file"
     batch = "train_micro_batch_size_per_gpu"
     return [
-        Problem(None, KEY_OF[name] or name, f"required, but not in {names}; write e.g. {example}")
+        _problem(name, f"required, but not in {names}; write e.g. {example}", given)
         for name, example in _REQUIRED.items()
         if name not in given and not (name == batch and "train_batch_size" in given)
     ]

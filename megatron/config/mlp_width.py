@@ -17,7 +17,6 @@ def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
         intermediate_size: The value of the config key `intermediate_size`.
         multiple: The value of the config key `mlp_multiple_of`.
     """
-    width = intermediate_size
-    if activation in GATED:
-        width = int(width * 2 / 3) // 2
+    gated = activation in GATED
+    width = int(intermediate_size * 2 / 3) // 2 if gated else intermediate_size
     return -(-width // multiple) * multiple

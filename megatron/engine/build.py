@@ -12,6 +12,7 @@ from typing import Any
 from megatron.attention import AttentionFn, cache_launches, choose
 from megatron.config import Config, ConfigError
 from megatron.config.builtin import task_name
+from megatron.config.choices import terms_of
 from megatron.config.errors import Mark, Problem
 from megatron.config.per_layer import layers_of, values_of
 from megatron.config.sections.model import ModelConfig
@@ -74,10 +75,9 @@ def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
     """
     terms = name.split(" + ")
     options = {term: m.pos_emb_options[term] for term in terms if term in m.pos_emb_options}
-    used = {term for each in values_of(m.pos_emb) for term in each.split(" + ")}
     if m.pos_emb == name and len(terms) == 1:  # the options themselves, without the name
         options = {name: m.pos_emb_options}
-    elif unknown := sorted(set(m.pos_emb_options) - used):
+    elif unknown := sorted(set(m.pos_emb_options) - terms_of(m.pos_emb)):
         raise PositionalError(
             f"pos_emb_options has {unknown[0]}, which is no term of pos_emb: write the options of "
             f"each term under its name, such as {{{terms[0]}: {{...}}}}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.config import Config
-from megatron.config.per_layer import values_of
+from megatron.config.choices import terms_of
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.model import BlockShape, GPTShape
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
@@ -104,8 +104,7 @@ def identity_of(
     for name in ("attention_dropout", "hidden_dropout", "numerics"):
         del block[name]
     block["fused_norm"] &= block["norm"] == "rmsnorm"  # the fused layernorm has the same value
-    terms = {term for name in values_of(config.model.pos_emb) for term in name.split(" + ")}
-    if "learned" not in terms:
+    if "learned" not in terms_of(config.model.pos_emb):
         del shape["max_positions"]  # the longest sequence, of which no weight depends
     named = {"tokenizer": f"{tokenizer.name} {tokenizer.fingerprint()}"} if tokenizer else {}
     return named | {

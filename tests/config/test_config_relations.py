@@ -106,6 +106,11 @@ def test_profiles_that_cannot_be_made(problems, text, words) -> None:
     assert words in found
 
 
+def test_a_long_name_of_a_precision_agrees_with_the_mapping(tmp_path) -> None:
+    config = load(tmp_path, precision="float16", fp16={"enabled": True})
+    assert config.training.precision == "fp16"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [

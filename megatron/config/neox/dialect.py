@@ -7,9 +7,6 @@ other keys (`spellings.py`, `zero.py`), keys without effect (`no_effect.py`), re
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron.config.errors import Mark
 from megatron.config.neox import spellings, zero
 from megatron.config.neox.keys import (
     FIELD_OF,
@@ -55,19 +52,18 @@ def _by_key(settings: Settings) -> dict[str, Given]:
     `OPAQUE` (such as `theta_init`), these entries are joined to one setting with a dict as value.
     """
     by_key: dict[str, Given] = {}
-    mappings: dict[str, dict[str, Any]] = {}
-    marks: dict[str, Mark] = {}
     for path, given in settings.items():
-        depth = next((n for n in range(1, len(path)) if dotted(path[:n]) in OPAQUE), None)
-        if depth is None:
-            by_key[dotted(path)] = given
+        lengths = (n for n in range(1, len(path)) if dotted(path[:n]) in OPAQUE)
+        length = next(lengths, len(path))
+        key, inside = dotted(path[:length]), path[length:]
+        if not inside:
+            by_key[key] = given
             continue
-        inner = mappings.setdefault(dotted(path[:depth]), {})
-        for name in path[depth:-1]:
+        inner = by_key.setdefault(key, Given({}, given.mark)).value
+        for name in inside[:-1]:
             inner = inner.setdefault(name, {})
-        inner[path[-1]] = given.value
-        marks.setdefault(dotted(path[:depth]), given.mark)
-    return by_key | {key: Given(value, marks[key]) for key, value in mappings.items()}
+        inner[inside[-1]] = given.value
+    return by_key
 
 
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:

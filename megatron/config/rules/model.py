@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.config.choices import terms_of
 from megatron.config.mlp_width import inner_width
-from megatron.config.per_layer import values_of
 from megatron.config.rules.relation import Found, relation
 
 MOST_LAYERS = 100_000
@@ -51,14 +51,14 @@ def _parameters(
 ) -> Found | None:
     if layers > MOST_LAYERS:
         return "num_layers", f"{layers} is above {MOST_LAYERS:,}; write a smaller number"
-    terms = {term for name in values_of(pos_emb) for term in name.split(" + ")}
-    tables = {
+    parameters = {
+        "hidden_size": 12 * layers * hidden**2,
         "make_vocab_size_divisible_by": vocabulary * hidden,
-        "max_position_embeddings": rows * hidden if "learned" in terms else 0,
-        "rpe_num_buckets": buckets if "rpe" in terms else 0,
+        "max_position_embeddings": rows * hidden if "learned" in terms_of(pos_emb) else 0,
+        "rpe_num_buckets": buckets if "rpe" in terms_of(pos_emb) else 0,
+        "intermediate_size": layers * hidden * intermediate,
     }
-    tables["intermediate_size"] = layers * hidden * intermediate
-    for name, count in {"hidden_size": 12 * layers * hidden**2, **tables}.items():
+    for name, count in parameters.items():
         if count > MOST_NUMBERS:
             text = f"{count:.1e} parameters follow from it, and at most {MOST_NUMBERS:.0e} are"
             return name, f"{text} possible; write a smaller number"

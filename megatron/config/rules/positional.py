@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.per_layer import problem_of, values_of
+from megatron.config.choices import terms_of
+from megatron.config.per_layer import problem_of
 from megatron.config.rules.relation import Found, relation
 
 
@@ -29,13 +30,9 @@ def _restarted_positions(positions: bool, documents: bool) -> Found | None:
         return "reset_position_ids", f"{text}; write reset_attention_mask: true too"
 
 
-def _uses(pos_emb: Any, term: str) -> bool:
-    return any(term in name.split(" + ") for name in values_of(pos_emb))
-
-
 @relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
 def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
-    if not _uses(pos_emb, "rotary") or hidden % heads:
+    if "rotary" not in terms_of(pos_emb) or hidden % heads:
         return None
     turned = int(hidden // heads * pct)
     if turned == 0 or turned % 2:
@@ -49,7 +46,7 @@ def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
 
 @relation("rope_scaling", "pos_emb")
 def _scaling(scaling: Any, pos_emb: Any) -> Found | None:
-    if scaling and not _uses(pos_emb, "rotary"):
+    if scaling and "rotary" not in terms_of(pos_emb):
         return "rope_scaling", "scales the angles of rotary, which is not in pos_emb; leave it out"
 
 
@@ -63,7 +60,7 @@ def _scaled_twice(scaling: Any, options: Any) -> Found | None:
 
 @relation("pos_emb", "hidden_size")
 def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
-    if _uses(pos_emb, "sinusoidal") and hidden % 2:
+    if "sinusoidal" in terms_of(pos_emb) and hidden % 2:
         text = f"{hidden} is odd, but sinusoidal needs pairs of dimensions"
         return "hidden_size", f"{text}; write {hidden + 1}"
 
@@ -81,7 +78,7 @@ def _learned(
 ) -> Found | None:
     asked = {"seq_length": seq, "seq_length_val": seq_val, "eval_lengths": max(lengths, default=0)}
     name = next((name for name, length in asked.items() if length + offset > rows), None)
-    if _uses(pos_emb, "learned") and name is not None:
+    if "learned" in terms_of(pos_emb) and name is not None:
         shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
         return (
             name,
@@ -93,7 +90,7 @@ def _learned(
 
 @relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
 def _rpe(pos_emb: Any, buckets: int, distance: int) -> Found | None:
-    if not _uses(pos_emb, "rpe"):
+    if "rpe" not in terms_of(pos_emb):
         return None
     if buckets < 2:
         return "rpe_num_buckets", f"{buckets} is too few: rpe needs at least 2; write e.g. 32"
