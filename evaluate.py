@@ -19,6 +19,7 @@ from megatron.config.command_line import (
     load_or_exit,
     sharing_layout,
 )
+from megatron.run_folder import RunFolder
 
 LENGTHS = "--lengths L1,L2,... (or `eval_lengths` in the config)"
 TASKS = "--eval_tasks TASK ... (or `eval_tasks` in the config)"
@@ -117,7 +118,7 @@ def measure_suite(args, config, load):
         try:
             overrides = sharing_layout(1)
             judge = load_config(
-                [args.judge / "config.yml"], overrides, world_size=launch.world_size()
+                [RunFolder(args.judge).config], overrides, world_size=launch.world_size()
             )
         except ConfigError as error:
             entry.refuse(f"error: --judge {args.judge}: {error}", 2)
@@ -137,10 +138,10 @@ def score_tasks(args, load, out, overrides):
     from megatron.harness.packages import harness_packages
 
     with harness_packages():
-        from megatron.harness.score_tasks import Request, score
+        from megatron.harness.score_tasks import ScoringOptions, score
 
-        request = Request(config.evaluation.eval_tasks, args.include_path)
-        score(config, load, request, path)
+        options = ScoringOptions(config.evaluation.eval_tasks, args.include_path)
+        score(config, load, options, path)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ def main() -> int:
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(encoding="utf-8")
     with user_errors(), redirect_stdout(sys.stderr):  # libraries print to stdout, too
-        from megatron.generation.continue_prompts import Request, generate
+        from megatron.generation.continue_prompts import GenerationOptions, generate
         from megatron.generation.sampling import Sampling
 
-        request = Request(
+        options = GenerationOptions(
             lambda: args.prompt or read_lines(args.prompts),
             args.max_new_tokens,
             Sampling(args.temperature, args.top_k, args.top_p),
@@ -46,7 +46,7 @@ def main() -> int:
         generate(
             config,
             args.load,
-            request,
+            options,
             lambda text: print(text, end="", file=out, flush=True),
             lambda text: print(text, file=sys.stderr, flush=True),
         )

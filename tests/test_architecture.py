@@ -58,6 +58,7 @@ SHELVES = {
         "local_model": 3, "run_log": 3,
         "job": 4, "training": 4, "neox": 4,
         "checkpoint": 5, "text": 5,
+        "job_data": 6, "open_run": 6,
     },
 }  # fmt: skip
 """Package -> the floors of its sub-packages and modules (shelves), lowest first."""

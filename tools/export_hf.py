@@ -21,8 +21,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron import entry
+
+# isort: split
+import torch
+
 from megatron.engine.job.exit_codes import USER_ERRORS
+from megatron.engine.open_run import open_run
 from megatron.files import new_folder
+from megatron.parallel.groups import build_groups
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
+"""Maps the dtype of an export to the config's precision in which the weights are read."""
 
 
 @entry.reports(*USER_ERRORS)
@@ -31,9 +40,8 @@ def main() -> int:
     parser = entry.parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("target", type=Path, metavar="DIR", help="new folder")
-    dtypes = ("float32", "bfloat16", "float16", "float64")
     dtype_help = "of the written weights (default: the run's precision)"
-    parser.add_argument("--dtype", choices=dtypes, help=dtype_help)
+    parser.add_argument("--dtype", choices=PRECISIONS, help=dtype_help)
     config_help = "config files (default: config.yml of the run)"
     parser.add_argument(
         "--config", type=Path, nargs="+", default=[], metavar="FILE", help=config_help
@@ -49,12 +57,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as modules:
         os.environ["HF_MODULES_CACHE"] = modules  # transformers copies modeling_kerple.py there
         from megatron.hub.export import export
-        from megatron.hub.load_run import load_run
 
+        given = ["attention_backend=eager", *args.o]
+        given += [f"precision={PRECISIONS[args.dtype]}"] if args.dtype else []
         with new_folder(args.target) as folder:
-            run = load_run(args.run, args.config, args.o, args.dtype)
+            cpu = build_groups(torch.device("cpu"))
+            run = open_run(args.run, None, cpu, files=args.config, overrides=given)
+            if args.dtype == "float64":
+                run.model.double()
             lines = [*run.notes, *export(run, folder)]
-        print("\n".join([*lines, f"{run.checkpoint} -> {args.target}"]))
+        print("\n".join([*lines, f"{run.saved.path} -> {args.target}"]))
     return 0
 
 

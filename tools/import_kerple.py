@@ -21,7 +21,7 @@ from megatron.config.reader import read_file
 from megatron.engine.checkpoint.exchange import import_checkpoint
 from megatron.engine.checkpoint.saved import Kind, newest
 from megatron.engine.errors import CheckpointError
-from megatron.engine.neox.read import is_published
+from megatron.run_folder import is_published
 
 
 @entry.reports(CheckpointError)

@@ -35,9 +35,9 @@ def main() -> int:
 
     # Libraries print to standard output, too.
     with user_errors(), redirect_stdout(sys.stderr), harness_packages():
-        from megatron.harness.score_tasks import Request, score
+        from megatron.harness.score_tasks import ScoringOptions, score
 
-        request = Request(
+        options = ScoringOptions(
             tuple(args.tasks.split(",")),
             args.include_path,
             args.num_fewshot,
@@ -47,7 +47,7 @@ def main() -> int:
             args.seed,
             args.confirm_run_unsafe_code,
         )
-        score(config, args.run, request, args.output_path, lambda text: print(text, file=out))
+        score(config, args.run, options, args.output_path, lambda text: print(text, file=out))
     return 0
 
 

@@ -21,7 +21,7 @@ import torch
 
 from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.publish import UNFINISHED
-from megatron.engine.checkpoint.saved import Kind, Saved, newest
+from megatron.engine.checkpoint.saved import Kind, Saved, require_newest
 from megatron.engine.errors import CheckpointError
 from megatron.parallel.groups import build_groups
 
@@ -39,16 +39,14 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
         CheckpointError: The checkpoint does not exist, is damaged, or cannot be converted, or the
             output folder exists already.
     """
-    saved = Saved(run, tag) if tag else newest(run)
-    if saved is None or not saved.path.is_dir():
-        raise CheckpointError(f"{run} holds no checkpoint {tag or ''}".rstrip())
-    problem = saved.damage(build_groups(torch.device("cpu")))
-    if problem:
-        raise CheckpointError(f"{saved.path} is damaged: {problem}")
+    saved = Saved(run, tag) if tag else require_newest(run)
+    if not saved.path.is_dir():
+        raise CheckpointError(f"{run} holds no checkpoint {tag}")
+    saved.require_intact(build_groups(torch.device("cpu")))
     if saved.kind is not Kind.OURS:
         raise CheckpointError(f"{saved.path} cannot be converted: it holds no optimizer state")
     layout = saved.record.layout
-    why = relayout.refusal(layout, layout | {"model_parallel_size": 1})  # written unsharded
+    why = relayout.why_not_resumed(layout, layout | {"model_parallel_size": 1})  # written unsharded
     if why:
         raise CheckpointError(f"{saved.path} cannot be converted: {why}")
     scratch, final = out / f"{UNFINISHED}{saved.tag}", out / saved.tag

@@ -11,6 +11,7 @@ from megatron import entry, launch
 from megatron.config.errors import ConfigError
 from megatron.config.load import load_config
 from megatron.config.schema import Config
+from megatron.run_folder import RunFolder
 
 _KEYS = ("wandb_group", "wandb_team", "wandb_run_name")
 """The config keys that GPT-NeoX also takes as options of the command line."""
@@ -122,7 +123,7 @@ def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: s
     if not run.is_dir():
         entry.refuse(f"error: {run}: there is no such folder", 1)
     if not arguments.configs:
-        arguments.configs, arguments.conf_dir = [run / "config.yml"], ""
+        arguments.configs, arguments.conf_dir = [RunFolder(run).config], ""
         if not arguments.configs[0].is_file():
             command = Path(sys.argv[0]).name
             text = f"{run} has no config.yml; name the config files: {command} FILE.yml ..."

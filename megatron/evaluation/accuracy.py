@@ -31,8 +31,7 @@ from megatron.evaluation.report import figure_png, mark_training_length
 from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
-
-CSV_FILE, PLOT_FILE = "accuracy.csv", "accuracy.png"
+from megatron.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,10 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
     from matplotlib.figure import Figure
 
     table = pd.DataFrame([asdict(row) for row in rows])
+    path = RunFolder(run_dir).accuracy
+    picture = path.with_suffix(".png")
     run_dir.mkdir(parents=True, exist_ok=True)
-    replace_table(run_dir / CSV_FILE, table.to_csv(index=False, lineterminator="\n").encode())
+    replace_table(path, table.to_csv(index=False, lineterminator="\n").encode())
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
     axes = figure.add_subplot()
     bars = [table.exact - table.exact_low, table.exact_high - table.exact]
@@ -143,6 +144,6 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
     axes.set(xlabel="length", ylabel="accuracy", ylim=(-0.02, 1.02), title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    write_bytes(run_dir / PLOT_FILE, figure_png(figure))
+    write_bytes(picture, figure_png(figure))
     text = table.to_string(index=False, float_format="{:.3f}".format)
-    return f"{title}\n{text}\nwritten to {run_dir}: {CSV_FILE} and {PLOT_FILE}"
+    return f"{title}\n{text}\nwritten to {run_dir}: {path.name} and {picture.name}"

@@ -29,9 +29,8 @@ from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import tokenizer_of
-from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.job.alone import job_or_alone
+from megatron.engine.open_run import open_run
 from megatron.engine.text import Text, open_text
 from megatron.evaluation import report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
@@ -40,6 +39,7 @@ from megatron.evaluation.perplexity_statistics import LengthResult, summarise
 from megatron.model.theta import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
+from megatron.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,12 @@ def evaluate_checkpoint(
     """
     with job_or_alone(config) as groups:
         say = say if groups.is_main else lambda text: None
-        tokenizer = tokenizer_of(config)
-        model, saved, notes = load_model(config, load, tokenizer, groups)
-        text = open_text(config, tokenizer)
-        say("\n".join([f"evaluating {saved.path}", *notes]))
+        run = open_run(load, config, groups)
+        text, model = open_text(config, run.tokenizer), run.model
+        say(run.said())
         parts = [theta.detach().float().cpu() for theta in model.theta_parts]
         theta_HN = trained_theta(model.pos, parts) if parts else None
-        measured = MeasuredModel(model, model.pos, tokenizer, theta_HN)
+        measured = MeasuredModel(model, model.pos, run.tokenizer, theta_HN)
         return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
 
 
@@ -207,7 +206,7 @@ def evaluate_lengths(
         say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
         if model.pos.has("distance"):
             draw_kernels(model.pos, model.theta_HN, config, run_dir, max(lengths))
-        say(f"written to {run_dir}: {report.CSV_FILE} and pictures")
+        say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
     return results
 
 
@@ -266,7 +265,7 @@ def draw_kernels(
         trained_HN: the learned parameters [heads, parameters per head]; None if there are none.
         longest: the largest distance d; None is the largest of `eval_lengths`.
     """
-    path, longest = run_dir / report.KERNELS_FILE, longest or max(config.evaluation.eval_lengths)
+    path, longest = RunFolder(run_dir).kernels, longest or max(config.evaluation.eval_lengths)
     theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if trained_HN is not None:
         theta_HN[:, columns_of(pos, trained=True)] = trained_HN.cpu()

@@ -19,13 +19,11 @@ import numpy as np
 
 from megatron.evaluation.perplexity_statistics import LengthResult
 from megatron.files import replace_table, write_bytes
+from megatron.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-CSV_FILE, BASELINES_FILE = "extrapolation.csv", "context_baseline.csv"
-PLOT_FILE, KERNELS_FILE = "extrapolation.png", "kernels.png"
 
 
 def write_extrapolation(
@@ -55,13 +53,13 @@ def write_extrapolation(
     if not rows or len(set(lengths)) != len(lengths):
         raise ValueError(f"each length must have one result; the lengths are {lengths}")
     run_dir.mkdir(parents=True, exist_ok=True)
-    columns = [field.name for field in fields(LengthResult)]
-    replace_table(run_dir / CSV_FILE, _csv(columns, map(astuple, rows)))
+    run, columns = RunFolder(run_dir), [field.name for field in fields(LengthResult)]
+    replace_table(run.extrapolation, _csv(columns, map(astuple, rows)))
     named = ((name, *astuple(row)) for name, row in baselines.items())
     content = _csv(["baseline", "context", *columns[1:]], named) if baselines else None
-    replace_table(run_dir / BASELINES_FILE, content)
+    replace_table(run.baselines, content)
     figure = extrapolation_figure(rows, train_length, baselines, title)
-    write_bytes(run_dir / PLOT_FILE, figure_png(figure))
+    write_bytes(run.extrapolation.with_suffix(".png"), figure_png(figure))
     return _table(rows, train_length, baselines, title)
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import tokenizer_of
-from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.checkpoint.saved import Kind, Saved
 from megatron.engine.job.alone import job_or_alone
+from megatron.engine.open_run import open_run
 from megatron.generation.loop import Speed, continue_texts
 from megatron.generation.sampling import Sampling
 from megatron.generation.text import Continuation
@@ -23,8 +22,8 @@ from megatron.parallel.rng import named_generator
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to generate.
+class GenerationOptions:
+    """What to generate, and how.
 
     Attributes:
         read_prompts: A function that returns the prompts. Only rank 0 calls it.
@@ -52,11 +51,11 @@ class Request:
 def generate(
     config: Config,
     load: Path,
-    request: Request,
+    options: GenerationOptions,
     write: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Continue the request's prompts with the newest checkpoint in the run folder `load`.
+    """Continue the prompts with the newest checkpoint in the run folder `load`.
 
     Call this function in a single process, or in every process of a torchrun job. All processes of
     the job share the model by tensor parallelism.
@@ -76,37 +75,37 @@ def generate(
         groups = groups.divided(model_size=groups.world_size)
         if not groups.is_main:
             write = say = _nothing
-        tokenizer = tokenizer_of(config)
-        model, saved, notes = load_model(config, load, tokenizer, groups)
-        say("\n".join([_origin(saved, groups), *notes]))
-        texts = groups.gather_from_job(request.read_prompts() if groups.is_main else [])[0]
+        run = open_run(load, config, groups)
+        model, tokenizer = run.model, run.tokenizer
+        say("\n".join([_origin(run.saved, groups), *run.notes]))
+        texts = groups.gather_from_job(options.read_prompts() if groups.is_main else [])[0]
         prompts = _encoded(texts, tokenizer, model)
         # The last token is chosen, but never read.
-        longest = max(map(len, prompts)) + request.max_new_tokens - 1
+        longest = max(map(len, prompts)) + options.max_new_tokens - 1
         model.embedding.require_positions(longest)
-        streams = len(texts) == 1 and not request.as_json
+        streams = len(texts) == 1 and not options.as_json
         if streams:
             write(texts[0])
         rows = [
-            Continuation(tokenizer, ids, request.stops, write if streams else _nothing)
+            Continuation(tokenizer, ids, options.stops, write if streams else _nothing)
             for ids in prompts
         ]
         speed = Speed()
-        for begin in range(0, len(rows), request.batch_size):
-            batch = range(begin, min(begin + request.batch_size, len(rows)))
+        for begin in range(0, len(rows), options.batch_size):
+            batch = range(begin, min(begin + options.batch_size, len(rows)))
             continue_texts(
                 model,
                 [prompts[n] for n in batch],
                 [rows[n] for n in batch],
-                [named_generator(request.seed, f"prompt {n}") for n in batch],
-                how=request.sampling,
-                max_new_tokens=request.max_new_tokens,
-                banned=_banned(model, tokenizer, request.endless),
+                [named_generator(options.seed, f"prompt {n}") for n in batch],
+                how=options.sampling,
+                max_new_tokens=options.max_new_tokens,
+                banned=_banned(model, tokenizer, options.endless),
                 tp=groups.model,
                 speed=speed,
             )
             for n in batch:
-                write("\n" if streams else _line(texts[n], rows[n], request.as_json))
+                write("\n" if streams else _line(texts[n], rows[n], options.as_json))
         say(_report(speed, rows))
 
 

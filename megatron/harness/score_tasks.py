@@ -15,17 +15,16 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from megatron.config import Config
 from megatron.data.errors import DataError
-from megatron.engine.build import tokenizer_of
-from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.job.alone import job_or_alone
+from megatron.engine.open_run import open_run
 from megatron.files import write_text
 from megatron.harness.model import RunModel
 from megatron.model import GPT
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to score.
+class ScoringOptions:
+    """What to score, and how.
 
     Attributes:
         tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
@@ -51,7 +50,7 @@ class Request:
 def score(
     config: Config,
     load: Path,
-    request: Request,
+    options: ScoringOptions,
     write: Path | None,
     show: Callable[[str], None] = print,
     say: Callable[[str], None] = print,
@@ -73,27 +72,26 @@ def score(
     """
     with job_or_alone(config) as groups:
         groups = groups.divided(model_size=groups.world_size)
-        manager, tasks = find_tasks(request)
-        tokenizer = tokenizer_of(config)
-        model, saved, notes = load_model(config, load, tokenizer, groups)
-        limit = request.max_length or longest_context(model, config)
-        model.embedding.require_positions(limit)
+        manager, tasks = find_tasks(options)
+        run = open_run(load, config, groups)
+        limit = options.max_length or longest_context(run.model, config)
+        run.model.embedding.require_positions(limit)
         shown = None if limit == sys.maxsize else limit
         precision = config.training.precision
-        info = {"checkpoint": str(saved.path), "precision": precision, "max_length": shown}
-        sizes = {"max_length": limit, "batch_size": request.batch_size, "seed": request.seed}
-        adapter = RunModel(model, tokenizer, groups.model, info=info, **sizes)
+        info = {"checkpoint": str(run.saved.path), "precision": precision, "max_length": shown}
+        sizes = {"max_length": limit, "batch_size": options.batch_size, "seed": options.seed}
+        adapter = RunModel(run.model, run.tokenizer, groups.model, info=info, **sizes)
         if groups.is_main:
-            say("\n".join([f"evaluating {saved.path}", *notes]))
+            say(run.said())
         results: Any = simple_evaluate(
             model=adapter,
             tasks=tasks,
             task_manager=manager,
-            num_fewshot=request.num_fewshot,
-            limit=request.limit,
-            batch_size=request.batch_size,
-            fewshot_random_seed=request.seed,
-            confirm_run_unsafe_code=request.unsafe_code,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            fewshot_random_seed=options.seed,
+            confirm_run_unsafe_code=options.unsafe_code,
             log_samples=False,
         )
         if groups.is_main:
@@ -129,7 +127,7 @@ class _Tasks(TaskManager):
             raise DataError(f"a task cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def find_tasks(request: Request) -> tuple[TaskManager, list[Any]]:
+def find_tasks(options: ScoringOptions) -> tuple[TaskManager, list[Any]]:
     """Return a task manager, and the names or paths of the tasks that are asked for.
 
     The harness's own tasks are listed only if `include_path` lacks a name, because that takes long.
@@ -137,7 +135,7 @@ def find_tasks(request: Request) -> tuple[TaskManager, list[Any]]:
     Raises:
         DataError: No task is named, `include_path` is no folder, or there is no task of a name.
     """
-    folder, names = request.include_path, [each.strip() for each in request.tasks if each.strip()]
+    folder, names = options.include_path, [each.strip() for each in options.tasks if each.strip()]
     if not names:
         raise DataError("no task is named; give e.g. lambada_openai")
     if folder and not folder.is_dir():

@@ -20,9 +20,9 @@ from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
 from megatron.engine.build import positional_options
 from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.errors import HubError
+from megatron.engine.open_run import OpenRun
 from megatron.hub.bundle import bundle
 from megatron.hub.keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
-from megatron.hub.load_run import Run
 from megatron.hub.tokenizer import write_tokenizer
 from megatron.hub.weights import layout_of
 from megatron.model import GPT
@@ -53,7 +53,7 @@ class HubModel:
     code: str = field(default="", repr=False)
 
 
-def export(run: Run, folder: Path) -> list[str]:
+def export(run: OpenRun, folder: Path) -> list[str]:
     """Write a run's model and tokenizer to the empty folder `folder`.
 
     The written files are loaded again, and must give this project's logits and token ids.
@@ -77,7 +77,7 @@ def export(run: Run, folder: Path) -> list[str]:
     ]
 
 
-def _hub_model(run: Run) -> HubModel:
+def _hub_model(run: OpenRun) -> HubModel:
     """Return the run's model as a class of transformers, or as our own if there is none.
 
     transformers' classes compute rotary angles in fp32, so ours is used for float64.
@@ -91,7 +91,7 @@ def _hub_model(run: Run) -> HubModel:
     return HubModel(about | _common(run), weights)
 
 
-def _own_class(run: Run) -> HubModel:
+def _own_class(run: OpenRun) -> HubModel:
     """Return the model as the class `KerpleForCausalLM`, whose code comes with it."""
     config, model = run.config, run.model
     if config.model.published_numerics:
@@ -121,7 +121,7 @@ def _theta(model: GPT) -> Tensor:
     return theta_HN
 
 
-def _common(run: Run) -> dict[str, Any]:
+def _common(run: OpenRun) -> dict[str, Any]:
     """Return the entries of config.json that every class has."""
     return {
         "dtype": str(run.dtype).removeprefix("torch."),
@@ -167,7 +167,7 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
     }
 
 
-def _write(hub: HubModel, run: Run, folder: Path) -> None:
+def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
     """Write all files but the tokenizer's."""
     end, unused = run.tokenizer.eod, range(run.tokenizer.vocab_size, run.model.shape.vocab_size)
     generation = {"eos_token_id": end, "pad_token_id": end, "suppress_tokens": [*unused] or None}
@@ -185,7 +185,7 @@ def _write(hub: HubModel, run: Run, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _compare(folder: Path, run: Run, *, remote_code: bool) -> float:
+def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
     """Return the largest difference between our logits and those of the model in `folder`.
 
     Half of a text is read with the cache of the other half. Both models compute in fp32, or in
@@ -213,7 +213,7 @@ def _compare(folder: Path, run: Run, *, remote_code: bool) -> float:
     return difference
 
 
-def _prompts(run: Run) -> Tensor:
+def _prompts(run: OpenRun) -> Tensor:
     """Return two texts of equal length, one of difficult words and one of random tokens."""
     length = min(2 * run.config.model.seq_length, _LONGEST)
     embedding = run.model.embedding

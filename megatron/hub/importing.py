@@ -26,6 +26,7 @@ from megatron.hub.keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_ex
 from megatron.hub.read import read_json, read_weights
 from megatron.hub.weights import Parts, layout_of
 from megatron.model.theta import divided_theta
+from megatron.run_folder import RunFolder
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _HEAD = """\
@@ -84,7 +85,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
     lines = [f"{source} ({name}) -> {target}: {shape.num_layers} layers, {count:,} parameters"]
     if tokenizer is None:
         text = "no tokenizer.json: name tokenizer_type and vocab_file in"
-        lines.insert(0, f"note: {source} has {text} {target / 'config.yml'}")
+        lines.insert(0, f"note: {source} has {text} {RunFolder(target).config}")
     return lines
 
 
@@ -109,7 +110,7 @@ def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]
     Raises:
         HubError: An entry of config.json has a value that no key of ours takes.
     """
-    path = folder / "config.yml"
+    path = RunFolder(folder).config
     head = _HEAD.format(source=json.dumps(str(source)), run=target)
     path.write_text(head + to_yaml(keys | _RUN), encoding="utf-8")
     try:

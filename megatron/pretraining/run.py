@@ -14,9 +14,10 @@ from megatron.config import Config
 from megatron.config.describe import how_to_go_on
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
+from megatron.engine.checkpoint.choose_start import choose_start
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.resume import choose_start, restore
+from megatron.engine.checkpoint.resume import restore
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import Destination
@@ -24,10 +25,10 @@ from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
+from megatron.engine.job_data import JobData
 from megatron.engine.local_model import build_local_model
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.shape import identity_of
-from megatron.engine.text import JobData
 from megatron.engine.training.bad_loss import LossGuard
 from megatron.engine.training.deepspeed_engine import job_engine, layout_of
 from megatron.engine.training.hooks import Hook

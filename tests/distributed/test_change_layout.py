@@ -186,13 +186,13 @@ OLD = {
     ],
 )
 def test_a_change_that_cannot_be_says_why(old, new, says):
-    assert says in relayout.refusal(OLD | old, OLD | new)
+    assert says in relayout.why_not_resumed(OLD | old, OLD | new)
 
 
 def test_what_can_change_is_not_refused():
     new = {"data_parallel_size": 4, "model_parallel_size": 2, "pipe_parallel_size": 2}
-    assert relayout.refusal(OLD, OLD | new) is None
-    assert relayout.refusal(OLD | new, OLD | {"zero_stage": 3}) is None
+    assert relayout.why_not_resumed(OLD, OLD | new) is None
+    assert relayout.why_not_resumed(OLD | new, OLD | {"zero_stage": 3}) is None
 
 
 def test_the_tool_writes_the_same_weights_and_moments(runs, tmp_path):

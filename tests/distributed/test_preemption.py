@@ -19,7 +19,7 @@ from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint import relayout, write
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.job import failure
-from megatron.engine.text import JobData
+from megatron.engine.job_data import JobData
 from megatron.engine.training import pipeline
 from tests.helpers.jobs import all_but_speed, digest, write_config, write_shards
 from tests.helpers.loose import run

@@ -16,7 +16,7 @@ from megatron.data.shards.manifest import build_manifest, to_bytes
 from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
-from megatron.engine.text import JobData
+from megatron.engine.job_data import JobData
 from tests.helpers.jobs import write_config, write_shards
 from tests.helpers.shards import write_documents
 

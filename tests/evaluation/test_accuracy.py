@@ -21,7 +21,7 @@ from megatron.data.tasks.registry import build_task
 from megatron.data.tasks.samples import TaskSamples, examples_at
 from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.saved import newest
-from megatron.engine.text import JobData
+from megatron.engine.job_data import JobData
 from megatron.engine.training.batches import next_batches
 from megatron.engine.training.pipeline import PipelineLosses
 from megatron.evaluation.accuracy import accuracy_at, evaluate_task

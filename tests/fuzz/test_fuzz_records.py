@@ -11,9 +11,10 @@ from hypothesis import example, given
 
 from megatron.engine.checkpoint import checksums
 from megatron.engine.checkpoint.record import Record
-from megatron.engine.checkpoint.saved import find_newest, finished
+from megatron.engine.checkpoint.saved import Saved, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.run_log.log import RunLog
+from megatron.run_folder import RunFolder
 from tests.fuzz.damage import FOLDER, damaged, in_time
 from tests.helpers.paths import FIXTURES
 
@@ -51,7 +52,8 @@ def test_a_record(content: bytes) -> None:
 @example(b".")
 def test_latest(content: bytes) -> None:
     (FOLDER / "run/latest").write_bytes(content)
-    saved, problem = find_newest(FOLDER / "run")
+    tag, problem = RunFolder(FOLDER / "run").newest_tag()
+    saved = Saved(FOLDER / "run", tag) if tag else None
     assert [each.tag for each in finished(FOLDER / "run")] == ["global_step3"]
     if saved is None:
         assert str(FOLDER / "run/latest") in problem
@@ -70,9 +72,12 @@ def test_metrics(content: bytes) -> None:
     """A resumed run drops the rows that it will write again, and those that are no rows."""
     path = FOLDER / "metrics.jsonl"
     path.write_bytes(content)
+    read = list(RunFolder(FOLDER).metrics_rows())
+    assert read == [*RunFolder(FOLDER).metrics_rows(newest_first=True)][::-1]
     with in_time(), RunLog(FOLDER, is_main=True, append=True, last_step=2) as log:
         log.metrics(3, {"train/loss": 2.0})
     *rows, last = [json.loads(line) for line in path.read_text().splitlines()]
     assert last == {"step": 3, "train/loss": 2.0} and all(row["step"] <= 2 for row in rows)
+    assert rows == [row for row in read if row["step"] <= 2] or "final/" in str(read)
     if content == ROWS:
         assert [row["step"] for row in rows] == [1, 2]

@@ -17,10 +17,11 @@ import yaml
 import generate as command
 from megatron.config import load_config
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.open_run import open_run
 from megatron.entry import INTERRUPTED, NOBODY_READS
 from megatron.generation import loop
 from megatron.parallel.groups import build_groups
+from tests.helpers.jobs import seal_again
 from tests.helpers.launch import free_port, run_script
 from tests.helpers.paths import FIXTURES, ROOT
 
@@ -71,7 +72,7 @@ def test_greedy_text_to_sixteen_times_the_training_length(run, call, monkeypatch
     assert f"{length} prompt tokens" in err and f"{count} new tokens" in err and "tokens/s" in err
     assert out.startswith(prompt) and out.endswith("\n")
     config = load_config([run / "config.yml"])
-    model, *_ = load_model(config, run, BYTES, build_groups(torch.device("cpu")))
+    model = open_run(run, config, build_groups(torch.device("cpu"))).model
     ids = torch.tensor([list(out[:-1].encode())])
     with torch.no_grad():
         best = model(ids)[0, :, : BYTES.vocab_size].argmax(-1)
@@ -84,7 +85,7 @@ def test_distances_are_scaled_as_in_an_evaluation(run):
     apart = {}
     for scale in (1.0, 1e9):
         config = load_config([run / "config.yml"], [f"eval_distance_scale={scale}"])
-        model, *_ = load_model(config, run, BYTES, build_groups(torch.device("cpu")))
+        model = open_run(run, config, build_groups(torch.device("cpu"))).model
         with torch.no_grad():
             one, other = model(texts)[:, -1]
         apart[scale] = (one - other).abs().max()
@@ -138,6 +139,7 @@ def test_if_tokens_see_one_document_the_last_one_of_a_prompt_counts(tmp_path, ca
     values = json.loads(record.read_text())
     values["model"]["tokenizer"] = f"{tokenizer.name} {tokenizer.fingerprint()}"
     record.write_text(json.dumps(values))
+    seal_again(record.parent)
 
     def text_of(prompt, **options):
         (tmp_path / "prompts").write_text(prompt)
@@ -211,6 +213,7 @@ def test_a_position_table_that_is_too_short_is_reported_at_once(tmp_path, call, 
     del content["module"]["embedding.theta"]
     content["module"]["embedding.position_embeddings.weight"] = torch.randn(TRAINED, 16)
     torch.save(content, path)
+    seal_again(path.parent)
     some = ("--load", stored, "--prompt", "abcd", *GREEDY, "--max-new-tokens")
     out, _ = call(*some, TRAINED - 3)  # the last token has no position: it is never read
     assert out.startswith("abcd")

@@ -11,7 +11,7 @@ import torch
 
 from megatron.config import load_config
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.open_run import open_run
 from megatron.parallel.groups import build_groups
 from tests.helpers.paths import FIXTURES
 
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 def model(run):
     """Return the stored model in float64."""
     config = load_config([run / "config.yml"])
-    return load_model(config, run, BYTES, build_groups(torch.device("cpu")))[0].double()
+    return open_run(run, config, build_groups(torch.device("cpu"))).model.double()
 
 
 def log_probabilities(model, ids):

@@ -20,9 +20,8 @@ import evaluate as command
 from megatron.config import load_config
 from megatron.data.errors import DataError
 from megatron.engine.build import plan_of
-from megatron.engine.checkpoint.load_weights import load_model
+from megatron.engine.open_run import open_run
 from megatron.harness.packages import harness_packages
-from megatron.hub import load_run as hub_run
 from megatron.hub.export import export
 from megatron.model import GPT
 from megatron.parallel.groups import ALONE, build_groups
@@ -208,7 +207,7 @@ def test_an_export_has_the_scores_of_its_run(run, tmp_path, monkeypatch):
         transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
-    exported = hub_run.load_run(run, [], [], None)
+    exported = open_run(run, groups=build_groups(torch.device("cpu")))
     (tmp_path / "exported").mkdir()
     export(exported, tmp_path / "exported")
     with harness_packages():
@@ -218,7 +217,7 @@ def test_an_export_has_the_scores_of_its_run(run, tmp_path, monkeypatch):
         from megatron.harness.model import RunModel
 
     config = load_config([run / "config.yml"])
-    stored = load_model(config, run, BYTES, build_groups(torch.device("cpu")))[0]
+    stored = open_run(run, config, build_groups(torch.device("cpu"))).model
     sizes = {"max_length": 20, "batch_size": 2}
     ours = RunModel(stored, BYTES, ALONE, **sizes, seed=0, info={})
     options = {"device": "cpu", "dtype": "float32", "trust_remote_code": True}

@@ -14,8 +14,9 @@ import torch
 import yaml
 
 from megatron.config import load_config
+from megatron.engine.checkpoint.checksums import describe_files, write_record
 from megatron.engine.checkpoint.saved import newest
-from megatron.parallel.groups import Groups
+from megatron.parallel.groups import Groups, build_groups
 from megatron.pretraining.run import Job
 from tests.helpers.shards import write_documents
 
@@ -102,6 +103,14 @@ def rewind(source: Path, target: Path, step: int) -> None:
     for path in target.glob("global_step*"):
         if int(path.name[len("global_step") :]) > step:
             shutil.rmtree(path)
+
+
+def seal_again(checkpoint: Path) -> None:
+    """Record the files of a checkpoint as they are now, after a test has changed them."""
+    record = json.loads((checkpoint / "kerple.json").read_text())
+    kept = {name: value for name, value in record.items() if name not in ("files", "checksum")}
+    files = describe_files(checkpoint, build_groups(torch.device("cpu")))
+    write_record(checkpoint, kept, files)
 
 
 def train_run(

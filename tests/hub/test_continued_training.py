@@ -16,11 +16,11 @@ from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import CheckpointError
+from megatron.engine.job_data import JobData
+from megatron.engine.open_run import open_run
 from megatron.engine.shape import identity_of
-from megatron.engine.text import JobData
 from megatron.hub.export import export
 from megatron.hub.importing import import_folder
-from megatron.hub.load_run import load_run
 from megatron.model import GPT
 from megatron.parallel.groups import build_groups
 from tests.helpers.hub import hub_model
@@ -106,7 +106,9 @@ def test_a_release_is_trained_at_a_greater_length(trained):
 
 def test_a_branch_begins_with_the_loss_of_the_exported_checkpoint(trained):
     (trained / "exported").mkdir()
-    [said, _] = export(load_run(trained / "stable", [], [], None), trained / "exported")
+    [said, _] = export(
+        open_run(trained / "stable", groups=build_groups(torch.device("cpu"))), trained / "exported"
+    )
     assert said == "GPTNeoXForCausalLM in float32, without code"
     batch_after_step_1 = batch(load_config([trained / "branch.yml"]), consumed=4)
     wanted = loss_in_transformers(trained / "exported", *batch_after_step_1)

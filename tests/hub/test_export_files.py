@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
 from megatron.engine.errors import HubError
+from megatron.engine.open_run import open_run
 from megatron.hub import export
 from megatron.hub import tokenizer as hub_tokenizer
 from megatron.hub.bundle import bundle
-from megatron.hub.load_run import load_run
 from megatron.hub.tokenizer import write_tokenizer
+from megatron.parallel.groups import build_groups
 from megatron.positional import names
 from tests.helpers import hub
 from tests.helpers.paths import FIXTURES
@@ -169,7 +170,7 @@ def test_the_export_of_a_run_alone(run, call, tmp_path, monkeypatch):
     assert contents(tmp_path / "new") == ["out"]
     modes = {path.stat().st_mode for path in (tmp_path / "new" / "out").iterdir()}
     assert len(modes) == 1
-    ours = load_run(run, [], [], None).model
+    ours = open_run(run, groups=build_groups(torch.device("cpu"))).model
     ids = torch.tensor([list(b"import os, sys\n")])
     torch.save((ids, ours(ids)), tmp_path / "wanted.pt")
     code = f"""

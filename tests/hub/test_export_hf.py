@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron.config import load_config
 from megatron.engine.build import plan_of, tokenizer_of
+from megatron.engine.open_run import OpenRun
 from megatron.hub import export
-from megatron.hub.load_run import Run
 from megatron.model import GPT
 from megatron.model.embedding import scale_distances
 from megatron.model.theta import is_theta
@@ -59,7 +59,7 @@ BLOCKS = [
 ]
 
 
-def run_of(**changes) -> Run:
+def run_of(**changes) -> OpenRun:
     """Return a run with random weights in float64."""
     config = load_config([], [f"{key}={value!r}" for key, value in (SMALL | changes).items()])
     tokenizer = tokenizer_of(config)
@@ -72,10 +72,10 @@ def run_of(**changes) -> Run:
         for name, each in model.named_parameters():  # so that every term and every layer counts
             noise = torch.rand_like(each) if is_theta(name) else torch.randn_like(each)
             each.add_(noise, alpha=0.3)
-    return Run(config, tokenizer, model.double(), torch.float64, None, [])
+    return OpenRun(config, tokenizer, model.double(), None, [])
 
 
-def exported(run: Run, folder: Path):
+def exported(run: OpenRun, folder: Path):
     """Export the run, and return the model that the export loaded for its comparison."""
     loaded = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron.engine.checkpoint.saved import newest
 from megatron.engine.errors import HubError
+from megatron.engine.open_run import open_run
 from megatron.hub.export import export
 from megatron.hub.importing import import_folder
 from megatron.hub.keys import misfits
-from megatron.hub.load_run import load_run
+from megatron.parallel.groups import build_groups
 from tests.helpers.hub import hub_model, write_tokenizer
 from tests.hub.test_export_hf import run_of
 from tests.hub.test_importing import LLAMA3, YARN
@@ -55,7 +55,7 @@ def test_a_model_of_transformers_comes_back_as_its_class(name, dtype, tmp_path):
     write_tokenizer(first)
     import_folder(first, tmp_path / "run")
     second.mkdir()
-    said = export(load_run(tmp_path / "run", [], [], None), second)
+    said = export(open_run(tmp_path / "run", groups=build_groups(torch.device("cpu"))), second)
     assert said[0].endswith("without code")
     assert not list(second.glob("*.py"))
     assert same(load_file(second / "model.safetensors"), load_file(first / "model.safetensors"))
@@ -82,7 +82,7 @@ RUNS = [
     ("changes", "dtype"), list(zip(RUNS, [torch.float64, torch.bfloat16] * 3, strict=True))
 )
 def test_a_run_comes_back(changes, dtype, tmp_path):
-    run = replace(run_of(**changes), dtype=dtype)
+    run = run_of(**changes)
     run.model.to(dtype)
     state = {name: each.clone() for name, each in run.model.state_dict().items()}
     (tmp_path / "hub").mkdir()
@@ -114,7 +114,7 @@ def test_a_transformers_class_has_our_logits(tmp_path):
         ]
     ):
         run = run_of(pos_emb="rotary", **changes)
-        run = replace(run, dtype=torch.float32, model=run.model.float())
+        run.model.float()
         folder = tmp_path / str(number)
         folder.mkdir()
         export(run, folder)

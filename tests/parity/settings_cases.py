@@ -23,7 +23,7 @@ from megatron.config.choices import positional_name
 from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
-from megatron.engine.text import samples_of_run
+from megatron.engine.job_data import samples_of_run
 from megatron.engine.training.schedule import schedule_of
 from tests.parity.result import Result
 

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from megatron.config.reader import read_file
+from megatron.run_folder import RunFolder
 from tools.experiments.description import COLUMNS, METRICS
 from tools.experiments.grid import Grid
 from tools.experiments.state import Record, state_of
@@ -61,7 +62,7 @@ def of_folders(folders: Sequence[Path]) -> Frame:
     """
     found = []
     for folder in folders:
-        settings, problems = read_file(folder / "config.yml")
+        settings, problems = read_file(RunFolder(folder).config)
         if problems:
             raise OSError(str(problems[0]))
         keys = {path[0]: given.value for path, given in settings.items()}
@@ -84,7 +85,7 @@ def of_run(folder: Path) -> Frame:
         if metrics and "length" in table and table["length"].is_unique:
             parts.append(table.melt("length", metrics, "metric", "value"))
     for name, metric in CURVES.items():
-        path = folder / "suite" / f"{name}.csv"
+        path = RunFolder(folder).suite / f"{name}.csv"
         if path.exists():
             table = pd.read_csv(path)
             curve = {"length": table["context"], "metric": metric, "value": table["value"]}

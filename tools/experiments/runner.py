@@ -18,8 +18,9 @@ from typing import IO, Any
 
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
+from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
-from tools.experiments.state import RESULTS, ROOT, Record, is_complete, share_done
+from tools.experiments.state import ROOT, Record, is_complete, share_done
 
 LOG = "log.txt"
 _TAIL = 12  # lines of the log of a failed cell
@@ -125,8 +126,8 @@ class Runner:
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
         record.write(cell.folder)
-        for name in RESULTS:  # of an evaluation with other keys
-            (cell.folder / name).unlink(missing_ok=True)
+        for path in RunFolder(cell.folder).results:  # of an evaluation with other keys
+            path.unlink(missing_ok=True)
         device, before = self._free.popleft(), share_done(cell)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
         with (cell.folder / LOG).open("ab") as log:

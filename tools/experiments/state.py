@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -24,12 +24,11 @@ from megatron.config import Config, ConfigError
 from megatron.config.sections.data import EvaluationConfig
 from megatron.data.errors import DataError
 from megatron.files import parse_json, write_text
+from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
 
 ROOT = Path(__file__).parents[2]
 RECORD = "cell.json"
-RESULTS = ("extrapolation.csv", "accuracy.csv")
-"""A run that has measured its lengths has written one of these."""
 INDEX = "cells.csv"
 _PLACES = ("save", "load", "data_dir", "use_wandb", "wandb")
 
@@ -110,7 +109,8 @@ def text_of(config: Config) -> str:
     key = repr(config.data)
     if key not in _texts:
         # This import takes seconds, and a new grid can be listed without it.
-        from megatron.engine.text import open_text, tokenizer_of
+        from megatron.engine.build import tokenizer_of
+        from megatron.engine.text import open_text
 
         _texts[key] = open_text(config, tokenizer_of(config)).content()
     return _texts[key]
@@ -120,7 +120,7 @@ def state_of(cell: Cell) -> tuple[State, str]:
     """Return the state of a cell, and what has changed since its run began."""
     record = Record.read(cell.folder)
     if record is None:
-        if (cell.folder / "latest").exists():
+        if RunFolder(cell.folder).latest.exists():
             why = f"and tools/sweep.py did not start it, or its {RECORD} is damaged"
             return "stale", f"{cell.folder} holds a run, {why}"
         return "new", ""
@@ -145,24 +145,18 @@ def state_of(cell: Cell) -> tuple[State, str]:
 
 def is_complete(cell: Cell, config: Config) -> bool:
     """Return whether the run of a cell took its last step and measured all lengths."""
-    latest, last = cell.folder / "latest", config.training.train_iters
-    step = latest.read_text().removeprefix("global_step").strip() if latest.exists() else "0"
-    return int(step) >= last and any((cell.folder / name).exists() for name in RESULTS)
+    run = RunFolder(cell.folder)
+    measured = any(path.exists() for path in run.results)
+    return run.newest_step() >= config.training.train_iters and measured
 
 
 def share_done(cell: Cell) -> float:
     """Return the share of its training steps that the run of a cell has taken."""
-    record, last = Record.read(cell.folder), next(latest_metrics(cell.folder), None)
-    if record is None or last is None or not record.config["train_iters"]:
+    record = Record.read(cell.folder)
+    if record is None or not record.config["train_iters"]:
         return 0.0
-    return min(1.0, last["step"] / record.config["train_iters"])
-
-
-def latest_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's `metrics.jsonl` from the last complete one back to the first."""
-    path = folder / "metrics.jsonl"
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
-    yield from map(parse_json, reversed(whole.splitlines()))
+    row = next(RunFolder(cell.folder).metrics_rows(newest_first=True), {"step": 0})
+    return min(1.0, row["step"] / record.config["train_iters"])
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:

@@ -21,8 +21,8 @@ import pandas as pd
 from megatron.config import ConfigError, Problem, load_config
 from megatron.config.command_line import sharing_layout
 from megatron.config.errors import Mark
+from megatron.run_folder import RunFolder
 from tools.experiments.results import Frame
-from tools.experiments.state import latest_metrics
 
 VALUES = ["start", "end", "change", "relative"]
 _PREFIX = "theta/"
@@ -59,7 +59,7 @@ def of_run(folder: Path) -> list[dict[str, Any]]:
     start = _start(folder) if logged else {}
     if start and start.keys() != logged.keys():
         text = f"the run logged {', '.join(logged)}, but this embedding has {', '.join(start)}"
-        raise ConfigError([Problem(Mark(str(folder / "config.yml")), "pos_emb", text)])
+        raise ConfigError([Problem(Mark(str(RunFolder(folder).config)), "pos_emb", text)])
     return [
         {"parameter": name, "step": step, **_moved(start[name], logged[name])} for name in start
     ]
@@ -78,7 +78,7 @@ def _rms(values: np.ndarray) -> float:
 
 def _last_logged(folder: Path) -> tuple[int, dict[str, list[Any]]]:
     """Return the last step at which a run logged theta, and its values of each parameter."""
-    for row in latest_metrics(folder):
+    for row in RunFolder(folder).metrics_rows(newest_first=True):
         named = {name.removeprefix(_PREFIX): row[name] for name in row if name.startswith(_PREFIX)}
         if logged := {name: values for name, values in named.items() if isinstance(values, list)}:
             return row["step"], logged
@@ -92,7 +92,9 @@ def _start(folder: Path) -> dict[str, np.ndarray]:
     from megatron.engine.shape import DTYPES
     from megatron.model.theta import columns_of, initial_theta, named_theta
 
-    config = load_config([folder / "config.yml"], [*sharing_layout(1), "attention_backend=eager"])
+    config = load_config(
+        [RunFolder(folder).config], [*sharing_layout(1), "attention_backend=eager"]
+    )
     if config.checkpoint.load not in (None, config.checkpoint.save):
         return {}
     plan = plan_of(config, 1, device_type="cpu", eod=0)

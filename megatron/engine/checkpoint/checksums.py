@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from megatron.files import parse_json, read_small
 from megatron.parallel.groups import Groups
+from megatron.run_folder import RECORD
 from megatron.version import __version__
 
-RECORD = "kerple.json"
 FORMAT = 1
 """The version of the format of `kerple.json`.
 
@@ -60,20 +61,21 @@ def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
     return {name: found for each in groups.gather_from_job(local) for name, found in each.items()}
 
 
-def damage(folder: Path, groups: Groups) -> str | None:
+def damage(folder: Path, groups: Groups, skipped: str = "") -> str | None:
     """Return a text that names a damaged file and its damage, or None if all files are intact.
 
     If several files are damaged, the text describes the one whose path sorts first. Every rank must
     call this function, and every rank gets the same result.
 
     Args:
-        folder: the folder of one checkpoint.
+        folder: The folder of one checkpoint.
+        skipped: A pattern; files with such a name are not read.
     """
-    problem = _damage_seen_by(folder, groups.rank, groups.world_size)
+    problem = _damage_seen_by(folder, groups.rank, groups.world_size, skipped)
     return min((found for found in groups.gather_from_job(problem) if found), default=None)
 
 
-def _damage_seen_by(folder: Path, rank: int, ranks: int) -> str | None:
+def _damage_seen_by(folder: Path, rank: int, ranks: int, skipped: str) -> str | None:
     """Check `kerple.json` and this rank's share of the files; return the first damage or None."""
     path = folder / RECORD
     try:
@@ -86,6 +88,8 @@ def _damage_seen_by(folder: Path, rank: int, ranks: int) -> str | None:
         if sealed_by is not None and sealed_by != _seal(record):
             return f"{path}: its checksum is wrong"
         for name, (size, checksum) in sorted(record.get("files", {}).items())[rank::ranks]:
+            if fnmatch(name, skipped):
+                continue
             path = folder / name
             if not path.is_file():
                 return f"{path}: missing"

@@ -24,7 +24,7 @@ from megatron.config.mlp_width import GATED
 from megatron.engine.build import positional_of
 from megatron.engine.checkpoint.publish import new_folder, write_import
 from megatron.engine.checkpoint.record import Record
-from megatron.engine.checkpoint.saved import Kind, newest, tag_of
+from megatron.engine.checkpoint.saved import Kind, require_newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox.buffers import implied_buffers
@@ -34,6 +34,7 @@ from megatron.engine.shape import DTYPES, shape_of
 from megatron.model import BlockShape
 from megatron.model.theta import THETA
 from megatron.positional import PositionalEmbedding
+from megatron.run_folder import tag_of
 
 WORDS = "embedding.word_embeddings.weight"
 _DEGREES = tuple(
@@ -79,13 +80,11 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         CheckpointError: `source` has no checkpoint, `target` already has the new folder, or
             neither the released KERPLE code nor gpt-neox since 2024 supports the model.
     """
-    saved = newest(source)
-    if saved is None:
-        raise CheckpointError(f"{source} holds no checkpoint (no file `latest`)")
+    saved = require_newest(source)
     weights, (buffers, shards) = saved.weights(), saved.imported_tensors()
     about: dict[str, Any] = {**(saved.record.imported or {})}
     if about:
-        shape = Shape(**about["shape"] | {"theta": tuple(about["shape"]["theta"])})
+        shape: Shape = about["shape"]
     else:
         config = _config_of(saved.record)
         dtype = DTYPES[config.training.precision]
@@ -153,12 +152,13 @@ def _write_layers(
 
     XX is the position in GPT-NeoX's pipeline, and YY is the tensor-parallel rank.
 
+    Each tensor is split into as many shards as there are ranks. Some imported tensors have shards
+    that a split would not give again, for example because replicated shards differed slightly. If
+    the new checkpoint has as many ranks as the imported one, it gets those original shards.
+
     Args:
-        placed: maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensors.
-        imported_shards: maps "position.name" to the original tensor-parallel shards of a tensor
-            that `layout.split` would not split into the same shards again (see
-            `Published.shards`). The shards are written unchanged if the new checkpoint has as many
-            ranks as the imported one.
+        placed: The unsharded tensors, by (position in GPT-NeoX's pipeline, GPT-NeoX's name).
+        imported_shards: The original shards of such tensors, by "position.name".
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)

@@ -2,63 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron.config import Config
-from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.full_weights import Weights, fill, full_shapes
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Kind, Saved, newest
+from megatron.engine.checkpoint.saved import Kind, Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
-from megatron.engine.shape import DTYPES, identity_of
-from megatron.model import GPT
-from megatron.model.embedding import scale_distances
 from megatron.model.theta import SHARED_THETA, THETA
 from megatron.parallel.groups import Groups
 from megatron.positional import within_bounds
+from megatron.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from megatron.engine.local_model import Model
 
 WORDS = "embedding.word_embeddings.weight"
-
-
-def load_model(
-    config: Config, load: Path, tokenizer: Tokenizer, groups: Groups
-) -> tuple[GPT, Saved, list[str]]:
-    """Build the config's model for inference, with the newest checkpoint of the run folder `load`.
-
-    Every rank of the tensor-parallel group must call this function, and each gets its shard of
-    the model. The model multiplies all query-key distances by `eval_distance_scale`.
-
-    Returns:
-        The model in the config's precision on this rank's device, its checkpoint, and lines to
-        print for the user.
-
-    Raises:
-        AttentionError: the attention backend does not support this model on this device.
-        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
-    """
-    saved = newest(load)
-    if saved is None:
-        raise CheckpointError(
-            f"{load} holds no checkpoint (no file `latest`); name the `save` folder of a run"
-        )
-    size, eod, kind = tokenizer.vocab_size, tokenizer.eod, groups.device.type
-    plan = plan_of(config, size, device_type=kind, eod=eod, training=False, tp=groups.model)
-    model = GPT(plan)
-    run = RunDescription(model=identity_of(config, model.shape, tokenizer))
-    notes = load_weights(model, saved, run, groups)
-    scale_distances(model, config.evaluation.eval_distance_scale)
-    dtype = DTYPES[config.training.precision]
-    return model.to(device=groups.device, dtype=dtype).eval(), saved, notes
 
 
 def load_weights(
@@ -104,7 +67,7 @@ def load_weights(
         missing = shapes.keys() - weights.keys()
         problems += [f"{name}: missing in the checkpoint" for name in missing]
     if problems:
-        raise CheckpointError(_refusal(saved, problems, weights, shapes))
+        raise CheckpointError(_text_of_problems(saved, problems, weights, shapes))
     notes += _project_theta(model, weights)
     fill(model, weights)
     return notes
@@ -120,8 +83,9 @@ def _read(
     """
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
-        shape = (saved.record.imported or {}).get("shape", {})
-        return saved.weights(), buffers, tuple(shape.get("theta", ())), [], []
+        imported = saved.record.imported
+        names = imported["shape"].theta if imported else ()
+        return saved.weights(), buffers, names, [], []
     published = neox.read(saved.path, summed_biases=gpt_j_residual)
     notes = list(published.notes)
     if published.shape.parts > 1 and gpt_j_residual:
@@ -142,11 +106,11 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
     if saved.kind is not Kind.IMPORTED or saved.record.imported is None:
         return []
     shape = saved.record.imported["shape"]
-    if shape["parts"] == 1 or shape["summed_biases"] == gpt_j_residual:
+    if shape.parts == 1 or shape.summed_biases == gpt_j_residual:
         return []
     return [
         "biases of attention.dense and mlp.dense_4h_to_h: merged for gpt_j_residual: "
-        f"{str(shape['summed_biases']).lower()}, which is not this config's; import again, with "
+        f"{str(shape.summed_biases).lower()}, which is not this config's; import again, with "
         "--config and this config"
     ]
 
@@ -162,12 +126,15 @@ def _differences(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> list[s
     ]
 
 
-def _refusal(
+def _text_of_problems(
     saved: Saved, problems: list[str], weights: Weights, shapes: dict[str, tuple[int, ...]]
 ) -> str:
+    """Return the error message for a checkpoint that does not fit the model."""
     listed = "\n  ".join(sorted(problems))
     published = saved.kind is Kind.PUBLISHED
-    config = f"the files in {saved.path / 'configs'}" if published else saved.folder / "config.yml"
+    config = (
+        f"the files in {saved.path / 'configs'}" if published else RunFolder(saved.folder).config
+    )
     padding = ""
     if WORDS in weights and WORDS in shapes and len(weights[WORDS]) != shapes[WORDS][0]:
         padding = f" (vocabulary: make_vocab_size_divisible_by: {len(weights[WORDS])})"

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from megatron.engine.checkpoint.checksums import RECORD, describe_files, write_record
-from megatron.engine.checkpoint.saved import tag_of
+from megatron.engine.checkpoint.checksums import describe_files, write_record
 from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
 from megatron.files import flush, replacing
 from megatron.parallel.groups import build_groups
+from megatron.run_folder import RECORD, RunFolder, tag_of
 
 UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 
@@ -94,7 +94,7 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
     replaced = folder / f"{REPLACED}{tag}"
     confirm()
     # If the process is killed after the renames, `remove_unfinished` completes `latest`.
-    with replacing(folder / "latest") as latest:
+    with replacing(RunFolder(folder).latest) as latest:
         latest.write_text(tag)
         flush(latest)
         if final.exists():
@@ -122,7 +122,7 @@ def remove_unfinished(folder: Path) -> list[str]:
     for file in folder.glob(f".latest.*{UNFINISHED_FILE}"):
         tag = file.read_text(errors="replace")
         if (folder / tag / RECORD).is_file() and not (folder / f"{UNFINISHED}{tag}").exists():
-            file.replace(folder / "latest")  # killed when only this was left to do
+            file.replace(RunFolder(folder).latest)  # killed when only this was left to do
     for file in folder.glob(f".*{UNFINISHED_FILE}"):
         file.unlink(missing_ok=True)
     leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
     Field,
     NonNegativeInt,
-    PositiveInt,
     TypeAdapter,
     ValidationError,
 )
 from typing_extensions import TypedDict
 
-from megatron.engine.checkpoint.checksums import FORMAT, MOST_BYTES, RECORD
+from megatron.engine.checkpoint.checksums import FORMAT, MOST_BYTES
 from megatron.engine.errors import CheckpointError
+from megatron.engine.neox.shape import Shape
 from megatron.files import read_small
+from megatron.run_folder import RECORD, RunFolder
 from megatron.version import __version__
 
 SIZES = ("model_parallel_size", "zero_stage")
@@ -55,25 +56,10 @@ class Interval(TypedDict, total=False):
     owes_validation: bool
 
 
-class ImportedShape(TypedDict):
-    """The fields of `neox.shape.Shape`, as JSON values."""
-
-    num_layers: NonNegativeInt
-    tied: bool
-    parts: PositiveInt
-    theta: list[str]
-    geglu: bool
-    summed_biases: bool
-    row_output: NotRequired[bool]
-    head: NotRequired[bool]
-    group: NotRequired[PositiveInt]
-    head_size: NotRequired[NonNegativeInt]
-
-
 class Imported(TypedDict):
     """The result of `Published.about`, as JSON values."""
 
-    shape: ImportedShape
+    shape: Shape
     schedule: dict[str, Any] | None
     args: dict[str, Any]
 
@@ -174,7 +160,7 @@ class Record(RunDescription):
             why = _problems(error) if isinstance(error, ValidationError) else error
             raise CheckpointError(
                 f"{path}: cannot be read ({why}); this folder was not written by this code, or "
-                f"it is damaged: name another checkpoint in {checkpoint.parent / 'latest'}"
+                f"it is damaged: name another checkpoint in {RunFolder(checkpoint.parent).latest}"
             ) from error
 
 

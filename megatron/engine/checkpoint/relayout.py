@@ -78,7 +78,7 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
     }
 
 
-def refusal(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+def why_not_resumed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Return why a run of layout `old` cannot be resumed in layout `new`; None if it can be."""
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:

@@ -1,22 +1,11 @@
-"""Decide where a job starts (at step 0 or from a checkpoint), and load the checkpoint.
+"""Load the checkpoint that a job starts from: its weights, or its full training state.
 
-| `load` names | the job starts with |
-|---|---|
-| nothing, or a folder without a checkpoint | step 0 and initial weights |
-| a checkpoint of this code | its step, weights, optimizer, schedule and random streams |
-| a checkpoint of GPT-NeoX, or any import | its step and weights; zero optimizer moments |
-| any checkpoint, with `finetune: true` | step 0 and its weights |
-| any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
-
-`load` names one checkpoint, or a run folder. The run folder's file `latest` names its checkpoint.
-
-With `finetune: true`, if the folder `save` holds a checkpoint, the job resumes from it instead.
+`choose_start.py` decides which checkpoint that is.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,21 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 
-from megatron.config import Config
 from megatron.engine.checkpoint import relayout
-from megatron.engine.checkpoint.checksums import RECORD
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.publish import UNFINISHED, remove_unfinished
+from megatron.engine.checkpoint.publish import UNFINISHED
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
-from megatron.engine.checkpoint.saved import Kind, Saved, find_newest, finished
+from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError
-from megatron.engine.job.agreement import require_one_folder, seen_by_all
-from megatron.engine.neox.read import is_published
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import set_rng_state
+from megatron.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from megatron.engine.local_model import Model
@@ -122,8 +108,7 @@ def restore(
     written, layout = saved.record.layout, run.layout
     resharded = layout["model_parallel_size"] > 1 and saved.record.cuts != run.cuts
     if written != layout or resharded:
-        why = relayout.refusal(written, layout)
-        if why:
+        if why := relayout.why_not_resumed(written, layout):
             raise CheckpointError(
                 f"{saved.path} was written with another layout, and {why}. Resume with the layout "
                 "it was written with, or set `finetune: true` and another `save` to load only its "
@@ -141,160 +126,8 @@ def restore(
         raise CheckpointError(
             f"{saved.path}: cannot be loaded on rank {groups.rank} ({type(error).__name__}: "
             f"{error}); if a file is damaged, write the name of an older checkpoint into "
-            f"{saved.folder / 'latest'}"
+            f"{RunFolder(saved.folder).latest}"
         ) from error
     if loaded is None:
         raise CheckpointError(f"{saved.path}: DeepSpeed found nothing to load there")
     return saved.record.progress
-
-
-def choose_start(
-    config: Config, groups: Groups, train_samples: int, *, allow_fallback: bool = False
-) -> Start:
-    """Examine the config's folders `load` and `save`, and decide where the job starts.
-
-    Every rank must call this function.
-
-    Args:
-        train_samples: the number of samples for which this run's training index is built. The index
-            determines the order of the training samples.
-        allow_fallback: whether to skip damaged checkpoints and take the newest intact one.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged, there is no checkpoint to evaluate, or this run
-            would overwrite the checkpoints of another run in `save`.
-    """
-    save = config.checkpoint.save
-    if save and config.training.train_iters > 0:
-        require_one_folder(groups, Path(save))
-        removed = remove_unfinished(Path(save)) if groups.is_main else []
-        if removed:
-            print(f"removed what a killed run left half written: {', '.join(removed)}")
-    groups.barrier()
-    skipped: list[str] = []
-
-    def newest_usable(folder: Path | None) -> Saved | None:
-        if folder is None:
-            return None
-        saved, damaged = usable(folder, groups, allow_fallback=allow_fallback)
-        skipped.extend([damaged] if damaged else [])
-        return saved
-
-    start = _decide(config, newest_usable, train_samples)
-    start.save = Path(save) if save else None
-    if skipped:
-        start.text += f" (passed over: {'; '.join(skipped)})"
-    return start
-
-
-def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
-    """Return the checkpoint in `folder` to start from (or None), and the damage found (or "").
-
-    Without damage, the result is the checkpoint that the file `latest` names, or `folder` itself if
-    `folder` is a checkpoint. Every rank must call this function.
-
-    Args:
-        allow_fallback: whether to skip damaged checkpoints. If the checkpoint named in `latest` is
-            damaged, the newest intact checkpoint of an earlier step is taken. If there is none,
-            the newest intact checkpoint in `folder` is taken.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
-            checkpoint. The error message names the damaged files.
-    """
-
-    def look() -> tuple[list[Saved], Saved | None, str]:
-        if (folder / RECORD).is_file() or is_published(folder):  # it is itself a checkpoint
-            return [], Saved(folder.resolve().parent, folder.resolve().name), ""
-        return finished(folder)[::-1], *find_newest(folder)
-
-    candidates, latest, problem = seen_by_all(look, folder, groups)
-    found = [problem] if problem else []
-    if problem and not (allow_fallback and candidates):
-        raise CheckpointError(problem)
-    if latest is not None:
-        others = [each for each in candidates if each != latest]
-        older = candidates.index(latest) if latest in candidates else 0
-        candidates = [latest, *others[older:], *others[:older]]
-    elif not problem:
-        return None, ""
-    for number, saved in enumerate(candidates):
-        problem = saved.damage(groups)
-        if problem is None:
-            return saved, "; ".join(found)
-        found.append(problem)
-        if not allow_fallback:
-            before = candidates[number + 1 : number + 2]
-            way = f"resume from {before[0].path} with --allow-fallback, or " if before else ""
-            raise CheckpointError(
-                f"{saved.path} is damaged: {problem}. Restore that file, or {way}"
-                "name another `save` to start from step 0"
-            )
-    raise CheckpointError(f"{folder} holds no intact checkpoint: " + "; ".join(found))
-
-
-def _decide(
-    config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
-) -> Start:
-    """Decide where to start, by the rules in the module docstring.
-
-    Args:
-        usable: a function that returns the newest usable checkpoint in a folder, or None if the
-            folder has none.
-    """
-    c, trains = config.checkpoint, config.training.train_iters > 0
-    save, load = (Path(name) if name else None for name in (c.save, c.load))
-    fresh = TrainingProgress(0, 0, train_samples)
-    continues = save is not None and load is not None and save.resolve() == load.resolve()
-    saved = usable(save) if trains or continues else None
-    if trains and saved and save and saved.path == save.resolve():
-        raise CheckpointError(f"save: {save} is one checkpoint; name the folder that holds it")
-    if saved and c.finetune and trains:
-        return Start(fresh, f"resuming the finetuning from {saved.path}", saved, resumes=True)
-    loaded = saved if continues else usable(load)
-    if trains and saved and not continues:
-        raise CheckpointError(
-            f"save: {save} holds a checkpoint already ({saved.tag}), and this run does not "
-            f"continue it; write `load: {save}` to continue, or another `save` for a new run"
-        )
-    if not load:
-        return Start(fresh, "starting fresh: no `load` in the config")
-    if not loaded:
-        if not trains:
-            raise CheckpointError(
-                f"{load} holds no checkpoint (no file `latest`), and train_iters: 0 does nothing "
-                "but evaluate one; name the folder that holds `latest`"
-            )
-        return Start(fresh, f"starting fresh: {load} holds no checkpoint")
-    if c.finetune:
-        text = f"starting at step 0 from the weights of {loaded.path} (finetune)"
-        return Start(fresh, text, loaded)
-    if trains and loaded.kind is Kind.OURS:
-        text = f"resuming from {loaded.path}{_other_batch(config, loaded)}"
-        return Start(fresh, text, loaded, resumes=True)
-    return _from_weights(config, loaded, train_samples)
-
-
-def _other_batch(config: Config, saved: Saved) -> str:
-    """Return a warning if `train_batch_size` differs from the checkpoint's value, otherwise ""."""
-    here = config.batch.train_batch_size
-    there = saved.record.config.get("train_batch_size", here)
-    if there == here:
-        return ""
-    return (
-        f"\ntrain_batch_size is {here}, and was {there} until now: samples go on in the same "
-        f"order, but losses will not be those of one run; write train_batch_size: {there} for them"
-    )
-
-
-def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:
-    """Return a `Start` that begins at the checkpoint's step and loads only the weights."""
-    step, schedule = saved.counters
-    text = f"evaluating {saved.path}, trained for {step} steps"
-    if config.training.train_iters > 0:
-        text = (
-            f"going on at step {step} from the weights of {saved.path}, which has no optimizer: "
-            "its moments start at zero, samples are counted as step x train_batch_size"
-        )
-    progress = TrainingProgress(step, step * config.batch.train_batch_size, train_samples)
-    return Start(progress, text, saved, schedule=schedule)

@@ -1,10 +1,9 @@
-"""Find the checkpoints of a run folder (`newest`, `finished`), and read them (`Saved`).
+"""Read the checkpoints of a run folder (`Saved`): `newest` and `finished` return them.
 
-    RUN/global_stepN/           one checkpoint
+    RUN/global_stepN/
         mp_rank_*.pt, layer_*.pt, *_optim_states.pt       DeepSpeed's files
         rng_rank_*.pt                                     random streams of dropout, one per rank
         kerple.json                                       the `Record`
-    RUN/latest                  name of the newest complete checkpoint
 
 A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported from them (`Kind`).
 """
@@ -12,7 +11,6 @@ A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -28,10 +26,10 @@ from megatron.engine.checkpoint.full_weights import Weights, read_full
 from megatron.engine.checkpoint.record import Record, RunDescription
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox.counters import counters
-from megatron.engine.neox.read import is_published
 from megatron.engine.safe_load import safe_load
 from megatron.model import BlockShape
 from megatron.parallel.groups import Groups
+from megatron.run_folder import RunFolder, is_published
 
 
 class Kind(Enum):
@@ -131,13 +129,28 @@ class Saved:
         state = safe_load(self.path / "mp_rank_00_model_states.pt")
         return state["neox_buffers"], state.get("neox_parts", {})
 
-    def damage(self, groups: Groups) -> str | None:
+    def damage(self, groups: Groups, *, optimizer: bool = True) -> str | None:
         """Return a text that names a damaged file and its damage, or None if all files are intact.
 
         Every rank must call this method. For a published (GPT-NeoX) checkpoint the result is always
         None, because that format records neither sizes nor checksums.
+
+        Args:
+            optimizer: Whether to read the optimizer's files, too. They hold the weights in ZeRO-3.
         """
-        return None if is_published(self.path) else checksums.damage(self.path, groups)
+        if is_published(self.path):
+            return None
+        skip = not optimizer and self.record.layout["zero_stage"] < 3
+        return checksums.damage(self.path, groups, "*optim_states.pt" if skip else "")
+
+    def require_intact(self, groups: Groups, *, optimizer: bool = True) -> None:
+        """Check the files as `damage` does.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        if problem := self.damage(groups, optimizer=optimizer):
+            raise CheckpointError(f"{self.path} is damaged: {problem}")
 
     def require_same(self, run: RunDescription, *subjects: str, free: Sequence[str] = ()) -> None:
         """Check that the checkpoint records the same values as `run` in the fields `subjects`.
@@ -168,16 +181,9 @@ class Saved:
                 )
 
 
-def tag_of(step: int) -> str:
-    """Return the folder name of the checkpoint after `step` steps."""
-    return f"global_step{step}"
-
-
 def finished(folder: Path) -> list[Saved]:
     """Return the complete checkpoints in the run folder `folder`, by increasing step."""
-    prefix = tag_of(0)[:-1]
-    steps = [path.name[len(prefix) :] for path in folder.glob(f"{prefix}*")]
-    return [Saved(folder, tag_of(step)) for step in sorted(int(s) for s in steps if s.isdecimal())]
+    return [Saved(folder, tag) for tag in RunFolder(folder).tags()]
 
 
 def newest(folder: Path) -> Saved | None:
@@ -187,39 +193,21 @@ def newest(folder: Path) -> Saved | None:
         CheckpointError: `latest` is missing although `folder` has checkpoints, the checkpoint that
             `latest` names does not exist, or `folder` is itself a checkpoint.
     """
-    saved, problem = find_newest(folder)
+    tag, problem = RunFolder(folder).newest_tag()
     if problem:
         raise CheckpointError(problem)
-    return saved
+    return Saved(folder, tag) if tag else None
 
 
-def find_newest(folder: Path) -> tuple[Saved | None, str]:
-    """Return the checkpoint that `folder/latest` names (or None), and a problem (or "").
+def require_newest(folder: Path) -> Saved:
+    """Return the checkpoint that `folder/latest` names.
 
-    The problem is a text for the user. It says that `latest` is missing although `folder` has
-    checkpoints, that the checkpoint named in `latest` does not exist, or that `folder` is itself a
-    checkpoint. If `folder` has no checkpoints, the result is (None, "").
+    Raises:
+        CheckpointError: `folder` has no checkpoints, or `newest` raises the error.
     """
-    latest = folder / "latest"
-    if not latest.is_file():
-        if (folder / checksums.RECORD).is_file() or is_published(folder):
-            return None, (
-                f"{folder} is one checkpoint; name the folder that holds it, {folder.parent}, with "
-                f"a file `latest` in it that contains {folder.name}"
-            )
-        if there := finished(folder):
-            return None, (
-                f"{latest} is missing, but {there[-1].path} is there; write {there[-1].tag} into "
-                "that file, let train.py --allow-fallback take the newest intact checkpoint, or "
-                "name another `save` to start from step 0"
-            )
-        return None, ""
-    tag = latest.read_text(errors="replace").strip()
-    if tag not in os.listdir(folder) or not (folder / tag).is_dir():
-        there = ", ".join(sorted(p.name for p in folder.glob("global_step*"))) or "none"
-        return None, (
-            f"{latest} names {tag!r}, which is not a checkpoint folder beside it (there: {there}); "
-            "write the name of one of those into it, let train.py --allow-fallback take the newest "
-            "intact one, or name another `save` to start from step 0"
+    saved = newest(folder)
+    if saved is None:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint (no file `latest`); name the `save` folder of a run"
         )
-    return Saved(folder, tag), ""
+    return saved

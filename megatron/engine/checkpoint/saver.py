@@ -31,9 +31,10 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 
 from megatron.engine.checkpoint.record import TrainingProgress
-from megatron.engine.checkpoint.saved import Saved, tag_of
+from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.checkpoint.write import Destination, complete, removed_if_it_fails, write_state
 from megatron.parallel.groups import Groups
+from megatron.run_folder import tag_of
 
 ALIGNMENT = 64
 """The storage of each tensor starts in the buffer at a multiple of this number of bytes."""

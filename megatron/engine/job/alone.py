@@ -22,4 +22,9 @@ def job_or_alone(config: Config) -> AbstractContextManager[Groups]:
         parallel = config.parallel
         backend, silence = parallel.distributed_backend, parallel.heartbeat_timeout
         return joined_job(backend=backend, silence=silence)
-    return nullcontext(build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    return nullcontext(alone())
+
+
+def alone() -> Groups:
+    """Return the process groups of a job of this process alone, on the GPU if there is one."""
+    return build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

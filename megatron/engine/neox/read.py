@@ -67,28 +67,18 @@ class Published:
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
 
-def is_published(checkpoint: Path) -> bool:
-    """Return whether the checkpoint folder `global_stepN` is in the published (GPT-NeoX) layout.
-
-    GPT-NeoX and this project both write `layer_*` files. A folder that contains `kerple.json` or
-    `rng_rank_*.pt` is not in the published layout, because only this project writes these two.
-    """
-    ours = (checkpoint / "kerple.json").is_file() or any(checkpoint.glob("rng_rank_*.pt"))
-    if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not
-        return False
-    return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
-
-
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     """Read a published (GPT-NeoX) checkpoint, and merge the tensor-parallel shards of its tensors.
 
-    The caller must check `problems` of the result before it uses the weights.
+    A tensor that is missing, unknown or inconsistent raises no error: it adds a line to the
+    result's `problems`. If there is such a line, some weights are missing in the result.
 
     Args:
-        summed_biases: whether the model was trained with `gpt_j_residual`.
+        summed_biases: Whether the model was trained with `gpt_j_residual`. If so, each rank stores
+            its own part of a row-parallel layer's bias, and the parts are added.
 
     Raises:
-        CheckpointError: a file cannot be read, or it contains more than tensors and plain values.
+        CheckpointError: A file cannot be read, or it contains more than tensors and plain values.
     """
     found = {}
     for path in checkpoint.iterdir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from megatron.engine.errors import CheckpointError
@@ -37,16 +38,16 @@ class Shape:
             queries and keys have a norm for each head.
     """
 
-    num_layers: int
+    num_layers: NonNegativeInt
     tied: bool = False
-    parts: int = 1
+    parts: PositiveInt = 1
     theta: tuple[str, ...] = ()
     geglu: bool = False
     summed_biases: bool = False
     row_output: bool = False
     head: bool = False
-    group: int = 1
-    head_size: int = 0
+    group: PositiveInt = 1
+    head_size: NonNegativeInt = 0
 
     def rule(self, name: str) -> str:
         """Return the rule (see `layout`) by which shards of the tensor `name` are merged."""

@@ -24,8 +24,8 @@ from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.rows import flat
 from megatron.files import write_text
+from megatron.run_folder import RunFolder
 
-WANDB_ID_FILE = "wandb_id"
 Row = Mapping[str, Any]
 """The type of a row of metrics: `step`, and the value (a number or nested list) of each metric."""
 
@@ -155,7 +155,7 @@ def _start_wandb(
     run_id = None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        id_file = folder / WANDB_ID_FILE
+        id_file = RunFolder(folder).wandb_id
         if append and mode == "online" and id_file.exists():
             run_id = id_file.read_text(encoding="utf-8").strip() or None
     try:

@@ -17,16 +17,16 @@ from megatron.data.errors import DataError
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.build import tokenizer_of
-from megatron.engine.checkpoint.load_weights import load_model
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.alone import job_or_alone
+from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.text import open_text
 from megatron.evaluation.suite import context, perplexity, recall
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
-from megatron.evaluation.suite.report import FOLDER, PAGE, Report, write_report
+from megatron.evaluation.suite.report import PAGE, Report, write_report
 from megatron.evaluation.suite.verdict import verdict
 from megatron.parallel.groups import Groups
+from megatron.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def run_suite(
     """
     with job_or_alone(config) as groups:
         say = say if groups.is_main else lambda text: None
-        tokenizer = tokenizer_of(config)
-        model, saved, notes = load_model(config, load, tokenizer, groups)
-        say("\n".join([f"evaluating {saved.path}", *notes]))
-        text, chosen = open_text(config, tokenizer), config.evaluation
+        run = open_run(load, config, groups)
+        say(run.said())
+        tokenizer, chosen = run.tokenizer, config.evaluation
+        text = open_text(config, tokenizer)
         if isinstance(text, Task):
             raise DataError(f"--suite reads text, and data_path is a length task, {text.name}")
         sample = read_sample(
@@ -77,20 +77,20 @@ def run_suite(
             tokens=chosen.eval_suite_tokens,
             eod=tokenizer.eod,
         )
-        subject = Subject(model, groups, chosen.eval_batch_tokens)
-        judged = _load_judge(*judge, tokenizer, groups) if judge else None
+        subject = _subject(run, groups)
+        judged = _open_judge(*judge, tokenizer, groups) if judge else None
         measures = measure_with_progress(subject, sample, tokenizer, judged)
-        title = f"{model.pos.name}, trained at {config.model.seq_length:,} tokens"
+        title = f"{run.model.pos.name}, trained at {config.model.seq_length:,} tokens"
         if chosen.eval_distance_scale != 1.0:
             title += f", distances x {chosen.eval_distance_scale:g}"
         facts: dict[str, Any] = {
-            "checkpoint": str(saved.path),
+            "checkpoint": str(run.saved.path),
             "text": f"{chosen.eval_split} of {text.shards.prefix}",
             "sequences": f"{len(sample.documents)} of {sample.longest:,} tokens, out of "
             f"{len(np.unique(sample.documents))} documents that are long enough",
         }
         report = Report(title, facts, verdict(measures), measures)
-        folder = out or load / FOLDER
+        folder = out or RunFolder(load).suite
         if groups.is_main:
             write_report(report, folder, sample.train_length)
         say("\n".join([title, *(f"  {m.says}" for m in measures), *report.verdict]))
@@ -141,11 +141,15 @@ def measure_all(
     ]
 
 
-def _load_judge(config: Config, load: Path, tokenizer: Tokenizer, groups: Groups) -> Judge:
-    if tokenizer_of(config).fingerprint() != tokenizer.fingerprint():
+def _subject(run: OpenRun, groups: Groups) -> Subject:
+    return Subject(run.model, groups, run.config.evaluation.eval_batch_tokens)
+
+
+def _open_judge(config: Config, load: Path, tokenizer: Tokenizer, groups: Groups) -> Judge:
+    run = open_run(load, config, groups)
+    if run.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise CheckpointError(
             f"--judge {load} has another tokenizer than the model, so its tokens are different; "
             "name a run with the same tokenizer"
         )
-    model, saved, _ = load_model(config, load, tokenizer, groups)
-    return Judge(str(saved.path), Subject(model, groups, config.evaluation.eval_batch_tokens))
+    return Judge(str(run.saved.path), _subject(run, groups))

@@ -17,7 +17,7 @@ from megatron.evaluation.suite.measure import Measure, Row
 from megatron.evaluation.suite.statistics import LEVEL
 from megatron.files import write_bytes, write_text
 
-FOLDER, PAGE, DATA = "suite", "report.md", "report.json"
+PAGE, DATA = "report.md", "report.json"
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.engine.checkpoint.checksums import sealed
+from megatron.engine.checkpoint.choose_start import usable
 from megatron.engine.checkpoint.exchange import import_checkpoint
-from megatron.engine.checkpoint.resume import usable
 from megatron.engine.checkpoint.saved import Kind, newest
 from megatron.engine.errors import CheckpointError
 from megatron.hub.importing import import_folder

@@ -14,13 +14,14 @@ from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import Saved, newest, tag_of
+from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.layout import EMBEDDINGS
 from megatron.engine.shape import DTYPES
 from megatron.model import GPT
 from megatron.positional import names
+from megatron.run_folder import is_published, tag_of
 from tests.helpers.paths import FIXTURES
 from tools.reshape_checkpoint import reshape
 
@@ -71,7 +72,7 @@ def test_what_is_exported_is_the_same_model(tmp_path, pos_emb, parts):
     changes |= {"precision": "bfloat16"} if pos_emb == "kerple_log" else {}
     config, model = own_checkpoint(tmp_path / "run", hidden_size=48, **changes)
     written = export_checkpoint(tmp_path / "run", tmp_path / "out", parts=parts)
-    assert neox.is_published(written) and written.name == "global_step5"
+    assert is_published(written) and written.name == "global_step5"
     found = neox.read(written)
     assert found.shape.parts == parts and found.step == 5 and not found.problems
     assert found.args["padded_vocab_size"] == VOCAB

@@ -15,7 +15,7 @@ import torch
 
 from megatron.config import load_config
 from megatron.engine.checkpoint import relayout
-from megatron.engine.checkpoint.checksums import RECORD, describe_files, sealed
+from megatron.engine.checkpoint.checksums import describe_files, sealed
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.saved import Kind, newest
 from megatron.engine.errors import CheckpointError
@@ -23,6 +23,7 @@ from megatron.engine.safe_load import only_safe_loads
 from megatron.evaluation.by_length import evaluate_checkpoint
 from megatron.parallel.groups import build_groups
 from megatron.pretraining.run import Job
+from megatron.run_folder import RECORD
 from tests.helpers.jobs import STAGES, cell, write_config, write_shards
 from tests.helpers.launch import run_ranks
 from tests.helpers.paths import FIXTURES

@@ -17,12 +17,12 @@ from megatron.data.samples.index import IndexArguments, build_sample_index
 from megatron.data.samples.split import split_documents
 from megatron.data.shards.reader import ShardReader
 from megatron.engine.build import plan_of
+from megatron.engine.checkpoint.choose_start import choose_start
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
-from megatron.engine.checkpoint.resume import choose_start
 from megatron.engine.checkpoint.saved import Saved, newest
 from megatron.engine.errors import CheckpointError
-from megatron.engine.text import JobData
+from megatron.engine.job_data import JobData
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.evaluation.by_length import evaluate_checkpoint
 from megatron.model import GPT

@@ -1,0 +1,166 @@
+"""The batches of a job, for training and for evaluations, from the text that the config names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config import Config
+from megatron.data.samples.base import Samples
+from megatron.data.samples.blend import BlendedDataset
+from megatron.data.samples.dataset import TokenDataset
+from megatron.data.samples.index_cache import cache_folder
+from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
+from megatron.data.samples.split import SPLITS
+from megatron.data.tasks.base import Task
+from megatron.data.tasks.samples import TaskSamples
+from megatron.engine.build import tokenizer_of
+from megatron.engine.text import open_text
+from megatron.parallel.groups import Groups
+
+
+def samples_of_run(config: Config) -> dict[str, int]:
+    """Return a dict from split name to the number of samples that a run of `config` reads."""
+    t, batch = config.training, config.batch.train_batch_size
+    counts = sample_counts(t.train_iters, t.eval_interval, t.eval_iters, batch)
+    return dict(zip(SPLITS, counts, strict=True))
+
+
+class JobData:
+    """The tokenizer and the batches of a job. All ranks may create this object at the same time.
+
+    Attributes:
+        tokenizer: the tokenizer that the config names.
+        text: the opened token shards and splits, or the length task that makes the samples.
+        identity: the values that determine the order and the text of the samples, as JSON values.
+            Checkpoints record them.
+        wanted: maps each split's name to the number of samples that the run reads from it.
+        uncounted_after: with `eod_mask_loss`, the id of the end-of-document token. A target that
+            follows this token does not count in the loss. None counts all targets.
+    """
+
+    def __init__(self, config: Config, groups: Groups):
+        self.config, self.groups = config, groups
+        self.tokenizer = tokenizer_of(config)
+        self.uncounted_after = self.tokenizer.eod if config.training.eod_mask_loss else None
+        self.text = open_text(config, self.tokenizer)
+        self.identity = self._identity()
+        self.wanted = samples_of_run(config)
+        self._held_out: dict[str, Samples | None] = {}
+
+    def _identity(self) -> dict[str, Any]:
+        text, config = self.text, self.config
+        run = {"seed": config.training.seed, "seq_length": config.model.seq_length}
+        if isinstance(text, Task):
+            return run | text.identity()
+        found: dict[str, Any] = run | {
+            "splits": [list(documents) for documents in text.splits],
+            "documents": len(text.shards),
+            "tokens": int(text.shards.sizes.sum(dtype="int64")),
+            "content": text.content(),
+        }
+        if config.data.train_data_paths:
+            found["corpora"] = {
+                name: [[len(corpus.shards), corpus.weight] for corpus in corpora]
+                for name, corpora in text.corpora.items()
+            }
+        return found
+
+    def training(self, *, index_samples: int, consumed: int, least: int = 0) -> TrainLoader | None:
+        """Return this rank's training batches, or None if the run reads no training sample.
+
+        Args:
+            index_samples: the number of samples for which the sample index was built when the run
+                began. The order of the samples depends on this number, as in GPT-NeoX.
+            consumed: the number of samples already read; the batches start after them.
+            least: the least number of samples that the batches must contain.
+        """
+        dataset = self._dataset("train", index_samples, consumed + least)
+        return None if dataset is None else self._loader(dataset, consumed)
+
+    def held_out(self, name: str, *, evaluations_before: int) -> TrainLoader | None:
+        """Return this rank's batches for one evaluation during training, or None if there are none.
+
+        Args:
+            name: the split, `valid` or `test`.
+            evaluations_before: the number of earlier evaluations, whose batches are skipped.
+        """
+        if name not in self._held_out:
+            self._held_out[name] = self._dataset(name, self.wanted[name])
+        dataset = self._held_out[name]
+        if dataset is None:
+            return None
+        per_evaluation = self.config.training.eval_iters * self.config.batch.train_batch_size
+        return self._loader(dataset, evaluations_before * per_evaluation)
+
+    def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
+        """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
+
+        The result is None if there are no batches. After resuming, GPT-NeoX counts micro-batches as
+        steps. With gradient accumulation, its batches of the split `valid` therefore begin at later
+        samples than the batches that `held_out` returns.
+
+        Args:
+            name: the split, `valid` or `test`.
+            iteration: the number of optimizer steps that the run has taken.
+        """
+        dataset = self._dataset(name, self.wanted[name])
+        if dataset is None:
+            return None
+        loader = self._loader(dataset, 0)
+        loader.consumed_samples = published_start(
+            loader,
+            name,
+            iteration,
+            eval_interval=self.config.training.eval_interval,
+            eval_iters=self.config.training.eval_iters,
+        )
+        return loader
+
+    def _dataset(self, name: str, index_samples: int, least: int = 0) -> Samples | None:
+        """Return the samples of split `name`; None if the run reads none or the split is empty.
+
+        Args:
+            index_samples: the number of samples for which the sample index was built when the run
+                began.
+            least: the least number of samples that the result must have.
+        """
+        total = max(index_samples, self.wanted[name])
+        model, seed = self.config.model, self.config.training.seed
+        length = model.seq_length if name == "train" else model.seq_length_val
+        assert length is not None  # the config derives seq_length_val
+        if isinstance(self.text, Task):
+            extend_to = max(total, least)
+            return TaskSamples(self.text, index_samples, length, seed, name, extend_to)
+        corpora = self.text.corpora[name]
+        if total == 0 or all(start == end for start, end in (each.documents for each in corpora)):
+            return None
+
+        def build(number: int, samples: int, extend_to: int) -> TokenDataset:
+            shards = corpora[number].shards
+            return TokenDataset(
+                shards,
+                corpora[number].documents,
+                samples,
+                length,
+                seed,
+                name if len(corpora) == 1 else f"{name}_{number}",
+                cache_dir=cache_folder(shards.folder),
+                extend_to=extend_to,
+            )
+
+        if not self.config.data.train_data_paths:
+            return build(0, index_samples, total)
+        weights = [corpus.weight for corpus in corpora]
+        return BlendedDataset(build, weights, index_samples, name, extend_to=total)
+
+    def _loader(self, dataset: Samples, consumed: int) -> TrainLoader:
+        batch = self.config.batch
+        return TrainLoader(
+            dataset,
+            batch.train_batch_size,
+            batch.train_micro_batch_size_per_gpu,
+            self.groups.data_rank,
+            self.groups.data_size,
+            consumed,
+            vocab_size=self.tokenizer.vocab_size,
+        )

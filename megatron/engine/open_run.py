@@ -1,0 +1,102 @@
+"""Open a run folder: the one door to its model, for everything that uses a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.config import Config, load_config
+from megatron.config.command_line import sharing_layout
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.build import plan_of, tokenizer_of
+from megatron.engine.checkpoint.load_weights import load_weights
+from megatron.engine.checkpoint.record import RunDescription
+from megatron.engine.checkpoint.saved import Saved, require_newest
+from megatron.engine.errors import CheckpointError
+from megatron.engine.job.alone import alone
+from megatron.engine.shape import DTYPES, identity_of
+from megatron.model import GPT
+from megatron.model.embedding import scale_distances
+from megatron.parallel.groups import Groups
+from megatron.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run's model with the weights of its newest checkpoint, for inference.
+
+    Attributes:
+        config: The configuration by which the model is used.
+        tokenizer: The tokenizer that the config names.
+        model: The model, or this rank's tensor-parallel shard of it.
+        saved: The checkpoint whose weights the model has.
+        notes: Lines to print for the user.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    model: GPT
+    saved: Saved
+    notes: list[str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return next(self.model.parameters()).dtype
+
+    def said(self) -> str:
+        """Return the text with which an evaluation of the run begins."""
+        return "\n".join([f"evaluating {self.saved.path}", *self.notes])
+
+
+def open_run(
+    folder: Path,
+    config: Config | None = None,
+    groups: Groups | None = None,
+    *,
+    files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+) -> OpenRun:
+    """Build the model of the run folder `folder`, with the weights of its newest checkpoint.
+
+    The model has the config's precision, is on this rank's device, and multiplies all query-key
+    distances by `eval_distance_scale`. The files that hold the weights must be intact. Every rank
+    must call this function.
+
+    Args:
+        config: The configuration. None reads it from `files`, or from the run's `config.yml` if
+            there are none, for a model that is not divided over processes.
+        groups: The job's process groups; `groups.model` shares the model. None: this process alone.
+        files: Config files.
+        overrides: Config overrides, `key=value`, for `files` or `config.yml`.
+
+    Raises:
+        AttentionError: The attention backend does not support this model on this device.
+        CheckpointError: `folder` holds no checkpoint or no `config.yml`, or the checkpoint is
+            damaged or does not fit the config.
+        ConfigError: The configuration has problems.
+    """
+    groups = groups or alone()
+    if config is None:
+        stored = RunFolder(folder).config
+        if not files and not stored.is_file():
+            raise CheckpointError(
+                f"{folder} has no config.yml; name the config files with --config"
+            )
+        given = ["attention_backend=auto", *overrides, *sharing_layout(1)]
+        config = load_config(files or [stored], given)
+    tokenizer = tokenizer_of(config)
+    saved = require_newest(folder)
+    saved.require_intact(groups, optimizer=False)
+    size, eod, kind = tokenizer.vocab_size, tokenizer.eod, groups.device.type
+    plan = plan_of(config, size, device_type=kind, eod=eod, training=False, tp=groups.model)
+    model = GPT(plan)
+    run = RunDescription(model=identity_of(config, model.shape, tokenizer))
+    notes = load_weights(model, saved, run, groups)
+    scale_distances(model, config.evaluation.eval_distance_scale)
+    dtype = DTYPES[config.training.precision]
+    model = model.to(device=groups.device, dtype=dtype).eval()
+    return OpenRun(config, tokenizer, model, saved, notes)

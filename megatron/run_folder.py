@@ -1,0 +1,125 @@
+"""A run folder: its files, the checkpoints in it, and the metrics that the run has logged.
+
+    RUN/config.yml                      the resolved configuration
+    RUN/global_stepN/                   a checkpoint (`engine/checkpoint/saved.py` reads it)
+    RUN/latest                          the name of the newest complete checkpoint
+    RUN/.lease-N                        names the job that writes the folder (`engine/job/lease.py`)
+    RUN/metrics.jsonl, RUN/wandb_id     what the run has logged, and its id in wandb
+    RUN/extrapolation.csv, .png         perplexity by length, of text
+    RUN/accuracy.csv, .png              accuracy by length, of a length task
+    RUN/kernels.png, RUN/suite/         the learned kernels, and the use of context
+
+A folder may also hold published (GPT-NeoX) checkpoints. This module imports no torch, so that tools
+that only look at runs start fast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.files import parse_json
+
+RECORD = "kerple.json"
+"""The file of a checkpoint that describes it. Published (GPT-NeoX) checkpoints lack it."""
+_TAG = "global_step"
+
+
+class RunFolder:
+    """A folder that holds a run, or the results of an evaluation. It may be missing.
+
+    Attributes:
+        path: The folder.
+        config, latest, metrics, wandb_id, extrapolation, baselines, accuracy, kernels: The files,
+            of which each may be missing (see the module docstring).
+        suite: The folder of `evaluate.py --suite`.
+        results: The tables of which a run that has measured its lengths holds one.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = path = Path(path)
+        self.config, self.latest = path / "config.yml", path / "latest"
+        self.metrics, self.wandb_id = path / "metrics.jsonl", path / "wandb_id"
+        self.extrapolation, self.accuracy = path / "extrapolation.csv", path / "accuracy.csv"
+        self.baselines, self.kernels = path / "context_baseline.csv", path / "kernels.png"
+        self.suite = path / "suite"
+        self.results = self.extrapolation, self.accuracy
+
+    def tags(self) -> list[str]:
+        """Return the names of the complete checkpoints, by increasing step."""
+        steps = [path.name[len(_TAG) :] for path in self.path.glob(f"{_TAG}*")]
+        return [tag_of(step) for step in sorted(int(s) for s in steps if s.isdecimal())]
+
+    def newest_tag(self) -> tuple[str | None, str]:
+        """Return the name of the checkpoint in the file `latest` (or None), and a problem (or "").
+
+        The problem is a text for the user. It says that `latest` is missing although there are
+        checkpoints, that the checkpoint named in `latest` does not exist, or that this folder is
+        itself a checkpoint. If the folder has no checkpoints, the result is (None, "").
+        """
+        if not self.latest.is_file():
+            if is_checkpoint(self.path):
+                return None, (
+                    f"{self.path} is one checkpoint; name the folder that holds it, "
+                    f"{self.path.parent}, with a file `latest` in it that contains {self.path.name}"
+                )
+            if there := self.tags():
+                return None, (
+                    f"{self.latest} is missing, but {self.path / there[-1]} is there; write "
+                    f"{there[-1]} into that file, let train.py --allow-fallback take the newest "
+                    "intact checkpoint, or name another `save` to start from step 0"
+                )
+            return None, ""
+        tag = self.latest.read_text(errors="replace").strip()
+        if tag not in os.listdir(self.path) or not (self.path / tag).is_dir():
+            there = ", ".join(sorted(path.name for path in self.path.glob(f"{_TAG}*"))) or "none"
+            return None, (
+                f"{self.latest} names {tag!r}, which is not a checkpoint folder beside it (there: "
+                f"{there}); write the name of one of those into it, let train.py --allow-fallback "
+                "take the newest intact one, or name another `save` to start from step 0"
+            )
+        return tag, ""
+
+    def newest_step(self) -> int:
+        """Return the step of the checkpoint that `latest` names; 0 if there is none."""
+        step = (self.newest_tag()[0] or "").removeprefix(_TAG)
+        return int(step) if step.isdecimal() else 0
+
+    def metrics_rows(self, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the rows of `metrics.jsonl` as dicts with an integer `step`.
+
+        An incomplete last line and damaged lines are left out. A run may be writing the file.
+        """
+        text = self.metrics.read_text("utf-8", "replace") if self.metrics.exists() else ""
+        lines = text.split("\n")[:-1]
+        for line in reversed(lines) if newest_first else lines:
+            try:
+                row = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int and "\ufffd" not in line:
+                yield row
+
+
+def tag_of(step: int) -> str:
+    """Return the name of the checkpoint after `step` steps."""
+    return f"{_TAG}{step}"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether the folder is itself a checkpoint, of this project or a published one."""
+    return (folder / RECORD).is_file() or is_published(folder)
+
+
+def is_published(checkpoint: Path) -> bool:
+    """Return whether the checkpoint folder `global_stepN` is in the published (GPT-NeoX) layout.
+
+    GPT-NeoX and this project both write `layer_*` files. A folder that contains `kerple.json` or
+    `rng_rank_*.pt` is not in the published layout, because only this project writes these two.
+    """
+    ours = (checkpoint / RECORD).is_file() or any(checkpoint.glob("rng_rank_*.pt"))
+    if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not
+        return False
+    return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
