@@ -149,7 +149,7 @@ def read_archive(
     assert keys == ("text",)
     with needs_package("lm_dataformat", f"{source.path}: reading an archive", CorpusError):
         import lm_dataformat
-    path, lines, done, fault = place.name, 0, 0, None
+    path, lines, fault = place.name, 0, None
     try:
         with foreign_bytes(place), CountedFile(source.path) as raw:
             for chunk in line_chunks(decompressed(path, raw, place.expand), place):
@@ -157,19 +157,12 @@ def read_archive(
             facts["sha256"] = raw.digest()
     except Fault as error:
         fault = error
-
-    def records() -> Iterator[dict]:
-        nonlocal done
-        place.name, place.expanded = f"{path}:1", 0
-        found = lm_dataformat.Reader(source.path).stream_data(get_meta=True)
-        for text, meta in islice(found, lines):
-            done += 1
-            place.name = f"{path}:{done + 1}"
-            yield {"text": text, "meta": meta}
-        if done < lines:
-            raise EOFError(f"lm_dataformat reads only {done:,} of {lines:,} records")
-
-    chunks = record_chunks(records(), source.path, place, "backslashreplace")
-    yield from positioned(chunks, lambda: source.size * done // lines)
+    place.expanded = 0
+    found = islice(lm_dataformat.Reader(source.path).stream_data(get_meta=True), lines)
+    records = ({"text": text, "meta": meta} for text, meta in found)
+    chunks = record_chunks(records, path, place, "backslashreplace")
+    yield from positioned(chunks, lambda: source.size * place.records // lines)
+    if place.records < lines:
+        raise EOFError(f"lm_dataformat reads only {place.records:,} of {lines:,} records")
     if fault is not None:
         raise fault

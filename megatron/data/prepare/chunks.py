@@ -63,12 +63,15 @@ class Place:
             expand without limit.
         expanded: The number of bytes that were decompressed so far. In a compressed archive of
             compressed files, both the bytes of the archive and those of the files are counted.
+        records: The number of rows or records that were read so far, in a table or an archive of
+            lm_dataformat.
     """
 
     name: str
     limits: Limits = Limits()
     size: int = 0
     expanded: int = 0
+    records: int = 0
 
     def expand(self, count: int) -> None:
         """Add `count` to the number of decompressed bytes.

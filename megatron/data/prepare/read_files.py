@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 from megatron.data.prepare import chunks
 from megatron.data.prepare.archive import read_archive
@@ -51,29 +51,22 @@ def read_source(
         yield from reader(source, keys, facts, place)
 
 
-class _TarFile(tarfile.TarFile):
-    """A tar archive that reports whether its end mark was read.
-
-    The end mark is a block of zeros after the last member. `tarfile` itself does not require this
-    mark, so a truncated archive would seem complete.
-
-    Attributes:
-        ended: Whether the end mark was read.
-    """
-
-    ended = False
-
-
 class _TarEntry(tarfile.TarInfo):
-    """A tar header. If the end mark is read in its place, `_TarFile.ended` is set to True."""
+    """The header of a member of a tar archive. Reading it finds out if the archive is truncated.
+
+    A complete archive ends with an end mark, a block of zeros. `tarfile` itself does not require
+    this mark: it also stops without an error at a damaged header, or where the file ends.
+    """
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
         try:
             return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]  no stub
-            cast(_TarFile, tar).ended = True
-            raise
+        except tarfile.HeaderError as error:
+            ended = isinstance(error, tarfile.EOFHeaderError)  # pyright: ignore[reportAttributeAccessIssue]  no stub
+            if ended or tar.offset == 0:  # at the first header, `tarfile` raises an error
+                raise
+            raise EOFError(f"the archive ends without its end mark: {error}") from None
 
 
 def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> Callable:
@@ -91,13 +84,9 @@ def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> 
     return reader
 
 
-def _read_jsonl(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
-    return chunks.line_chunks(stream, place)
-
-
 def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     path = place.name
-    with _TarFile.open(fileobj=stream, mode="r|", tarinfo=_TarEntry) as archive:
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_TarEntry) as archive:
 
         def members() -> Iterator[Member]:
             for entry in archive:
@@ -110,8 +99,6 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
                     yield place.name, partial(archive.extractfile, entry)
 
         yield from _member_chunks(members(), path, place)
-        if not cast(_TarFile, archive).ended:
-            raise EOFError("the archive ends without its end mark")
     read_out(stream)  # the checksum of a gzip file follows the last member
 
 
@@ -202,7 +189,7 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict, place: Place) 
 
 
 _READERS: dict[str, Callable[..., Iterator[Chunk]]] = {
-    "jsonl": _sequential(_read_jsonl),
+    "jsonl": _sequential(chunks.line_chunks),
     "archive": read_archive,
     "tar": _sequential(_read_tar),
     "dat": _sequential(_read_dat),

@@ -40,7 +40,7 @@ def read_parquet(
     with needs_package("pyarrow", f"{source.path}: reading parquet", CorpusError):
         import pyarrow
         import pyarrow.parquet
-    done, place.name = 0, f"{source.path}:1"
+    place.name = f"{source.path}:1"
     # With pre_buffer or threads, pyarrow reads ahead, and memory grows with the file's length.
     options = {"pre_buffer": False, "buffer_size": _BUFFER}
     with pyarrow.parquet.ParquetFile(source.path, **options) as file:
@@ -54,17 +54,10 @@ def read_parquet(
             if not _holds_text(kind := file.schema_arrow.field(key).type):
                 raise Fault(place.name, f"column {key!r} is of type {kind}, not a string")
         columns = [*keys, *(name for name in ("meta",) if name in names)]
-
-        def rows() -> Iterator[dict]:
-            nonlocal done
-            for batch in file.iter_batches(_BATCH, columns=columns, use_threads=False):
-                for row in batch.to_pylist():
-                    done += 1
-                    yield row
-                place.name = f"{source.path}:{done + 1}"
-
-        chunks = record_chunks(rows(), source.path, place)
-        yield from positioned(chunks, lambda: source.size * done // total)
+        parts = file.iter_batches(_BATCH, columns=columns, use_threads=False)
+        rows = (row for part in parts for row in part.to_pylist())
+        chunks = record_chunks(rows, source.path, place)
+        yield from positioned(chunks, lambda: source.size * place.records // total)
     facts["sha256"] = hash_file(source.path)
 
 
@@ -104,19 +97,10 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
             facts["fingerprint"] = getattr(rows, "_fingerprint", None)
     if isinstance(rows, dict):
         raise Fault(source.path, f"holds several splits; give one of {sorted(rows)}'s folder")
-    done = 0
-
-    def records() -> Iterator[Mapping]:
-        nonlocal done
-        for row in cast(Iterable[Mapping], rows):
-            done += 1
-            place.name = f"{source.path}:{done + 1}"
-            yield row
-
     place.name = f"{source.path}:1"
     with foreign_bytes(place, "cannot be read further"):
-        yield from record_chunks(records(), source.path, place)
-    facts["rows"] = done
+        yield from record_chunks(cast(Iterable[Mapping], rows), source.path, place)
+    facts["rows"] = place.records
 
 
 def record_chunks(
@@ -127,17 +111,23 @@ def record_chunks(
     Worker processes encode these chunks like those of a .jsonl file.
 
     Args:
+        rows: The rows of the table, or the records of an archive.
+        where: The path of the input.
+        place: The place of the first row. It is updated while the rows are read.
         halves: How halves of surrogate pairs are written, which UTF-8 cannot hold: as bytes that
             make the record faulty, or with "backslashreplace" as escapes of JSON.
     """
 
     def lines() -> Iterator[bytes]:
+        place.name = f"{where}:1"
         for row in rows:
+            place.records += 1
             line = json.dumps(row, default=_json_value, ensure_ascii=False) + "\n"
             encoded = line.encode("utf-8", halves)
             place.check_size(len(encoded))
             place.expand(len(encoded))
             yield encoded
+            place.name = f"{where}:{place.records + 1}"
 
     first = 1
     for batch in batches(lines(), len):

@@ -174,6 +174,7 @@ HOSTILE: list[tuple[str, bytes | Callable[[Path], None], str]] = [
     ("length.parquet", footer(lambda c: c[:-8] + b"\xff\xff\xff\x7fPAR1"), ":1" + DAMAGED),
     ("empty.parquet", footer(lambda c: b"PAR1PAR1"), ":1" + DAMAGED),
     ("text.parquet", repeated_text, BOMB),
+    ("second.parquet", parquet(pyarrow.string(), "a", "x" * 1_000_000), ":2" + LARGE),
 ]  # fmt: skip
 
 
