@@ -12,7 +12,7 @@ All have rotary embeddings. `weights` names their weights, and `keys` the entrie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.engine.errors import HubError
@@ -41,22 +41,11 @@ class HubClass:
     name: str
     model_type: str
     activations: Mapping[str, str]
-    defaults: Mapping[str, Any]
+    defaults: dict[str, Any]
     modules: Mapping[str, tuple[str, ...]]
     layers: str
 
 
-_LLAMA_MODULES = {
-    "embedding.word_embeddings": ("model.embed_tokens",),
-    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.dense": ("self_attn.o_proj",),
-    "mlp.dense_h_to_4h": ("mlp.up_proj", "mlp.gate_proj"),
-    "mlp.dense_4h_to_h": ("mlp.down_proj",),
-    "final_norm": ("model.norm",),
-    "output": ("lm_head",),
-}
-_LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": None}
-_LLAMA |= {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
 NEOX = HubClass(
     "GPTNeoXForCausalLM",
     "gpt_neox",
@@ -75,19 +64,27 @@ LLAMA = HubClass(
     "LlamaForCausalLM",
     "llama",
     _GATES,
-    _COMMON | _LLAMA | {"max_position_embeddings": 2048},
-    _LLAMA_MODULES,
+    _COMMON
+    | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": None}
+    | {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
+    | {"max_position_embeddings": 2048},
+    {
+        "embedding.word_embeddings": ("model.embed_tokens",),
+        "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.dense": ("self_attn.o_proj",),
+        "mlp.dense_h_to_4h": ("mlp.up_proj", "mlp.gate_proj"),
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+        "final_norm": ("model.norm",),
+        "output": ("lm_head",),
+    },
     "model.layers.",
 )
-MISTRAL = HubClass(
-    "MistralForCausalLM",
-    "mistral",
-    _GATES,
-    _COMMON
-    | _LLAMA
+MISTRAL = replace(
+    LLAMA,
+    name="MistralForCausalLM",
+    model_type="mistral",
+    defaults=LLAMA.defaults
     | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-    _LLAMA_MODULES,
-    "model.layers.",
 )
 CLASSES = (NEOX, LLAMA, MISTRAL)
 

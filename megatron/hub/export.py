@@ -34,6 +34,9 @@ CODE = "modeling_kerple"
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest difference of logits, by the dtype in which they are compared."""
 _SHARD = "5GB"
+_SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
+_SAME += ("mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base")
+"""The values of a `BlockShape` that `KerpleConfig` has under the same names."""
 _LONGEST = 1024
 """The largest number of tokens of a text that both models read for the comparison."""
 
@@ -139,23 +142,13 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
     inside = block.norm == "rmsnorm" and block.fused_norm
     options = {name: positional_options(m, name) for name in values_of(m.pos_emb)}
     windows = m.sliding_window_width
-    return {
-        "hidden_size": block.hidden_size,
+    return {name: getattr(block, name) for name in _SAME} | {
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": block.num_heads,
         "num_key_value_heads": block.num_heads // block.group,
         "intermediate_size": block.mlp_size,
         "max_position_embeddings": shape.max_positions,
         "norm": "fused_rmsnorm" if inside else block.norm,
-        "norm_eps": block.norm_eps,
-        "qk_norm": block.qk_norm,
-        "activation": block.activation,
-        "tanh_gelu": block.tanh_gelu,
-        "attention_bias": block.attention_bias,
-        "mlp_bias": block.mlp_bias,
-        "gpt_j_residual": block.gpt_j_residual,
-        "rotary_ndims": block.rotary_ndims,
-        "rotary_base": block.rotary_base,
         "pos_emb": layers_of(m.pos_emb, m.num_layers),
         "pos_emb_options": options,
         "theta_per_layer": m.theta_per_layer,

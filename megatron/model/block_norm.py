@@ -11,6 +11,7 @@ vectors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -56,13 +57,13 @@ class BlockNorm(Norm):
         shared = kind == "scalenorm" if by_head else tp.splits_sequence
         self.tp = tp if shared else ALONE
 
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        return tuple(copy_to(weight, self.tp) for weight in super().weights())
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights: Any = self._parameters.values()
+        if self.tp.size > 1:
+            weights = [copy_to(weight, self.tp) for weight in weights]
         if self.kernel is not None:
-            return self.kernel(x, *self.weights(), (self.dim,), self.eps)
-        return super().forward(x)
+            return self.kernel(x, *weights, (self.dim,), self.eps)
+        return self.normed(x, *weights)
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:

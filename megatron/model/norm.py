@@ -13,6 +13,8 @@ Legend: D size of the last dimension.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,24 +43,24 @@ class Norm(nn.Module):
         else:
             self.scale = nn.Parameter(torch.ones(heads * dim))
 
-    def weights(self) -> tuple[Tensor, ...]:
-        """Return the norm's weights: (weight, bias), (scale,) or (g,)."""
-        if self.kind == "layernorm":
-            return self.weight, self.bias
-        return (self.g if self.kind == "scalenorm" else self.scale,)
-
     def forward(self, x: Tensor) -> Tensor:
-        weights, size = self.weights(), (self.dim,)
-        if self.kind in ("layernorm", "fused_rmsnorm"):
-            norm = F.layer_norm if self.kind == "layernorm" else F.rms_norm
+        weights: Any = self._parameters.values()  # faster than attributes of a module
+        return self.normed(x, *weights)
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the norm of `x` with these weights."""
+        kind, dim, eps = self.kind, self.dim, self.eps
+        if bias is not None:
             if self.heads == 1:
-                return norm(x, size, *weights, eps=self.eps)
-            x = norm(x, size, eps=self.eps)
-        else:
-            wide = x.to(self.numerics.working_dtype(x.dtype))
-            length = wide.norm(dim=-1, keepdim=True)
-            if self.kind == "scalenorm":
-                return (wide / length.clamp(min=self.eps)).to(x.dtype) * weights[0]
-            x = (wide / (length * self.dim**-0.5 + self.eps)).to(x.dtype)
-        x = x * weights[0].view(-1, self.dim)
-        return x + weights[1].view(-1, self.dim) if self.kind == "layernorm" else x
+                return F.layer_norm(x, (dim,), weight, bias, eps)
+            unit = F.layer_norm(x, (dim,), eps=eps)
+            return unit * weight.view(-1, dim) + bias.view(-1, dim)
+        if kind == "fused_rmsnorm":
+            if self.heads == 1:
+                return F.rms_norm(x, (dim,), weight, eps)
+            return F.rms_norm(x, (dim,), eps=eps) * weight.view(-1, dim)
+        wide = x.to(self.numerics.working_dtype(x.dtype))
+        length = wide.norm(dim=-1, keepdim=True)
+        if kind == "scalenorm":
+            return (wide / length.clamp(min=eps)).to(x.dtype) * weight
+        return (wide / (length * dim**-0.5 + eps)).to(x.dtype) * weight.view(-1, dim)
