@@ -47,6 +47,7 @@ from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.pretraining.first_lines import first_lines
 from megatron.pretraining.hooks import Saving, Validation, is_owed
+from megatron.run_folder import RunFolder
 
 UNSAVED = Path("runs/unsaved")
 """The folder for logs and plots of a run whose config names no `save` folder."""
@@ -167,7 +168,7 @@ class Job:
 
     def _write_config(self) -> None:
         """Write the resolved `config.yml`, unless the job only evaluates another run."""
-        path = self.run_dir / "config.yml"
+        path = RunFolder(self.run_dir).config
         if self.groups.is_main and (self.config.training.train_iters > 0 or not path.exists()):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_text(path, self.config.to_yaml())

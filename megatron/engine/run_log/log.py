@@ -29,9 +29,9 @@ from megatron.config.sections.data import LoggingConfig
 from megatron.engine.run_log.rows import Metric, json_line, plain
 from megatron.engine.run_log.sinks import TensorBoard, Wandb
 from megatron.files import parse_json, write_text
+from megatron.run_folder import RunFolder
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-METRICS_FILE = "metrics.jsonl"
 NO_SINKS = LoggingConfig()
 
 
@@ -85,7 +85,7 @@ class RunLog:
             self._sinks.append(Wandb(run_dir, settings, config or {}, append))
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
-            path = run_dir / METRICS_FILE
+            path = RunFolder(run_dir).metrics
             if append and last_step is not None:
                 _keep_complete_rows(path, last_step)
             elif not append and path.exists():
