@@ -24,3 +24,9 @@ def told_apart(*values: float) -> list[str]:
         if len({float(text.replace(",", "")) for text in texts}) == len(set(values)):
             break
     return texts
+
+
+def clock(seconds: float) -> str:
+    """Format a duration as hours, minutes and seconds, such as 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

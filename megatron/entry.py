@@ -133,6 +133,14 @@ def number(
     return read
 
 
+def assignment(text: str) -> "tuple[str, str]":
+    """Return the name and the value of the text `NAME=VALUE`, for argparse."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text}: write NAME=VALUE")
+    return name, value
+
+
 def output_has_no_reader() -> bool:
     """Return whether stdout is a pipe whose read end is closed."""
     try:

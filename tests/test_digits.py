@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.digits import decimals, told_apart
+from megatron.digits import clock, decimals, told_apart
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,7 @@ def test_values_have_three_digits_or_as_many_as_tell_them_apart(values, texts):
 
 def test_decimals_show_significant_digits():
     assert [decimals(v, 2) for v in (0.0, math.nan, 123.0, 9.5, -0.05, 2e-6)] == [0, 0, 0, 1, 3, 7]
+
+
+def test_a_duration_has_hours_minutes_and_seconds():
+    assert [clock(seconds) for seconds in (0, 59.6, 3723)] == ["0:00:00", "0:01:00", "1:02:03"]

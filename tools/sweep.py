@@ -34,22 +34,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("grid", type=Path, metavar="GRID.yml")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the grid")
+    add("--set", action="append", default=[], type=entry.assignment, metavar="NAME=VALUE",
+        help="a variable of the grid")  # fmt: skip
     add("--only", metavar="PATTERN", help="only cells with such a name, e.g. '*kerple*-1235'")
     add("--cell", type=int, metavar="N", help="only the N-th cell, counted from 0")
     add("--list", "--check", action="store_true", help="check and show all cells, run nothing")
-    add("--jobs", type=int, metavar="N", help="cells at a time [1, or one for each GPU]")
+    jobs = "cells at a time [1, or one for each GPU]"
+    add("--jobs", type=entry.number(int, 1), metavar="N", help=jobs)
     add("--gpus", metavar="0,1,...", help="the GPUs to use [all]; each cell gets its own")
     stale = "stale runs: start over (the old folder is renamed), or count them as finished"
     add("--stale", choices=("rerun", "keep"), help=stale)
     slurm = "print the command that runs the unfinished cells as an array job"
     add("--slurm", action="store_true", help=slurm)
-    args = parser.parse_args(argv)
-    if wrong := [text for text in args.set if "=" not in text]:
-        parser.error(f"--set {wrong[0]}: write NAME=VALUE")
-    if args.jobs is not None and args.jobs < 1:
-        parser.error(f"--jobs {args.jobs}: at least 1")
-    return args
+    return parser.parse_args(argv)
 
 
 @entry.reports(DataError)
@@ -57,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the grid, and return the exit code (see the module docstring)."""
     args = parse_arguments(argv)
     try:
-        grid = read_grid(args.grid, dict(text.split("=", 1) for text in args.set))
+        grid = read_grid(args.grid, dict(args.set))
         if grid.about.tokenizer and not args.list:
             _train_tokenizer(grid, grid.about.tokenizer)
         cells = [
@@ -145,7 +142,7 @@ def _devices(args: argparse.Namespace, processes: int) -> list[str]:
 
 def _array_job(args: argparse.Namespace, grid: Grid, left: list[Cell]) -> str:
     numbers = ",".join(str(grid.cells.index(cell)) for cell in left)
-    options = [text for each in args.set for text in ("--set", each)]
+    options = [text for pair in args.set for text in ("--set", "=".join(pair))]
     limit = f"%{args.jobs}" if args.jobs else ""
     command = ["sbatch", f"--array={numbers}{limit}", f"--gpus-per-node={grid.about.processes}"]
     command += ["tools/slurm/sweep.sbatch", str(args.grid), *options]

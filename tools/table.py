@@ -25,15 +25,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="GRID.yml|RUN", help="one grid file, or run folders")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the grid")
+    add("--set", action="append", default=[], type=entry.assignment, metavar="NAME=VALUE",
+        help="a variable of the grid")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--against", choices=("paper",), help="show the paper's numbers beside the cells")
     add("--metric", choices=tuple(METRICS), help="[the first of these that was measured]")
     args = parser.parse_args(argv)
     if len(args.runs) > 1 and not all(path.is_dir() for path in args.runs):
         parser.error("give one grid file, or only run folders")
-    if wrong := [text for text in args.set if "=" not in text]:
-        parser.error(f"--set {wrong[0]}: write NAME=VALUE")
     return args
 
 
@@ -46,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         found = results.of_folders(args.runs)
     else:
         try:
-            grid = read_grid(args.runs[0], dict(text.split("=", 1) for text in args.set))
+            grid = read_grid(args.runs[0], dict(args.set))
             found, remarks = results.of_grid(grid)
         except ConfigError as error:
             entry.refuse(str(error), 2)

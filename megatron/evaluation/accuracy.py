@@ -16,7 +16,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import examples_at
 from megatron.engine.training.pipeline import PipelineLosses
 from megatron.evaluation.losses import losses_of_sequences
-from megatron.evaluation.report import figure_png, mark_training_length
+from megatron.evaluation.report import csv_of, figure_png, mark_training_length
 from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
@@ -129,11 +129,11 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
     import pandas as pd
     from matplotlib.figure import Figure
 
-    table = pd.DataFrame([asdict(row) for row in rows])
+    table = pd.DataFrame(rows)
     path = RunFolder(run_dir).accuracy
     picture = path.with_suffix(".png")
     run_dir.mkdir(parents=True, exist_ok=True)
-    replace_table(path, table.to_csv(index=False, lineterminator="\n").encode())
+    replace_table(path, csv_of(table))
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
     axes = figure.add_subplot()
     bars = [table.exact - table.exact_low, table.exact_high - table.exact]

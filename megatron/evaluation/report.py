@@ -6,12 +6,10 @@ used, because a bare `Figure` draws with Agg, needs no display and leaves no glo
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +46,18 @@ def write_extrapolation(
     Raises:
         ValueError: there are no rows, or a length occurs twice.
     """
+    import pandas as pd
+
     rows = sorted(rows, key=lambda row: row.length)
     lengths = [row.length for row in rows]
     if not rows or len(set(lengths)) != len(lengths):
         raise ValueError(f"each length must have one result; the lengths are {lengths}")
     run_dir.mkdir(parents=True, exist_ok=True)
-    run, columns = RunFolder(run_dir), [field.name for field in fields(LengthResult)]
-    replace_table(run.extrapolation, _csv(columns, map(astuple, rows)))
-    named = ((name, *astuple(row)) for name, row in baselines.items())
-    content = _csv(["baseline", "context", *columns[1:]], named) if baselines else None
-    replace_table(run.baselines, content)
+    run = RunFolder(run_dir)
+    replace_table(run.extrapolation, csv_of(rows))
+    shorter = pd.DataFrame(list(baselines.values()), list(baselines)).rename_axis("baseline")
+    named = shorter.rename(columns={"length": "context"}).reset_index()
+    replace_table(run.baselines, csv_of(named) if baselines else None)
     figure = extrapolation_figure(rows, train_length, baselines, title)
     write_bytes(run.extrapolation.with_suffix(".png"), figure_png(figure))
     return _table(rows, train_length, baselines, title)
@@ -102,12 +102,15 @@ def write_kernels(
     write_bytes(path, figure_png(kernels_figure(panels, distance_n, train_length)))
 
 
-def _csv(columns: Sequence[str], rows: Iterable[tuple]) -> bytes:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    return out.getvalue().encode()
+def csv_of(table: Any) -> bytes:
+    """Return the content of a CSV file.
+
+    Args:
+        table: A table of pandas, or a list of rows that are dicts or dataclasses.
+    """
+    import pandas as pd
+
+    return pd.DataFrame(table).to_csv(index=False, na_rep="nan", lineterminator="\n").encode()
 
 
 def _table(
@@ -116,8 +119,9 @@ def _table(
     baselines: Mapping[str, LengthResult],
     title: str,
 ) -> str:
-    head = ("length", "x train", "sequences", "loss", "perplexity", "bits per byte")
-    cells: list[tuple[str, ...]] = [head]
+    import pandas as pd
+
+    cells = [("length", "x train", "sequences", "loss", "perplexity", "bits per byte")]
     for row in (*rows, *baselines.values()):
         cells.append(
             (
@@ -129,16 +133,12 @@ def _table(
                 _measured(row.bits_per_byte, row.bits_per_byte_stderr, 4),
             )
         )
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
-    rule = "-" * len(lines[0])
-    body = lines[1 : 1 + len(rows)]
-    for label, line in zip(baselines, lines[1 + len(rows) :], strict=True):
-        body += [f"same model, {label}:", line]
-    return "\n".join([title, lines[0], rule, *body, "(± one standard error over sequences)"])
+    text = (" " + pd.DataFrame(cells)).to_string(index=False, header=False)
+    head, *lines = (line[1:] for line in text.splitlines())
+    for number, label in enumerate(baselines):
+        lines.insert(len(rows) + 2 * number, f"same model, {label}:")
+    rule = "-" * len(head)
+    return "\n".join([title, head, rule, *lines, "(± one standard error over sequences)"])
 
 
 def _measured(value: float, error: float, digits: int) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron.files import replacing
+import pandas as pd
+
+from megatron.files import write_text
 from megatron.kernels.tile_sizes import SHARED_MEMORY, family
 
 BLACKWELL = (100, 120)
@@ -83,17 +83,13 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        _, *lines = csv.reader(file)
-    convert: list[Any] = [{"int": int, "float": float}.get(str(f.type), str) for f in fields(Row)]
-    return [Row(*(to(x) for to, x in zip(convert, line, strict=True))) for line in lines]
+    table = pd.read_csv(path, float_precision="round_trip").rename(columns={"pass": "which"})
+    return [Row(**row) for row in table.to_dict("records")]
 
 
 def write(rows: list[Row], out: Path) -> None:
-    with replacing(out) as path, path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["pass" if f.name == "which" else f.name for f in fields(Row)])
-        writer.writerows(astuple(row) for row in rows)
+    table = pd.DataFrame(rows).rename(columns={"which": "pass"})
+    write_text(out, table.to_csv(index=False, lineterminator="\n"))
 
 
 def summary(rows: list[Row]) -> str:

@@ -132,7 +132,6 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
         for seed in own[-1] if own else about.seeds:
             name = "-".join([*names, str(seed)])
             folder = runs / name
-            parts = [path for each in (about, *values) for path in each.configs]
             keys: dict[str, Any] = {
                 "save": str(folder), "load": str(folder), "seed": seed,
                 "eval_lengths": about.lengths,
@@ -140,15 +139,10 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
             for each in (about, *values):
                 keys |= each.overrides
             known = {**variables, **chosen, "seed": str(seed)}
-            yield Cell(
-                name,
-                chosen,
-                seed,
-                tuple(filled(part, known) for part in parts),
-                tuple(f"{key}={_yaml(value, known)}" for key, value in keys.items()),
-                folder,
-                about.processes,
-            )
+            parts = (path for each in (about, *values) for path in each.configs)
+            configs = tuple(filled(part, known) for part in parts)
+            overrides = tuple(f"{key}={_yaml(value, known)}" for key, value in keys.items())
+            yield Cell(name, chosen, seed, configs, overrides, folder, about.processes)
 
 
 def _yaml(value: Any, names: Mapping[str, str]) -> str:
@@ -161,15 +155,6 @@ def _yaml(value: Any, names: Mapping[str, str]) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_yaml(each, names) for each in value) + "]"
     return json.dumps(value)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a value of `overrides`."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:
@@ -189,7 +174,7 @@ def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]
     parts = [value for axis in about.axes for value in values_of(about, axis).values()]
     texts = [about.paper.corpus] if about.paper else []
     for each in (about, *parts):
-        texts += [*each.configs, *_texts(each.overrides)]
+        texts += [*each.configs, json.dumps(each.overrides)]
         for key in each.overrides.keys() & {"save", "seed"}:
             yield ("overrides",), f"each cell has its own {key}; write `runs` and `seeds` instead"
     for name in set(re.findall(_VARIABLE, " ".join(texts))) - known:
@@ -247,17 +232,12 @@ def _nested(settings: Settings) -> dict[str, Any]:
 def _error(path: Path, settings: Settings, faults: Sequence[Fault]) -> ConfigError:
     """Return the error that reports each fault (place, text) with its line."""
 
-    def mark(place: Sequence[str]) -> Mark:
+    def mark(place: tuple[str, ...]) -> Mark:
         for size in range(len(place), 0, -1):
             for keys, given in settings.items():
-                if keys[:size] == tuple(place[:size]):
+                if keys[:size] == place[:size]:
                     return given.mark
         return Mark(str(path))
 
-    places = [([str(key) for key in place], text) for place, text in faults]
-    return ConfigError(
-        [
-            Problem(mark(place), ".".join(place), text)
-            for place, text in dict.fromkeys((tuple(place), text) for place, text in places)
-        ]
-    )
+    found = dict.fromkeys((tuple(map(str, place)), text) for place, text in faults)
+    return ConfigError([Problem(mark(place), ".".join(place), text) for place, text in found])

@@ -21,6 +21,7 @@ from megatron.files import parse_json, write_bytes, write_text
 from tools.experiments.grid import Grid, filled
 from tools.experiments.results import CURVES, Frame
 from tools.experiments.statistics import Verdict, significant
+from tools.experiments.theta import VALUES
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
 MOVED_NOTE = (
@@ -172,8 +173,7 @@ def _table(
     paper: dict[str, dict[str, list[float]]],
 ) -> Frame:
     lines = []
-    for row in dict.fromkeys(results[rows]):
-        part = results[results[rows] == row]
+    for row, part in results.groupby(rows, sort=False):
         by_length = paper.get(PUBLISHED_POSITIONAL_NAMES.get(str(row), str(row)), {})
         line = {rows: row, "seeds": str(part["seed"].nunique())}
         for length, values in part.groupby("length")["value"]:
@@ -189,14 +189,13 @@ def _table(
 
 def _moved(moved: Frame, rows: str) -> Frame:
     """Return a line for each row and parameter, with means over the seeds."""
-    lines = []
-    for (row, parameter), part in moved.groupby([rows, "parameter"], sort=False):
-        mean = part[["start", "end", "change", "relative"]].mean()
-        line = {rows: row, "parameter": parameter, "seeds": str(part["seed"].nunique())}
-        line |= {"start": f"{mean['start']:.3g}", "end": f"{mean['end']:.3g}"}
-        share = f"{mean['relative']:.0%}" if mean["relative"] >= 0 else ""  # "" for a start of 0
-        lines.append(line | {"change": f"{mean['change']:.2g}", "of the start": share})
-    return pd.DataFrame(lines)
+    runs = moved.astype(dict.fromkeys(VALUES, float)).groupby([rows, "parameter"], sort=False)
+    lines = runs[VALUES].mean().map("{:.3g}".format)
+    lines.insert(0, "seeds", runs["seed"].nunique().astype(str))
+    lines["change"] = runs["change"].mean().map("{:.2g}".format)
+    relative = runs["relative"].mean()  # nan for a start of 0
+    lines["relative"] = relative.map("{:.0%}".format).where(relative.notna(), "")
+    return lines.rename(columns={"relative": "of the start"}).reset_index()
 
 
 def _number(value: float, like: float | None = None) -> str:
@@ -216,10 +215,10 @@ def by_length(results: Frame, rows: str, metric: str) -> bytes:
 
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
     axes = figure.add_subplot()
-    names = list(dict.fromkeys(results[rows]))
-    for number, row in enumerate(names):
+    parts = results.groupby(rows, sort=False)
+    for number, (row, part) in enumerate(parts):
         style = ("-", "--", ":")[number // 10 % 3]  # matplotlib has ten colours
-        values = results[results[rows] == row].groupby("length")["value"].agg(["mean", "std"])
+        values = part.groupby("length")["value"].agg(["mean", "std"])
         mean, spread = values["mean"].to_numpy(), values["std"].fillna(0).to_numpy()
         lengths = values.index.to_numpy()
         axes.plot(lengths, mean, marker="o", markersize=3, linestyle=style, label=str(row))
@@ -235,7 +234,7 @@ def by_length(results: Frame, rows: str, metric: str) -> bytes:
         ylabel=metric,
     )
     axes.grid(alpha=0.3)
-    if len(names) > 10:  # the legend would cover the lines
+    if len(parts) > 10:  # the legend would cover the lines
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     else:
         axes.legend(frameon=False, fontsize="small")

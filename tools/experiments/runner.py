@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
+from megatron.digits import clock
 from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
 from tools.experiments.state import ROOT, Record, is_complete, share_done
@@ -148,16 +149,15 @@ class Runner:
         code = each.process.returncode
         if code == 0 and is_complete(cell, cell.config()):
             record.state = "finished"
-            self._say(f"{cell.name}: finished after {_clock(record.seconds)}")
+            self._say(f"{cell.name}: finished after {clock(record.seconds)}")
         elif code == 0 or self.signals:
             record.state = "cut off"
             self._say(f"{cell.name}: cut off; the next sweep resumes it")
         else:
             record.state = "failed"
-            lines = (cell.folder / LOG).read_text(errors="replace").splitlines()[-_TAIL:]
-            self._fail(
-                cell, f"exit code {code}; the end of {cell.folder / LOG}:\n  " + "\n  ".join(lines)
-            )
+            log = cell.folder / LOG
+            lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
+            self._fail(cell, "\n  ".join([f"exit code {code}; the end of {log}:", *lines]))
         record.write(cell.folder)
         self._changed()
 
@@ -169,13 +169,8 @@ class Runner:
         """Return a line with the number of ended cells and the time left, by steps taken so far."""
         done = self._ended + sum(share_done(each.cell) - each.before for each in self._running)
         passed = time.monotonic() - begun
-        left = _clock(passed * (self._work - done) / done) if done > 0 else "unknown"
+        left = clock(passed * max(0.0, self._work - done) / done) if done > 0 else "unknown"
         ended = self._total - waiting - len(self._running)
         return (
             f"{ended} of {self._total} cells ended, {len(self._running)} running, time left: {left}"
         )
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -53,11 +53,5 @@ def perplexities(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.replace("/loss", "/perplexity"): perplexity(x) for name, x in losses.items()}
 
 
-def clock(seconds: float) -> str:
-    total = round(seconds)
-    hours, minutes = divmod(total // 60, 60)
-    return f"{hours}:{minutes:02d}:{total % 60:02d}"
-
-
 def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:
     return [_mapped(change, x) for x in metric] if isinstance(metric, list) else change(metric)

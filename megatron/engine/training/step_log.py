@@ -11,9 +11,9 @@ import deepspeed
 from torch import nn
 
 from megatron.config import Config
+from megatron.digits import clock
 from megatron.engine.errors import BadLossError
 from megatron.engine.run_log.log import RunLog
-from megatron.engine.run_log.rows import clock
 from megatron.engine.training.bad_loss import ADVICE
 from megatron.engine.training.compiled import Compilations
 from megatron.engine.training.hooks import Hook, Step

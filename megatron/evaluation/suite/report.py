@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.report import figure_png, mark_training_length
-from megatron.evaluation.suite.measure import Measure, Row
+from megatron.evaluation.report import csv_of, figure_png, mark_training_length
+from megatron.evaluation.suite.measure import Measure
 from megatron.evaluation.suite.statistics import LEVEL
 from megatron.files import write_bytes, write_text
 
@@ -44,7 +40,8 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
     for measure in report.measures:
         parts += [f"## {measure.title}", measure.says]
         if measure.rows:
-            write_text(folder / f"{measure.name}.csv", _csv(measure.rows))
+            table = csv_of([row.flat() for row in measure.rows])
+            write_bytes(folder / f"{measure.name}.csv", table)
             parts.append(_table(measure))
         if len(measure.rows) > 2:
             picture = f"{measure.name}.png"
@@ -60,10 +57,11 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
         measure.name: {
             "unit": measure.unit,
             "says": measure.says,
-            "rows": [{key: _json(value) for key, value in row.flat().items()} for row in each],
+            "rows": [
+                {key: _json(value) for key, value in row.flat().items()} for row in measure.rows
+            ],
         }
         for measure in report.measures
-        for each in (measure.rows,)
     }
     write_text(folder / DATA, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -71,14 +69,6 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
 def _json(value: Any) -> Any:
     """Return the value, or None for a number that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, rows[0].flat(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(row.flat() for row in rows)
-    return out.getvalue()
 
 
 def _table(measure: Measure) -> str:
@@ -102,21 +92,20 @@ def _shown(value: Any) -> str:
 
 def _picture(measure: Measure, train_length: int) -> bytes:
     """Draw the values with their intervals over the first label, one curve for each of the rest."""
+    import pandas as pd
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.add_subplot()
-    label = next(iter(measure.rows[0].at))
-    rows = sorted(measure.rows, key=lambda row: (_rest(row), row.at[label]))
-    for rest, curve in itertools.groupby(rows, _rest):
-        points = [(row.at[label], row.estimate) for row in curve]
-        values = [found.value for _, found in points]
-        ends = [
-            [abs(found.value - end) for (_, found), end in zip(points, each, strict=True)]
-            for each in ([f.low for _, f in points], [f.high for _, f in points])
-        ]
-        at = [x for x, _ in points]
-        axes.errorbar(at, values, yerr=ends, marker="o", markersize=4, capsize=3, label=rest)
+    label, *others = measure.rows[0].at
+    table = pd.DataFrame([row.flat() for row in measure.rows])
+    table["curve"] = [
+        ", ".join(f"{name} {row.at[name]}" for name in others) for row in measure.rows
+    ]
+    for name, curve in table.sort_values(label, kind="stable").groupby("curve"):
+        ends = [(curve["value"] - curve[end]).abs() for end in ("low", "high")]
+        style = {"marker": "o", "markersize": 4, "capsize": 3, "label": name}
+        axes.errorbar(curve[label], curve["value"], yerr=ends, **style)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     mark_training_length(axes, train_length)
@@ -124,8 +113,3 @@ def _picture(measure: Measure, train_length: int) -> bytes:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure_png(figure)
-
-
-def _rest(row: Row) -> str:
-    """Return the labels of a row after the first one, which name its curve."""
-    return ", ".join(f"{name} {value}" for name, value in list(row.at.items())[1:])
