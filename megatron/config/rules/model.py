@@ -40,7 +40,7 @@ def _inner_width(activation: str, intermediate: int, multiple: int) -> Found | N
     "max_position_embeddings",
     "rpe_num_buckets",
 )
-def _parameters(
+def _model_size(
     layers: int,
     hidden: int,
     intermediate: int,
