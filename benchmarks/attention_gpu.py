@@ -148,8 +148,8 @@ def measure(
     """Time the variants of a group, and append their rows to `report`.
 
     Args:
-        number: the number of the group, from 0.
-        deadline: the value of `time.monotonic()` after which variants are skipped.
+        number: The number of the group, from 0.
+        deadline: The value of `time.monotonic()` after which variants are skipped.
     """
     batch = max(1, args.tokens // group.length)
     shape = batch, args.heads, group.length, group.head_size
@@ -208,7 +208,7 @@ def warm(call, clock: Clock, repeats: int, deadline: float) -> tuple[float, int]
     The number of repetitions is at most `repeats`, and smaller for a slow call.
 
     Raises:
-        TimeoutError: the call is so slow that another one would pass `deadline`.
+        TimeoutError: The call is so slow that another one would pass `deadline`.
     """
     call()
     clock.wait()

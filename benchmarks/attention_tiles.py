@@ -104,7 +104,7 @@ class Problem:
         """Return the median time of the pass with these tile sizes, in milliseconds.
 
         Raises:
-            ArithmeticError: a result differs from that of the committed tiles.
+            ArithmeticError: A result differs from that of the committed tiles.
         """
         function = self.call(which)
         for got, expected in zip(function(tiles), function(self.committed), strict=True):
@@ -146,7 +146,7 @@ class Search:
         """Return the milliseconds of each problem with `tile`, or None if the tile does not work.
 
         Args:
-            base: the milliseconds with the committed tile, for the log.
+            base: The milliseconds with the committed tile, for the log.
         """
         row = {"pass": which, "tile": astuple(tile)}
         try:

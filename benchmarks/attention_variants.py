@@ -37,7 +37,7 @@ class Variant:
 
     Attributes:
         function: (q, k, v, theta or None) -> output [B, H, T, E].
-        pos: the positional embedding whose distance kernel the function uses.
+        pos: The positional embedding whose distance kernel the function uses.
     """
 
     name: str

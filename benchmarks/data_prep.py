@@ -107,7 +107,7 @@ def run(
     """Run a command, and return (seconds, processor seconds, samples of its memory use).
 
     Args:
-        memory: whether to sample the memory. Each sample is (seconds since the start, MB).
+        memory: Whether to sample the memory. Each sample is (seconds since the start, MB).
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as log:

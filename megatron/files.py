@@ -86,7 +86,7 @@ def read_small(path: Path, most: int) -> bytes:
     """Return the content of a file of unknown origin.
 
     Raises:
-        OSError: the file cannot be read, is no regular file (reading a named pipe would wait for
+        OSError: The file cannot be read, is no regular file (reading a named pipe would wait for
             ever), or has more than `most` bytes.
     """
     found = path.stat()
@@ -101,7 +101,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text of unknown origin.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or contains an integer with more
+        ValueError: The text is not JSON, is nested too deeply, or contains an integer with more
             digits than Python converts (4300 by default).
     """
     try:

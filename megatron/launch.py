@@ -105,7 +105,7 @@ def join() -> None:
     Call this function before any other code reads these variables.
 
     Raises:
-        LaunchError: the tasks of the launcher cannot find each other.
+        LaunchError: The tasks of the launcher cannot find each other.
     """
     found = task()
     if found is None and world_size() != "1" and not {"RANK", *MASTER} <= os.environ.keys():
@@ -219,7 +219,7 @@ def _parents(mark: str) -> list[Process]:
     """Return the processes from this one's parent up to its launcher; [] without a launcher.
 
     Args:
-        mark: the name of a variable that the launcher sets in the environment of each task. A
+        mark: The name of a variable that the launcher sets in the environment of each task. A
             shell between the launcher and a task has this variable, too. The launcher itself does
             not have it, so the launcher is the first parent without this variable.
     """

@@ -18,9 +18,9 @@ def find(module: str, name: str, extension: str) -> tuple[Any, str]:
     The package `apex` on PyPI is not NVIDIA's. Only NVIDIA's has `apex.optimizers.FusedAdam`.
 
     Args:
-        module: the module of apex, such as `apex.optimizers`.
-        name: the name of the class or function in that module.
-        extension: the CUDA extension that the class or function needs, such as `amp_C`. A build of
+        module: The module of apex, such as `apex.optimizers`.
+        name: The name of the class or function in that module.
+        extension: The CUDA extension that the class or function needs, such as `amp_C`. A build of
             apex may lack it.
     """
     if not torch.cuda.is_available():

@@ -53,12 +53,12 @@ class Preemption:
     """One rank's part in ending the whole job early, after a signal or a time limit.
 
     Args:
-        exit_code: the exit code of this process if the job ends early.
-        minutes: the number of minutes, counted from the creation of this object, after which the
+        exit_code: The exit code of this process if the job ends early.
+        minutes: The number of minutes, counted from the creation of this object, after which the
             job ends early even without a signal. None sets no limit.
 
     Attributes:
-        decided: an event that is set when this rank knows the safe point at which all ranks leave.
+        decided: An event that is set when this rank knows the safe point at which all ranks leave.
     """
 
     def __init__(self, exit_code: int = 0, minutes: float | None = None):
@@ -116,7 +116,7 @@ class Preemption:
         The rank's `failure.Watch` calls this method at each poll of the store.
 
         Args:
-            store: the job's key-value store, a `torch.distributed.Store`.
+            store: The job's key-value store, a `torch.distributed.Store`.
 
         Returns:
             Whether an agreement is under way, so that the next poll should follow soon.
@@ -177,8 +177,8 @@ def listen(exit_code: int, minutes: float | None) -> None:
     """Handle SIGTERM, SIGUSR1 and Ctrl-C for the rest of this process.
 
     Args:
-        exit_code: the exit code of this process if the job ends early.
-        minutes: the number of minutes from now after which the job ends early even without a
+        exit_code: The exit code of this process if the job ends early.
+        minutes: The number of minutes from now after which the job ends early even without a
             signal. None sets no limit.
     """
     global _current

@@ -55,9 +55,9 @@ class Fault:
         whom: `rank 0`, `rank 1` or `launcher`.
         moment: `accumulation`, `save`, `evaluation`, `conversion` or `any time`; `slow` only makes
             each step take two seconds.
-        count: the how-manieth call of the moment's function; for `any time`, tenths of a second
+        count: The how-manieth call of the moment's function; for `any time`, tenths of a second
             after the first step.
-        number: the signal.
+        number: The signal.
     """
 
     what: str

@@ -33,6 +33,10 @@ WORDS = {
 }
 """Words that made readers read a sentence twice -> plain words."""
 RAISES = re.compile(r"\w+(, \w+)*: \S")
+SECTIONS = ("Args:", "Attributes:", "Raises:")
+DESCRIBED = re.compile(r"[\w*./`]+(, [\w*./`]+)*: (?P<start>\w+)")
+"""An entry of a section: names, and the first word of their description."""
+DTYPES = re.compile(r"(u?int|float|fp|bf|bool)\d*")
 
 
 def broken_markup(root: Path) -> list[str]:
@@ -73,6 +77,29 @@ def raises_faults(docstring: str) -> Iterator[tuple[int, str]]:
             yield offset, f"needs a section `Raises:`: {line.strip()}"
 
 
+def uncapitalised(root: Path) -> list[str]:
+    """Return entries of `SECTIONS` whose description starts with a small letter.
+
+    A description may start with a dtype, as in `lengths: int64 [n]`.
+    """
+    found = []
+    for path in sources(root, *PRODUCT):
+        for each in docstrings(parsed(path)):
+            section: int | None = None  # indentation of the header while inside a section
+            for number, line in enumerate(each.value.splitlines(), each.lineno):
+                indent = len(line) - len(line.lstrip())
+                if line.strip() in SECTIONS:
+                    section = indent
+                elif section is not None and line.strip() and indent <= section:
+                    section = None
+                elif section is not None and indent == section + 4:
+                    entry = DESCRIBED.match(line.strip())
+                    word = entry["start"] if entry else ""
+                    if word[:1].islower() and not DTYPES.fullmatch(word):
+                        found.append(f"{path.relative_to(root)}:{number}: {line.strip()}")
+    return found
+
+
 def unclear_words(root: Path) -> list[str]:
     """Return uses of `WORDS` in the product's prose and in the pages."""
     pattern = re.compile("|".join(rf"(?P<w{i}>\b({each})\b)" for i, each in enumerate(WORDS)), re.I)
@@ -90,7 +117,7 @@ def unclear_words(root: Path) -> list[str]:
     ]
 
 
-RULES = [broken_markup, broken_raises, unclear_words]
+RULES = [broken_markup, broken_raises, uncapitalised, unclear_words]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -112,6 +139,9 @@ BROKEN = [
         '"""Read.\n\nRaises:\n    A: empty.\n    or full.\n"""',
         "a.py:5: not `Name: when`: or full.",
     ),
+    (uncapitalised, '"""Read.\n\nArgs:\n    x: the text.\n"""', "a.py:4: x: the text."),
+    (uncapitalised, '"""Read.\n\nAttributes:\n    x, *y: a text.\n"""', "a.py:4: x, *y: a"),
+    (uncapitalised, '"""Read.\n\nRaises:\n    A: if empty.\n"""', "a.py:4: A: if empty."),
     (unclear_words, '"""It begins anew."""', "anew -> again"),
     (unclear_words, "# Mended here", "Mended -> fix"),
     (unclear_words, 'def f(x):\n    raise E(f"{x} are alike")', "a.py:2: alike"),
@@ -121,6 +151,10 @@ ALLOWED = [
     (
         broken_raises,
         '"""Read.\n\nRaises:\n    A, B: empty\n        or full.\n    C: no.\n\nEnd.\n"""',
+    ),
+    (
+        uncapitalised,
+        '"""Read.\n\nArgs:\n    x: int64 [n]\n        y: more.\n    z: A text: short.\n\nso: it is."""',
     ),
     (unclear_words, '"""A recommendation, renewed."""\nalike = "anew"'),
 ]

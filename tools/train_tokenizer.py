@@ -25,7 +25,7 @@ def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
     """Train a tokenizer with `size` tokens on `texts`, and write its tokenizer.json to `out`.
 
     Raises:
-        DataError: there is no text, or `size` is too small.
+        DataError: There is no text, or `size` is too small.
     """
     import tokenizers
 

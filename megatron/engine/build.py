@@ -33,7 +33,7 @@ def task_of(config: Config) -> Task | None:
     """Build the length task that `data_path` names; the result is None if it names text.
 
     Raises:
-        TaskError: an option in `task_options` is unknown, or its value does not fit.
+        TaskError: An option in `task_options` is unknown, or its value does not fit.
     """
     name = task_name(config.data.data_path)
     return build_task(name, config.data.task_options) if name else None
@@ -51,7 +51,7 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
     """Build the config's positional embedding.
 
     Args:
-        numerics: the rounding rules of the embedding; None takes those of the config.
+        numerics: The rounding rules of the embedding; None takes those of the config.
     """
     m = config.model
     loaded = {
@@ -111,11 +111,11 @@ def attention_of(
     If it is `fused`, the config's `cached_launches` takes effect in this process.
 
     Args:
-        pos: the positional embedding of a layer.
-        masked: whether document boundaries or a sliding window limit the keys that a query sees.
+        pos: The positional embedding of a layer.
+        masked: Whether document boundaries or a sliding window limit the keys that a query sees.
 
     Raises:
-        AttentionError: the selected backend does not support this model on this device.
+        AttentionError: The selected backend does not support this model on this device.
     """
     m = config.model
     chosen = choose(
@@ -138,7 +138,7 @@ def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:
     """Return lines for the log that say which backend the layers have, and why it was chosen.
 
     Args:
-        attends: the attention backend of each layer.
+        attends: The attention backend of each layer.
     """
     layers: dict[str, list[str]] = {}
     for index, attend in enumerate(attends):
@@ -164,15 +164,15 @@ def plan_of(
     """Collect what `GPT` needs to build the config's model, or this rank's shard of it.
 
     Args:
-        vocab_size: the size of the tokenizer's vocabulary, before padding.
+        vocab_size: The size of the tokenizer's vocabulary, before padding.
         device_type: "cuda" or "cpu", where the model will run; it decides the attention backend.
-        eod: the id of the tokenizer's end-of-document token; `reset_attention_mask` needs it.
-        training: whether the model will be trained, which needs dropout and a backward pass.
-        tp: the tensor-parallel group; with several ranks, only this rank's shard is built.
-        cp: the context-parallel group; each of its ranks holds a part of each sequence.
+        eod: The id of the tokenizer's end-of-document token; `reset_attention_mask` needs it.
+        training: Whether the model will be trained, which needs dropout and a backward pass.
+        tp: The tensor-parallel group; with several ranks, only this rank's shard is built.
+        cp: The context-parallel group; each of its ranks holds a part of each sequence.
 
     Raises:
-        AttentionError: the attention backend does not support this model on this device.
+        AttentionError: The attention backend does not support this model on this device.
     """
     pos, m = positional_of(config), config.model
     parts = [pos.of_layer(index) for index in range(m.num_layers)]
@@ -209,7 +209,7 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
     """Return `Plan`'s fields about theta (the learned parameters of `pos`) as a dict.
 
     Raises:
-        ConfigError: a config key names a parameter that `pos` does not have, a start value lies
+        ConfigError: A config key names a parameter that `pos` does not have, a start value lies
             beyond the parameter's bounds, or `eval_distance_scale` does not fit `pos`.
     """
     found = list(_theta_problems(config, pos))

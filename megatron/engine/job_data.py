@@ -29,12 +29,12 @@ class JobData:
     """The tokenizer and the batches of a job. All ranks may create this object at the same time.
 
     Attributes:
-        tokenizer: the tokenizer that the config names.
-        text: the opened token shards and splits, or the length task that makes the samples.
-        identity: the values that determine the order and the text of the samples, as JSON values.
+        tokenizer: The tokenizer that the config names.
+        text: The opened token shards and splits, or the length task that makes the samples.
+        identity: The values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
-        wanted: maps each split's name to the number of samples that the run reads from it.
-        uncounted_after: with `eod_mask_loss`, the id of the end-of-document token. A target that
+        wanted: Maps each split's name to the number of samples that the run reads from it.
+        uncounted_after: With `eod_mask_loss`, the id of the end-of-document token. A target that
             follows this token does not count in the loss. None counts all targets.
     """
 
@@ -69,10 +69,10 @@ class JobData:
         """Return this rank's training batches, or None if the run reads no training sample.
 
         Args:
-            index_samples: the number of samples for which the sample index was built when the run
+            index_samples: The number of samples for which the sample index was built when the run
                 began. The order of the samples depends on this number, as in GPT-NeoX.
-            consumed: the number of samples already read; the batches start after them.
-            least: the least number of samples that the batches must contain.
+            consumed: The number of samples already read; the batches start after them.
+            least: The least number of samples that the batches must contain.
         """
         dataset = self._dataset("train", index_samples, consumed + least)
         return None if dataset is None else self._loader(dataset, consumed)
@@ -81,8 +81,8 @@ class JobData:
         """Return this rank's batches for one evaluation during training, or None if there are none.
 
         Args:
-            name: the split, `valid` or `test`.
-            evaluations_before: the number of earlier evaluations, whose batches are skipped.
+            name: The split, `valid` or `test`.
+            evaluations_before: The number of earlier evaluations, whose batches are skipped.
         """
         if name not in self._held_out:
             self._held_out[name] = self._dataset(name, self.wanted[name])
@@ -100,8 +100,8 @@ class JobData:
         samples than the batches that `held_out` returns.
 
         Args:
-            name: the split, `valid` or `test`.
-            iteration: the number of optimizer steps that the run has taken.
+            name: The split, `valid` or `test`.
+            iteration: The number of optimizer steps that the run has taken.
         """
         dataset = self._dataset(name, self.wanted[name])
         if dataset is None:
@@ -120,9 +120,9 @@ class JobData:
         """Return the samples of split `name`; None if the run reads none or the split is empty.
 
         Args:
-            index_samples: the number of samples for which the sample index was built when the run
+            index_samples: The number of samples for which the sample index was built when the run
                 began.
-            least: the least number of samples that the result must have.
+            least: The least number of samples that the result must have.
         """
         total = max(index_samples, self.wanted[name])
         model, seed = self.config.model, self.config.training.seed

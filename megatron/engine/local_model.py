@@ -28,7 +28,7 @@ class Pipeline(PipelineModule):
     """This rank's pipeline stage of the model, with the parameter names of `megatron.model.GPT`.
 
     Attributes:
-        layer_names: the names of all layers of the full model, in order. DeepSpeed's checkpoint
+        layer_names: The names of all layers of the full model, in order. DeepSpeed's checkpoint
             files are numbered by this order.
     """
 

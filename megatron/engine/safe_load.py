@@ -53,11 +53,11 @@ def safe_load(path: Path, *, mmap: bool = True) -> Any:
     """Load a `torch.save` file into CPU memory, without running code that the file contains.
 
     Args:
-        mmap: whether to memory-map the tensors of the file. A file written by a torch
+        mmap: Whether to memory-map the tensors of the file. A file written by a torch
             version before 1.6 is never mapped.
 
     Raises:
-        CheckpointError: the file cannot be read, or it contains more than tensors and plain values.
+        CheckpointError: The file cannot be read, or it contains more than tensors and plain values.
     """
     return _load(path, "cpu", mmap=mmap)
 
@@ -118,7 +118,7 @@ def _require_plain_keys(content: Any) -> None:
     """Check that no dictionary key is a path: DeepSpeed's converter uses keys as folder names.
 
     Raises:
-        ValueError: a key of a dictionary in `content` contains a slash or a null character, or is
+        ValueError: A key of a dictionary in `content` contains a slash or a null character, or is
             `.` or `..`.
     """
     waiting, seen = [content], set()

@@ -25,9 +25,9 @@ class Corpus:
     """A range of documents, and the weight with which a split draws samples from this range.
 
     Attributes:
-        shards: the opened token shards that hold the documents.
+        shards: The opened token shards that hold the documents.
         documents: (start, end), the range of documents [start, end) of `shards`.
-        weight: the relative weight of this corpus among the corpora of the split.
+        weight: The relative weight of this corpus among the corpora of the split.
     """
 
     shards: Shards
@@ -40,9 +40,9 @@ class Text:
     """The opened text of a job.
 
     Attributes:
-        shards: all documents of the three splits; the evaluation by length reads them.
-        splits: the ranges of documents [start, end) of `shards` for train, valid and test.
-        corpora: maps each split's name to the corpora from which its samples are drawn.
+        shards: All documents of the three splits; the evaluation by length reads them.
+        splits: The ranges of documents [start, end) of `shards` for train, valid and test.
+        corpora: Maps each split's name to the corpora from which its samples are drawn.
     """
 
     shards: Shards
@@ -66,7 +66,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
     each split. The documents of train, valid and test then follow each other in `Text.shards`.
 
     Raises:
-        DataError: the shards cannot be read or were made with another tokenizer, or the config's
+        DataError: The shards cannot be read or were made with another tokenizer, or the config's
             `split` cannot be applied to them, or the task has no examples of an `eval_lengths`.
     """
     task, data = task_of(config), config.data
@@ -116,7 +116,7 @@ def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
     `reset_attention_mask` and `eod_mask_loss` need them.
 
     Raises:
-        DataError: the shards were made without end-of-document tokens.
+        DataError: The shards were made without end-of-document tokens.
     """
     asked = {
         "reset_attention_mask": config.model.reset_attention_mask,

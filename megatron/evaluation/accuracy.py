@@ -59,8 +59,8 @@ def accuracy_at(
     """Measure a model on `count` examples of one length. Every rank must call this function.
 
     Args:
-        logits_of: a function from tokens [B, T] to logits [B, T, vocabulary].
-        batch_tokens: the approximate number of tokens in a forward pass.
+        logits_of: A function from tokens [B, T] to logits [B, T, vocabulary].
+        batch_tokens: The approximate number of tokens in a forward pass.
     """
 
     from scipy.stats import binomtest
@@ -101,12 +101,12 @@ def evaluate_task(
     Every rank must call this function. In a pipelined job, it only says what to run instead.
 
     Args:
-        model: the model, which returns logits if it gets no targets.
-        name: the name of the model's positional embedding, for the title.
-        run_dir: the folder into which the CSV and the plot are written.
+        model: The model, which returns logits if it gets no targets.
+        name: The name of the model's positional embedding, for the title.
+        run_dir: The folder into which the CSV and the plot are written.
 
     Raises:
-        TaskError: the task's options do not allow one of the lengths.
+        TaskError: The task's options do not allow one of the lengths.
     """
     if isinstance(model, PipelineLosses):
         say("a pipeline gives no logits: measure the accuracy by evaluate.py, with the same config")

@@ -47,10 +47,10 @@ class MeasuredModel:
     """A model that is evaluated.
 
     Attributes:
-        loss_fn: the function that returns the loss of each target token.
-        pos: the model's positional embedding. It is plotted if it depends on query-key distances.
-        tokenizer: the tokenizer with which the text was made.
-        theta_HN: the learned parameters of `pos` [heads, parameters per head], in fp32; None if
+        loss_fn: The function that returns the loss of each target token.
+        pos: The model's positional embedding. It is plotted if it depends on query-key distances.
+        tokenizer: The tokenizer with which the text was made.
+        theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
             `pos` has no learned parameters.
     """
 
@@ -65,13 +65,13 @@ class Measurement:
     """A model, the text on which its losses are measured, and the size of a batch.
 
     Attributes:
-        loss_fn: the function that returns the loss of each target token.
-        read: a function that takes a length and returns the text in sequences, int64 [number of
+        loss_fn: The function that returns the loss of each target token.
+        read: A function that takes a length and returns the text in sequences, int64 [number of
             sequences, length + 1]. The last token of each sequence is a target, but no input.
-        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
-        batch_tokens: the approximate number of tokens in a forward pass.
-        groups: the job's process groups; each data-parallel rank reads a part of the sequences.
-        uncounted_after: the id of a token; targets that follow it are not scored. None scores all.
+        token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
+        batch_tokens: The approximate number of tokens in a forward pass.
+        groups: The job's process groups; each data-parallel rank reads a part of the sequences.
+        uncounted_after: The id of a token; targets that follow it are not scored. None scores all.
     """
 
     loss_fn: LossFn
@@ -115,10 +115,10 @@ class Measurement:
         """Measure the model on tokens that each have exactly `context` predecessors.
 
         Args:
-            context: the number of tokens that the model reads before each scored token.
-            length: the length of the sequences into which the text is cut. The scored tokens are
+            context: The number of tokens that the model reads before each scored token.
+            length: The length of the sequences into which the text is cut. The scored tokens are
                 taken from these sequences at equal distances.
-            targets: the approximate number of tokens to score.
+            targets: The approximate number of tokens to score.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
         windows = windows.reshape(-1, context + 1)
@@ -143,8 +143,8 @@ def evaluate_checkpoint(
     Call this function in a single process, or in every process of a torchrun job.
 
     Args:
-        out: the folder for the CSV and the plots; None writes them into `load`.
-        say: a function that prints a text; only the main rank calls it.
+        out: The folder for the CSV and the plots; None writes them into `load`.
+        say: A function that prints a text; only the main rank calls it.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
@@ -174,11 +174,11 @@ def evaluate_lengths(
     Every rank must call this function.
 
     Args:
-        text: the text that is read, or the length task on which the accuracy is measured.
-        run_dir: the folder into which the CSV and the plots are written.
+        text: The text that is read, or the length task on which the accuracy is measured.
+        run_dir: The folder into which the CSV and the plots are written.
 
     Raises:
-        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+        DataError: The split `eval_split` is shorter than one sequence of the largest length.
     """
     if isinstance(text, Task):
         return evaluate_task(
@@ -222,10 +222,10 @@ def measurement_of(
     """Return the measurement of `eval_split` at `lengths`, and the number of targets at each.
 
     Args:
-        tokens: the largest number of targets.
+        tokens: The largest number of targets.
 
     Raises:
-        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+        DataError: The split `eval_split` is shorter than one sequence of the largest length.
     """
     chosen = config.evaluation
     documents = text.splits[SPLITS.index(chosen.eval_split)]
@@ -262,8 +262,8 @@ def draw_kernels(
     If a bias depends on the query's position, it is plotted for a query at position `longest`.
 
     Args:
-        trained_HN: the learned parameters [heads, parameters per head]; None if there are none.
-        longest: the largest distance d; None is the largest of `eval_lengths`.
+        trained_HN: The learned parameters [heads, parameters per head]; None if there are none.
+        longest: The largest distance d; None is the largest of `eval_lengths`.
     """
     path, longest = RunFolder(run_dir).kernels, longest or max(config.evaluation.eval_lengths)
     theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())

@@ -50,7 +50,7 @@ def _by_length(
     pipeline gives none.
 
     Raises:
-        DataError: the split `eval_split` is shorter than one sequence of the largest length.
+        DataError: The split `eval_split` is shorter than one sequence of the largest length.
     """
     chosen, batch = config.evaluation, config.batch.train_batch_size
     lengths = sorted(set(chosen.eval_lengths))
@@ -81,7 +81,7 @@ def held_out_loss(
 
     Args:
         name: `valid` or `test`.
-        evaluations_before: the number of earlier evaluations, whose batches are skipped.
+        evaluations_before: The number of earlier evaluations, whose batches are skipped.
     """
     loader = data.held_out(name, evaluations_before=evaluations_before)
     if loader is None:

@@ -30,9 +30,9 @@ def losses_of_sequences(
 
     Args:
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
-        batch_tokens: the approximate number of tokens in a forward pass.
-        last_only: whether to score only the last position of each sequence.
-        uncounted_after: the id of a token; targets that follow it are not scored. Each sequence's
+        batch_tokens: The approximate number of tokens in a forward pass.
+        last_only: Whether to score only the last position of each sequence.
+        uncounted_after: The id of a token; targets that follow it are not scored. Each sequence's
             result is then weighted by its number of scored targets, so that the mean over all
             sequences is the mean over all scored targets. None scores all targets.
     """
@@ -68,9 +68,9 @@ def scores_of_sequences(
 
     Args:
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
-        batch_tokens: the approximate number of tokens in a forward pass.
-        score: a function of a batch's losses (fp64) and inputs, both [B, L], to [B, width].
-        tick: a function that gets the number of tokens of each finished forward pass.
+        batch_tokens: The approximate number of tokens in a forward pass.
+        score: A function of a batch's losses (fp64) and inputs, both [B, L], to [B, width].
+        tick: A function that gets the number of tokens of each finished forward pass.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)

@@ -53,9 +53,9 @@ def summarise(
     """Return the statistics of sequences of `length` tokens.
 
     Args:
-        losses: the mean loss of each of n sequences in nats, float64 [n].
-        scored: the ids of the target tokens, any shape.
-        token_bytes: a function from token ids to the number of UTF-8 bytes of each token.
+        losses: The mean loss of each of n sequences in nats, float64 [n].
+        scored: The ids of the target tokens, any shape.
+        token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
     """
     loss = float(losses.mean())
     bytes_scored = int(token_bytes(scored.ravel()).sum())

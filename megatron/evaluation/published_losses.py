@@ -23,7 +23,7 @@ def log_published_losses(
     Every rank must call this function.
 
     Args:
-        step: the number of optimizer steps after which the model was saved.
+        step: The number of optimizer steps after which the model was saved.
     """
     wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps
     for name in ("valid", "test"):

@@ -36,15 +36,15 @@ def write_extrapolation(
     Tables of an earlier evaluation stay as `extrapolation.csv.previous` and so on.
 
     Args:
-        rows: the result of each length, in any order.
-        train_length: the sequence length in training, in tokens; the plot marks it.
-        baselines: maps descriptions to results of the same model with a short context. The table
+        rows: The result of each length, in any order.
+        train_length: The sequence length in training, in tokens; the plot marks it.
+        baselines: Maps descriptions to results of the same model with a short context. The table
             and the plot show these results, and `context_baseline.csv` holds them. A model that
             uses its long context has a lower perplexity than these baselines.
-        title: the title of the table and the plot.
+        title: The title of the table and the plot.
 
     Raises:
-        ValueError: there are no rows, or a length occurs twice.
+        ValueError: There are no rows, or a length occurs twice.
     """
     import pandas as pd
 
@@ -79,11 +79,11 @@ def write_kernels(
             None if there are none.
         distances: [n], the distances in tokens.
         weights: [H, n], the factors that multiply the attention scores; None if there are none.
-        train_length: the sequence length in training, in tokens; the plot marks it.
-        path: the PNG file to write.
+        train_length: The sequence length in training, in tokens; the plot marks it.
+        path: The PNG file to write.
 
     Raises:
-        ValueError: the shapes do not fit, or there is neither a bias nor a weight.
+        ValueError: The shapes do not fit, or there is neither a bias nor a weight.
     """
     distance_n = np.asarray(distances, dtype=np.float64)
     panels = [

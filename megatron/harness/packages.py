@@ -42,7 +42,7 @@ def harness_packages() -> Iterator[None]:
     """In the `with` block, `import lm_eval` and `import evaluate` mean the installed packages.
 
     Raises:
-        DataError: lm-evaluation-harness is not installed.
+        DataError: The package lm_eval is not installed.
     """
     own = {name: sys.modules.pop(name) for name in NAMES if _is_own(name)}
     # `datasets` would report each data set that it opens, even one on this disk, to a server.

@@ -61,19 +61,19 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
     If the config's folder `load` holds a checkpoint, the run continues from this checkpoint.
 
     Args:
-        verbose: whether DeepSpeed prints its log messages.
-        allow_fallback: whether to start from the newest intact checkpoint if the checkpoint named
+        verbose: Whether DeepSpeed prints its log messages.
+        allow_fallback: Whether to start from the newest intact checkpoint if the checkpoint named
             in the file `latest` is damaged. If false, a damaged checkpoint is an error.
 
     Returns:
         The exit code: 0, or `preemption_exit_code` after a signal or time limit (see `preemption`).
 
     Raises:
-        ConfigError: a config key does not fit the positional embedding.
-        StartError: this process cannot join the job, or the ranks' configs or data differ.
-        DataError: the text cannot be read, or is too short.
-        CheckpointError: a checkpoint cannot be read or written, or does not fit this run.
-        DivergedError: the loss or a weight is not finite, or too many steps were bad.
+        ConfigError: A config key does not fit the positional embedding.
+        StartError: This process cannot join the job, or the ranks' configs or data differ.
+        DataError: The text cannot be read, or is too short.
+        CheckpointError: A checkpoint cannot be read or written, or does not fit this run.
+        DivergedError: The loss or a weight is not finite, or too many steps were bad.
     """
     parallel, save = config.parallel, config.checkpoint.save
     joined = joined_job(
@@ -216,12 +216,12 @@ class Job:
         """Load the newest checkpoint, and skip the samples that were read after it was written.
 
         Args:
-            bad: the error that the training loop raised.
+            bad: The error that the training loop raised.
 
         Raises:
             BadLossError: `on_bad_loss` is not `roll_back`, or there is no checkpoint. The error
                 raised is `bad`.
-            DivergedError: the run has gone back to this checkpoint MOST_ROLL_BACKS times already.
+            DivergedError: The run has gone back to this checkpoint MOST_ROLL_BACKS times already.
         """
         c = self.config
         save = c.checkpoint.save if c.training.on_bad_loss == "roll_back" else None

@@ -40,7 +40,7 @@ class Host:
     """A network namespace with an own host name, and the torchrun in it.
 
     Args:
-        held: whether stdout goes into a pipe that `hear` and `release` read.
+        held: Whether stdout goes into a pipe that `hear` and `release` read.
     """
 
     def __init__(self, folder: Path, name: str, address: str, held: bool = False):

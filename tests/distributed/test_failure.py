@@ -134,9 +134,9 @@ def stops(rank, where, silence, seconds=None, port=None):
     """Rank `where` is stopped, while the other waits for it in a collective.
 
     Args:
-        silence: the seconds after which a silent rank is lost.
-        seconds: how long it is stopped; None until the other rank has ended.
-        port: another process holds the store there, as torchrun does.
+        silence: The seconds after which a silent rank is lost.
+        seconds: How long it is stopped; None until the other rank has ended.
+        port: Another process holds the store there, as torchrun does.
     """
     if port is not None:
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -46,7 +46,7 @@ class Started:
     """Training in the folder of `config`; its output is `output` there.
 
     Args:
-        held: whether stdout goes into a pipe that `release` reads. stderr goes into `output`.
+        held: Whether stdout goes into a pipe that `release` reads. stderr goes into `output`.
     """
 
     def __init__(self, command: list, config: Path, held: bool = False, **variables: str):

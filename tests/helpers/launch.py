@@ -58,10 +58,10 @@ def run_ranks(
     `function` must be importable.
 
     Args:
-        timeout: the time limit in seconds for the first rank to finish.
+        timeout: The time limit in seconds for the first rank to finish.
 
     Raises:
-        RuntimeError: a rank failed; its traceback is in the text.
+        RuntimeError: A rank failed; its traceback is in the text.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -18,7 +18,7 @@ def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:
     """Return the rows of a table under a heading of a page, by the table's column names.
 
     Args:
-        start: how the table begins; the first one under the heading that begins so is read.
+        start: How the table begins; the first one under the heading that begins so is read.
     """
     section = re.split(r"\n#+ ", re.split(f"#+ {heading}\n", page.read_text())[1])[0]
     table = section[section.index(f"\n{start}") :].strip().split("\n\n")[0]

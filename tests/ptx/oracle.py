@@ -91,9 +91,9 @@ def attention(kind, q, k, v, do, theta, scale, offset=0, keep=None, p=0.0, half=
     """Return a dictionary with the arrays out, lse (to base 2), dq, dk, dv and dtheta.
 
     Args:
-        keep: the dropout mask, true where a weight is kept; None without dropout.
-        half: a function that rounds values to 16 bits, used where 16-bit kernels must round.
-        given: the output from which delta = do . out is computed; None takes the exact output.
+        keep: The dropout mask, true where a weight is kept; None without dropout.
+        half: A function that rounds values to 16 bits, used where 16-bit kernels must round.
+        given: The output from which delta = do . out is computed; None takes the exact output.
     """
     r = half or (lambda x: x)
     B, H, T, E = q.shape

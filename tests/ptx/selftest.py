@@ -116,8 +116,8 @@ def integer_cases(u, s):
     """Return pairs (instruction, its results computed in plain Python).
 
     Args:
-        u: the input words as unsigned numbers.
-        s: the same words as signed numbers.
+        u: The input words as unsigned numbers.
+        s: The same words as signed numbers.
     """
     m = 0xFFFFFFFF
     return (

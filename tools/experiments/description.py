@@ -30,10 +30,10 @@ class Endpoint(_Strict):
     """A claim about one metric, to be tested over seeds.
 
     Attributes:
-        of: the side that the claim is about: a value of each axis, and `length`.
-        than: the other side. It has the axes and the length of `of`, except where it names others.
+        of: The side that the claim is about: a value of each axis, and `length`.
+        than: The other side. It has the axes and the length of `of`, except where it names others.
             `length: best` is the length at which its mean over seeds is best.
-        by: the margin in percent (of shares: in points). `statistics` defines the claims.
+        by: The margin in percent (of shares: in points). `statistics` defines the claims.
     """
 
     claim: Literal["below", "above", "within", "equal", "differs"]

@@ -51,9 +51,9 @@ class Cell:
     """One run of a grid: its configuration, and its run folder.
 
     Attributes:
-        name: its values of the axes and its seed, e.g. `github-kerple_log-1235`.
-        axes: maps each axis to the cell's value.
-        processes: the number of processes that train it.
+        name: Its values of the axes and its seed, e.g. `github-kerple_log-1235`.
+        axes: Maps each axis to the cell's value.
+        processes: The number of processes that train it.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Cell:
         """Return the resolved configuration.
 
         Raises:
-            ConfigError: the configuration has problems.
+            ConfigError: The configuration has problems.
         """
         return load_config(self.configs, self.overrides, world_size=self.processes)
 
@@ -93,10 +93,10 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
     """Read a grid file. The configurations of its cells are not loaded.
 
     Args:
-        given: values that replace those of the file's `variables`.
+        given: Values that replace those of the file's `variables`.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a grid.
+        ConfigError: The file cannot be read, or is not a grid.
     """
     settings, problems = read_file(path)
     if problems:

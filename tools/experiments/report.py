@@ -37,9 +37,9 @@ class Section:
     """The part of a report about one combination of the axes that are not rows.
 
     Attributes:
-        table: a row for each value of the axis of rows, a column for each length, formatted.
-        moved: how far training moved the parameters of the kernels, formatted; may be empty.
-        pictures: maps a caption to a PNG file's content.
+        table: A row for each value of the axis of rows, a column for each length, formatted.
+        moved: How far training moved the parameters of the kernels, formatted; may be empty.
+        pictures: Maps a caption to a PNG file's content.
     """
 
     title: str
@@ -55,10 +55,10 @@ def sections(
     """Return a section for each combination of the axes other than `rows`.
 
     Args:
-        results: the table of `results.of_grid` or `results.of_folders`.
-        moved: the table of `theta.of_runs`.
-        grid: the grid of the results; None for single run folders.
-        against_paper: whether the paper's numbers stand beside the cells.
+        results: The table of `results.of_grid` or `results.of_folders`.
+        moved: The table of `theta.of_runs`.
+        grid: The grid of the results; None for single run folders.
+        against_paper: Whether the paper's numbers stand beside the cells.
     """
     chosen = results.astype({"value": float})
     axes = [axis for axis in (grid.about.axes if grid else []) if axis != rows]
@@ -100,7 +100,7 @@ def write(
     """Write `report.html`, `tables.md`, `tables.tex`, `verdicts.csv` and plots, and CSV files.
 
     Args:
-        tables: maps the name of each CSV file to its content. Empty tables are not written.
+        tables: Maps the name of each CSV file to its content. Empty tables are not written.
     """
     out.mkdir(parents=True, exist_ok=True)
     judged = pd.DataFrame([_row(each) for each in verdicts])

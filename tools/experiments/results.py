@@ -58,7 +58,7 @@ def of_folders(folders: Sequence[Path]) -> Frame:
     The embedding is the folder's name if two folders have the same embedding and seed.
 
     Raises:
-        OSError: a folder has no `config.yml`.
+        OSError: A folder has no `config.yml`.
     """
     found = []
     for folder in folders:

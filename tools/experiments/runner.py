@@ -64,14 +64,14 @@ class Runner:
     """Runs cells, each on one of `devices`.
 
     Args:
-        devices: a value of CUDA_VISIBLE_DEVICES for each cell that runs at the same time; "" leaves
+        devices: A value of CUDA_VISIBLE_DEVICES for each cell that runs at the same time; "" leaves
             the variable as it is.
-        say: prints a line.
-        changed: is called after a cell has started or ended.
+        say: Prints a line.
+        changed: Is called after a cell has started or ended.
 
     Attributes:
-        failed: the cells that failed.
-        signals: the number of signals received. The first one ends the cells in good order, and the
+        failed: The cells that failed.
+        signals: The number of signals received. The first one ends the cells in good order, and the
             second one kills them.
     """
 

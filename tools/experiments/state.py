@@ -40,11 +40,11 @@ class Record:
     """The content of `cell.json`: what a cell's run was started with, and how it went.
 
     Attributes:
-        config: the resolved configuration without the folders of the run.
-        text: the fingerprint of the tokens.
-        code: the fingerprint of the code, and the versions of the libraries that compute.
-        seconds: the wall time of all its processes so far.
-        state: the outcome of the last process.
+        config: The resolved configuration without the folders of the run.
+        text: The fingerprint of the tokens.
+        code: The fingerprint of the code, and the versions of the libraries that compute.
+        seconds: The wall time of all its processes so far.
+        state: The outcome of the last process.
     """
 
     cell: str
@@ -62,8 +62,8 @@ class Record:
         """Return the record of a run of `cell` that starts now.
 
         Raises:
-            ConfigError: the cell's configuration has problems.
-            DataError: its text cannot be read.
+            ConfigError: The cell's configuration has problems.
+            DataError: Its text cannot be read.
         """
         config = cell.config()
         return cls(cell.name, cell.axes, cell.seed, settings(config), text_of(config), code())
@@ -104,7 +104,7 @@ def text_of(config: Config) -> str:
     """Return the fingerprint of the tokens, or the identity of the length task, of a configuration.
 
     Raises:
-        DataError: the tokens cannot be read.
+        DataError: The tokens cannot be read.
     """
     key = repr(config.data)
     if key not in _texts:

@@ -36,11 +36,11 @@ class Verdict:
     """What the runs say about one claim.
 
     Attributes:
-        seeds: the number of seeds that both sides have.
-        change: the mean difference, in percent (of shares: in points).
-        low, high: the 95% interval of `change`.
-        p: the p value, and `holm` the same after Holm's correction.
-        word: for all parts of the claim, `holds`, `not shown`, `contradicted` (the opposite of a
+        seeds: The number of seeds that both sides have.
+        change: The mean difference, in percent (of shares: in points).
+        low, high: The 95% interval of `change`.
+        p: The p value, and `holm` the same after Holm's correction.
+        word: For all parts of the claim, `holds`, `not shown`, `contradicted` (the opposite of a
             part is significant, uncorrected), or `not tested`.
     """
 
@@ -88,10 +88,10 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
     """Return the p value of a claim about paired values.
 
     Args:
-        a: the values of side A, [seeds]; their logarithms where ratios are compared.
-        b: those of side B, in the same order of seeds.
-        claim: one of the claims of the module's docstring.
-        margin: the margin m, not negative.
+        a: The values of side A, [seeds]; their logarithms where ratios are compared.
+        b: Those of side B, in the same order of seeds.
+        claim: One of the claims of the module's docstring.
+        margin: The margin m, not negative.
     """
     if claim == "equal":
         upper = p_value(a, b, "within", margin)

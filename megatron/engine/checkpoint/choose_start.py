@@ -37,12 +37,12 @@ def choose_start(
     Every rank must call this function.
 
     Args:
-        train_samples: the number of samples for which this run's training index is built. The index
+        train_samples: The number of samples for which this run's training index is built. The index
             determines the order of the training samples.
-        allow_fallback: whether to skip damaged checkpoints and take the newest intact one.
+        allow_fallback: Whether to skip damaged checkpoints and take the newest intact one.
 
     Raises:
-        CheckpointError: a checkpoint is damaged, there is no checkpoint to evaluate, or this run
+        CheckpointError: A checkpoint is damaged, there is no checkpoint to evaluate, or this run
             would overwrite the checkpoints of another run in `save`.
     """
     save = config.checkpoint.save
@@ -75,12 +75,12 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
     `folder` is a checkpoint. Every rank must call this function.
 
     Args:
-        allow_fallback: whether to skip damaged checkpoints. If the checkpoint named in `latest` is
+        allow_fallback: Whether to skip damaged checkpoints. If the checkpoint named in `latest` is
             damaged, the newest intact checkpoint of an earlier step is taken. If there is none,
             the newest intact checkpoint in `folder` is taken.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
+        CheckpointError: The checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
             checkpoint. The error message names the damaged files.
     """
 
@@ -121,7 +121,7 @@ def _decide(
     """Decide where to start, by the rules in the module docstring.
 
     Args:
-        usable: a function that returns the newest usable checkpoint in a folder, or None if the
+        usable: A function that returns the newest usable checkpoint in a folder, or None if the
             folder has none.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0

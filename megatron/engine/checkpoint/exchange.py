@@ -46,9 +46,9 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     """Convert a published (GPT-NeoX) checkpoint to this project's layout, and save it in `target`.
 
     Args:
-        source: the published checkpoint's folder, `global_stepN`.
-        target: the run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
-        summed_biases: whether the model was trained with `gpt_j_residual`. If so, the biases of a
+        source: The published checkpoint's folder, `global_stepN`.
+        target: The run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
+        summed_biases: Whether the model was trained with `gpt_j_residual`. If so, the biases of a
             row-parallel layer differ between the tensor-parallel ranks, and the import adds them.
 
     Raises:
@@ -70,7 +70,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Convert the newest checkpoint of the run folder `source` to GPT-NeoX's published layout.
 
     Args:
-        parts: the number of tensor-parallel ranks of the new checkpoint; None takes the number with
+        parts: The number of tensor-parallel ranks of the new checkpoint; None takes the number with
             which `source` was trained.
 
     Returns:

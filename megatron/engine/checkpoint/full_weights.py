@@ -51,7 +51,7 @@ def read_full(checkpoint: Path, record: Record) -> Weights:
     that the optimizer updates, so the result contains these copies.
 
     Raises:
-        CheckpointError: a file is missing or damaged. The error message names the file.
+        CheckpointError: A file is missing or damaged. The error message names the file.
     """
     ranks = range(record.layout["model_parallel_size"])
     if record.layers:
@@ -116,7 +116,7 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
     """Return a dict from parameter name to unsharded shape, for all pipeline stages.
 
     Args:
-        groups: the job's process groups; None in a job of one process.
+        groups: The job's process groups; None in a job of one process.
     """
     local = {name: full_shape(param) for name, param in model.named_parameters()}
     return local if groups is None else groups.union_over_pipe(local)

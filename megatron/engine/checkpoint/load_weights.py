@@ -35,16 +35,16 @@ def load_weights(
     its bounds, because values in checkpoints of the released KERPLE code may exceed them.
 
     Args:
-        run: the description of this run. If the checkpoint has a description of its model (which
+        run: The description of this run. If the checkpoint has a description of its model (which
             published ones lack), `run.model` must be equal to it. None skips this check.
-        groups: the job's process groups. They are required if the model is sharded, and every rank
+        groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
 
     Returns:
         Lines to print for the user.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the model. The error message lists every weight
+        CheckpointError: The checkpoint does not fit the model. The error message lists every weight
             that is missing, unknown or of another shape.
     """
     block = model.shape.block

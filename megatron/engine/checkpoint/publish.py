@@ -56,7 +56,7 @@ def write_import(
         configs: A folder that is copied into the checkpoint; None copies none.
 
     Raises:
-        OSError: the files cannot be written, for example because the disk is full.
+        OSError: The files cannot be written, for example because the disk is full.
     """
     with new_folder(run, tag_of(step)) as folder:
         try:
@@ -85,7 +85,7 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
     """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`.
 
     Args:
-        confirm: a function that raises an error if this job no longer holds the lease of `folder`
+        confirm: A function that raises an error if this job no longer holds the lease of `folder`
             (see `job/lease.py`).
     """
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag

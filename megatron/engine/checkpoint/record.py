@@ -69,11 +69,11 @@ class TrainingProgress:
     """The counters of a run. A resumed run uses them to continue the order of the samples.
 
     Attributes:
-        step: the number of optimizer steps taken.
-        consumed_samples: the number of training samples read.
-        train_samples: the number of samples for which the index of training samples was built when
+        step: The number of optimizer steps taken.
+        consumed_samples: The number of training samples read.
+        train_samples: The number of samples for which the index of training samples was built when
             the run began. The order of the samples depends on it, so a resumed run keeps it.
-        interval: the state of the training loop, as JSON values. It holds the sums of the losses
+        interval: The state of the training loop, as JSON values. It holds the sums of the losses
             since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). If the
             run ended before the validation that was due after `step`, it holds `owes_validation`.
     """
@@ -89,17 +89,17 @@ class RunDescription:
     """The description of a run, as JSON values. Every checkpoint of the run records it.
 
     Attributes:
-        model: the result of `shape.identity_of`, which is equal for models that can share weights.
-        data: the values that determine the order of the samples.
-        layout: the degrees of parallelism, ZeRO stage, precision and optimizer.
-        shapes: maps each parameter's name to its unsharded shape.
-        cuts: maps each sharded parameter's name to [dimension, blocks]. The parameter consists of
+        model: The result of `shape.identity_of`, which is equal for models that can share weights.
+        data: The values that determine the order of the samples.
+        layout: The degrees of parallelism, ZeRO stage, precision and optimizer.
+        shapes: Maps each parameter's name to its unsharded shape.
+        cuts: Maps each sharded parameter's name to [dimension, blocks]. The parameter consists of
             `blocks` tensors stacked along this dimension (e.g. value and gate of a gated MLP), and
             each of them is sharded along it (see `Sharding`).
-        layers: the names of a pipeline's layers, in the order of their checkpoint files; None
+        layers: The names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
-        config: the resolved configuration, as flat keys.
-        lineage: the id of the run, drawn at random when a run starts at step 0. A resumed run keeps
+        config: The resolved configuration, as flat keys.
+        lineage: The id of the run, drawn at random when a run starts at step 0. A resumed run keeps
             the id. It is "" for runs that an earlier version of this project started.
     """
 
@@ -120,14 +120,14 @@ class Record(RunDescription):
     Fields that earlier versions or imports do not write have defaults.
 
     Attributes:
-        format: the version of the format of `kerple.json`, an integer (`checksums.FORMAT`).
-        version: the version of this project that wrote the checkpoint.
-        progress: the counters of the run when the checkpoint was written.
-        imported: the values from which an export restores the original GPT-NeoX files
+        format: The version of the format of `kerple.json`, an integer (`checksums.FORMAT`).
+        version: The version of this project that wrote the checkpoint.
+        progress: The counters of the run when the checkpoint was written.
+        imported: The values from which an export restores the original GPT-NeoX files
             (`Published.about`); None unless the checkpoint was imported from GPT-NeoX's format.
-        origin: the class of transformers from whose files the weights were imported; "" unless they
+        origin: The class of transformers from whose files the weights were imported; "" unless they
             were. Such a checkpoint has no optimizer.
-        files: maps each file's name to [size in bytes, CRC-32].
+        files: Maps each file's name to [size in bytes, CRC-32].
     """
 
     format: NonNegativeInt = FORMAT
@@ -143,7 +143,7 @@ class Record(RunDescription):
         """Read the record of the checkpoint folder `checkpoint`.
 
         Raises:
-            CheckpointError: the file `kerple.json` is missing or damaged.
+            CheckpointError: The file `kerple.json` is missing or damaged.
         """
         path = checkpoint / RECORD
         try:

@@ -105,16 +105,16 @@ def convert(
     """Convert the checkpoint `saved` into DeepSpeed's universal format, in the folder `scratch`.
 
     Args:
-        scratch: the folder for the result; its previous content is removed.
-        cuts: the new sharding, as in `RunDescription.cuts`; None keeps the checkpoint's sharding.
-        workers: the number of processes to use. With 1, no new process is started. A process that
+        scratch: The folder for the result; its previous content is removed.
+        cuts: The new sharding, as in `RunDescription.cuts`; None keeps the checkpoint's sharding.
+        workers: The number of processes to use. With 1, no new process is started. A process that
             has threads must use 1, because such a process must not fork.
 
     Returns:
         The converted checkpoint's folder, `scratch/global_stepN`.
 
     Raises:
-        CheckpointError: the checkpoint cannot be converted. The folder `scratch` is then removed.
+        CheckpointError: The checkpoint cannot be converted. The folder `scratch` is then removed.
     """
     target = scratch / saved.tag
     shutil.rmtree(scratch, ignore_errors=True)
@@ -217,9 +217,9 @@ def restore(
     streams belong to the ranks of the old layout.
 
     Args:
-        scratch: the folder in which the checkpoint is converted; it is removed afterwards.
-        cuts: the sharding of this run's parameters, as in `RunDescription.cuts`.
-        changed: a text for the log that lists the differences between the two layouts.
+        scratch: The folder in which the checkpoint is converted; it is removed afterwards.
+        cuts: The sharding of this run's parameters, as in `RunDescription.cuts`.
+        changed: A text for the log that lists the differences between the two layouts.
     """
     if groups.is_main:
         print(f"converting {saved.path} into this layout ({changed})", flush=True)

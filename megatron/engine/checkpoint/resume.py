@@ -37,14 +37,14 @@ class Start:
     Call `load_weights` before the engine is built, and `finish` afterwards.
 
     Attributes:
-        progress: the counters with which the job starts.
-        text: lines that describe the start in the log.
-        saved: the checkpoint to start from; None for initial weights.
-        resumes: whether to load the full training state of `saved`, not only the weights.
-        schedule: the learning-rate schedule that a published (GPT-NeoX) checkpoint records. It is
+        progress: The counters with which the job starts.
+        text: Lines that describe the start in the log.
+        saved: The checkpoint to start from; None for initial weights.
+        resumes: Whether to load the full training state of `saved`, not only the weights.
+        schedule: The learning-rate schedule that a published (GPT-NeoX) checkpoint records. It is
             used if the config sets `use_checkpoint_lr_scheduler`.
-        save: the folder in which the job saves checkpoints; None if it saves none.
-        lineage: the id of the run, as in `RunDescription`.
+        save: The folder in which the job saves checkpoints; None if it saves none.
+        lineage: The id of the run, as in `RunDescription`.
     """
 
     progress: TrainingProgress
@@ -99,10 +99,10 @@ def restore(
     random streams.
 
     Args:
-        work: a writable folder, in which a checkpoint of another layout is converted.
+        work: A writable folder, in which a checkpoint of another layout is converted.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the checkpoint cannot be converted to the
+        CheckpointError: A file is missing or damaged, or the checkpoint cannot be converted to the
             layout of this run.
     """
     written, layout = saved.record.layout, run.layout

@@ -61,8 +61,8 @@ class Saved:
     """A checkpoint on disk. Its files are read only when a property or method needs them.
 
     Attributes:
-        folder: the run folder.
-        tag: the name of the checkpoint's folder in the run folder, `global_stepN`.
+        folder: The run folder.
+        tag: The name of the checkpoint's folder in the run folder, `global_stepN`.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class Saved:
         """The content of `kerple.json`. Published (GPT-NeoX) checkpoints have no such file.
 
         Raises:
-            CheckpointError: the file `kerple.json` is missing or damaged.
+            CheckpointError: The file `kerple.json` is missing or damaged.
         """
         return Record.read(self.path)
 
@@ -115,7 +115,7 @@ class Saved:
         copies that the optimizer updates, so the result contains these copies.
 
         Raises:
-            CheckpointError: a file is missing or damaged.
+            CheckpointError: A file is missing or damaged.
         """
         return read_full(self.path, self.record)
 
@@ -156,11 +156,11 @@ class Saved:
         """Check that the checkpoint records the same values as `run` in the fields `subjects`.
 
         Args:
-            subjects: the fields of `RunDescription` to compare: "model", "data" or both.
-            free: the names of entries of these fields that may differ, e.g. "rope_scaling".
+            subjects: The fields of `RunDescription` to compare: "model", "data" or both.
+            free: The names of entries of these fields that may differ, e.g. "rope_scaling".
 
         Raises:
-            CheckpointError: an entry differs. The error message names every entry that differs.
+            CheckpointError: An entry differs. The error message names every entry that differs.
         """
         for subject in subjects:
             there = _ADDED | getattr(self.record, subject)

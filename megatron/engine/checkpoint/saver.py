@@ -53,8 +53,8 @@ class Saver:
     """Saves the checkpoints of one run. All ranks must call the methods in the same order.
 
     Args:
-        beside_training: whether a thread writes the files while training continues.
-        say: a function that prints a line on the main rank.
+        beside_training: Whether a thread writes the files while training continues.
+        say: A function that prints a line on the main rank.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Saver:
         """Wait for the previous save to end. Then save a checkpoint, or let the thread save it.
 
         Raises:
-            CheckpointError: this checkpoint or the previous one cannot be written.
+            CheckpointError: This checkpoint or the previous one cannot be written.
         """
         begun = time.monotonic()
         self.wait()
@@ -106,7 +106,7 @@ class Saver:
         """If the thread has completed a save since the last call, print the time that it took.
 
         Raises:
-            CheckpointError: the thread could not write the checkpoint.
+            CheckpointError: The thread could not write the checkpoint.
         """
         if not self.writes():
             self.wait()
@@ -119,7 +119,7 @@ class Saver:
         """Wait until the thread has completed the current save, if there is one.
 
         Raises:
-            CheckpointError: the checkpoint could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         if self._writing is not None:
             (saved, future), self._writing = self._writing, None
@@ -199,8 +199,8 @@ class Buffer:
     """A block of memory that is allocated once, and then holds one checkpoint after another.
 
     Args:
-        size: the number of bytes of the block.
-        pinned: whether the block is page-locked, so that a GPU can copy into it directly.
+        size: The number of bytes of the block.
+        pinned: Whether the block is page-locked, so that a GPU can copy into it directly.
     """
 
     def __init__(self, size: int, *, pinned: bool = False):

@@ -36,10 +36,10 @@ class Destination:
     """The folder in which a run saves checkpoints, and the rules for that folder.
 
     Attributes:
-        folder: the run folder; a checkpoint becomes its subfolder `global_stepN`.
-        run: the description of the run, which each checkpoint records.
-        keep_last: the number of newest checkpoints to keep; None or 0 keeps all.
-        confirm: a function that raises an error if this job no longer holds the lease of `folder`
+        folder: The run folder; a checkpoint becomes its subfolder `global_stepN`.
+        run: The description of the run, which each checkpoint records.
+        keep_last: The number of newest checkpoints to keep; None or 0 keeps all.
+        confirm: A function that raises an error if this job no longer holds the lease of `folder`
             (see `job/lease.py`).
     """
 
@@ -58,7 +58,7 @@ def write_state(
     files through `engine.checkpoint_engine`, which the caller may replace.
 
     Raises:
-        CheckpointError: the files cannot be written. Earlier checkpoints are unchanged.
+        CheckpointError: The files cannot be written. Earlier checkpoints are unchanged.
     """
     if groups.is_main:
         create_unfinished(to.folder, saved.tag)
@@ -75,9 +75,9 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
     """If the `with` block fails, remove the unfinished files of `saved` to free disk space.
 
     Raises:
-        CheckpointError: the block has raised an OSError or a RuntimeError (torch's file writer
+        CheckpointError: The block has raised an OSError or a RuntimeError (torch's file writer
             raises these).
-        FailedElsewhereError: another rank failed before and removed the files, so this rank cannot
+        FailedElsewhereError: Another rank failed before and removed the files, so this rank cannot
             write either.
     """
     try:
@@ -101,7 +101,7 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
     Every rank must call this function.
 
     Args:
-        progress: the counters of the run, which the checkpoint records.
+        progress: The counters of the run, which the checkpoint records.
     """
     groups.barrier()
     unfinished = to.folder / f"{UNFINISHED}{saved.tag}"
@@ -119,7 +119,7 @@ def set_aside_foreign(saved: Saved, lineage: str) -> None:
     """Rename the folder of `saved` if another run wrote it, so that it is not replaced.
 
     Args:
-        lineage: the id of this run, as in `RunDescription`.
+        lineage: The id of this run, as in `RunDescription`.
     """
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
@@ -143,9 +143,9 @@ def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm =
     other runs, damaged ones, and those in the published (GPT-NeoX) layout are not removed either.
 
     Args:
-        keep_last: the number of checkpoints to keep; None or 0 keeps all.
-        lineage: the id of this run, as in `RunDescription`.
-        confirm: a function that raises an error if this job no longer holds the lease of the run
+        keep_last: The number of checkpoints to keep; None or 0 keeps all.
+        lineage: The id of this run, as in `RunDescription`.
+        confirm: A function that raises an error if this job no longer holds the lease of the run
             folder (see `job/lease.py`).
     """
     if not keep_last:

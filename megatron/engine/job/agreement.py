@@ -41,11 +41,11 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
     """Check that `values` are the same on all ranks. Every rank must call this function.
 
     Args:
-        subject: what the error message calls the values, such as "config".
-        values: this rank's values.
+        subject: What the error message calls the values, such as "config".
+        values: This rank's values.
 
     Raises:
-        StartError: the values of some rank differ from those of rank 0. The error message names
+        StartError: The values of some rank differ from those of rank 0. The error message names
             that rank and the values that differ.
     """
     first, *others = groups.gather_from_job((socket.gethostname(), dict(values)))
@@ -68,7 +68,7 @@ def require_one_folder(groups: Groups, folder: Path) -> None:
     Every rank must call this function.
 
     Raises:
-        CheckpointError: some rank does not see the file. The error message names that rank.
+        CheckpointError: Some rank does not see the file. The error message names that rank.
     """
     if groups.world_size == 1:
         return
@@ -96,12 +96,12 @@ def seen_by_all(
     Every rank must call this function.
 
     Args:
-        look: a function that reads `folder`, and returns for example the names of its files.
-        folder: the folder that error messages name.
-        expected: the value to wait for; None waits until all ranks have the value of rank 0.
+        look: A function that reads `folder`, and returns for example the names of its files.
+        folder: The folder that error messages name.
+        expected: The value to wait for; None waits until all ranks have the value of rank 0.
 
     Raises:
-        CheckpointError: after PATIENCE seconds, `look` still returns another value on some rank.
+        CheckpointError: After PATIENCE seconds, `look` still returns another value on some rank.
     """
     until = time.monotonic() + PATIENCE
     while True:

@@ -47,7 +47,7 @@ def user_errors() -> Iterator[None]:
     processes (see `failure`).
 
     Raises:
-        SystemExit: the block has raised one of `USER_ERRORS`.
+        SystemExit: The block has raised one of `USER_ERRORS`.
     """
     try:
         yield

@@ -96,8 +96,8 @@ class Watch:
     failures while joining are noticed.
 
     Args:
-        silence: the seconds without a sign of life after which a rank counts as lost.
-        exchange: a function that the thread calls with the store whenever it has found no failure.
+        silence: The seconds without a sign of life after which a rank counts as lost.
+        exchange: A function that the thread calls with the store whenever it has found no failure.
             It returns whether the thread should read the store again sooner than usual.
     """
 
@@ -159,11 +159,11 @@ def end_process(
     Process groups stay open, because all ranks would have to close them together.
 
     Args:
-        text: the error message.
-        lost: whether the error is only a lost connection to another process. That other process
+        text: The error message.
+        lost: Whether the error is only a lost connection to another process. That other process
             then reports the cause.
-        code: the exit code of this process.
-        ends_all: whether the other ranks end with `code` too; otherwise they end with 1.
+        code: The exit code of this process.
+        ends_all: Whether the other ranks end with `code` too; otherwise they end with 1.
     """
     _ending.acquire()
     failure = _local_failure(text, code if ends_all else 1)
@@ -200,8 +200,8 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
     """Report `failure` to the other ranks through the job's store. If there is no store, print it.
 
     Args:
-        lost: whether the failure is only a lost connection to another process.
-        causes: a list to which another rank's failure is added if it caused this one.
+        lost: Whether the failure is only a lost connection to another process.
+        causes: A list to which another rank's failure is added if it caused this one.
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.
@@ -218,7 +218,7 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
     """Write `failure` into the job's store, and print it unless another rank prints the same error.
 
     Args:
-        lost: whether the failure is only a lost connection to another process.
+        lost: Whether the failure is only a lost connection to another process.
 
     Returns:
         Another rank's failure that caused this one; None if it is unknown or `lost` is false.

@@ -86,17 +86,17 @@ class Hearing:
     Call `tick` every `interval` seconds.
 
     Attributes:
-        answered: whether the store has ever answered.
-        refused_for: the seconds for which the store's machine has refused connections.
+        answered: Whether the store has ever answered.
+        refused_for: The seconds for which the store's machine has refused connections.
     """
 
     def __init__(self, bound: float, interval: float, exchange: Callable[[Store], bool]):
         """Start a thread that exchanges heartbeats through the job's store.
 
         Args:
-            bound: the seconds of silence after which a rank counts as lost.
-            interval: the seconds between two ticks.
-            exchange: a function that the thread calls with the store after each heartbeat. It
+            bound: The seconds of silence after which a rank counts as lost.
+            interval: The seconds between two ticks.
+            exchange: A function that the thread calls with the store after each heartbeat. It
                 returns whether the next heartbeat should follow sooner than usual.
         """
         self.answered = False

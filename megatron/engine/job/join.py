@@ -44,8 +44,8 @@ def joined_job(
 
     Args:
         backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
-        verbose: whether DeepSpeed prints its log messages.
-        silence: the seconds without a sign of life after which a rank counts as lost.
+        verbose: Whether DeepSpeed prints its log messages.
+        silence: The seconds without a sign of life after which a rank counts as lost.
     """
     watch = failure.Watch(silence, preemption.exchange)
     if is_member():
@@ -69,7 +69,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
 
     Args:
         backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
-        verbose: whether DeepSpeed prints its log messages.
+        verbose: Whether DeepSpeed prints its log messages.
 
     Raises:
         StartError: `backend` is "nccl" but the machine has no CUDA, or the job's port is in use.

@@ -55,7 +55,7 @@ def sole_writer(folder: Path) -> Iterator[Confirm]:
     folder is created if it does not exist.
 
     Raises:
-        CheckpointError: another process holds the lease and is alive.
+        CheckpointError: Another process holds the lease and is alive.
     """
     path, text = _take(folder)
     over = threading.Event()
@@ -99,7 +99,7 @@ def _take(folder: Path) -> tuple[Path, str]:
     """Take the lease of `folder` for this process; return the path and the content of the lease.
 
     Raises:
-        CheckpointError: another process holds the lease and is alive.
+        CheckpointError: Another process holds the lease and is alive.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(describe_process())
@@ -128,7 +128,7 @@ def _create(path: Path, text: str) -> None:
     file for the lease of a running process, and would wait.
 
     Raises:
-        FileExistsError: another process has created the lease.
+        FileExistsError: Another process has created the lease.
     """
     with path.open("xb", buffering=0) as file:
         try:
@@ -145,10 +145,10 @@ def _wait_for_end(path: Path, content: str) -> None:
     seconds without a heartbeat.
 
     Args:
-        content: the content of the lease.
+        content: The content of the lease.
 
     Raises:
-        CheckpointError: the holder is alive. It has sent a heartbeat during the wait, or its
+        CheckpointError: The holder is alive. It has sent a heartbeat during the wait, or its
             process still exists LIFETIME seconds after the last heartbeat.
     """
     first = None
@@ -226,7 +226,7 @@ def is_alive(content: str) -> bool | None:
     """Return whether a lease's holder is alive; None if this process cannot find out.
 
     Args:
-        content: the content of the lease.
+        content: The content of the lease.
     """
     holder, here = _parsed(content), _machine()
     pid = holder.get("pid")

@@ -44,7 +44,7 @@ def wrong_buffers(
     A buffer that is missing from `stored` is no error.
 
     Args:
-        stored: the checkpoint's buffers, as a dict from GPT-NeoX's name to buffer.
+        stored: The checkpoint's buffers, as a dict from GPT-NeoX's name to buffer.
     """
     wrong = []
     for name, tensor in stored.items():

@@ -18,7 +18,7 @@ def client_state(checkpoint: Path) -> dict[str, Any]:
     """Return the content of `checkpoint/mp_rank_00_model_states.pt`, or {} if it does not exist.
 
     Raises:
-        CheckpointError: the file cannot be read, or it contains more than tensors and plain values.
+        CheckpointError: The file cannot be read, or it contains more than tensors and plain values.
     """
     path = checkpoint / "mp_rank_00_model_states.pt"
     return load_mapping(path) if path.is_file() else {}
@@ -28,7 +28,7 @@ def load_mapping(path: Path) -> dict[str, Any]:
     """Read a dictionary with string keys from a file that `torch.save` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, contains more than tensors and plain values, or
+        CheckpointError: The file cannot be read, contains more than tensors and plain values, or
             does not contain a dictionary with string keys.
     """
     loaded = safe_load(path)
@@ -43,7 +43,7 @@ def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
     The schedule is None if its record is missing or incomplete.
 
     Args:
-        checkpoint: the checkpoint's folder, `global_stepN`.
+        checkpoint: The checkpoint's folder, `global_stepN`.
     """
     client = client_state(checkpoint)
     return step_of(client, checkpoint), schedule_of(client)
@@ -55,7 +55,7 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
     The result is None if the recorded schedule is missing or incomplete.
 
     Args:
-        client: the result of `client_state`.
+        client: The result of `client_state`.
     """
     state = mapping(client, "lr_scheduler")
     names = ("start_lr", "end_iter", "warmup_iter", "decay_style", "min_lr", "num_iters")
@@ -71,7 +71,7 @@ def step_of(client: dict[str, Any], checkpoint: Path) -> int:
     number, return 0.
 
     Args:
-        client: the result of `client_state`.
+        client: The result of `client_state`.
     """
     named = re.fullmatch(r"global_step(\d+)", checkpoint.name)
     recorded = count(client, "iteration") or count(client, "total_iters")

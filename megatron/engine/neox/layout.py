@@ -74,7 +74,7 @@ def positions(num_layers: int, tied: bool) -> list[int]:
     """Return the pipeline positions that have a file, for a model of `num_layers` blocks.
 
     Args:
-        tied: whether the output projection is the embedding's weight.
+        tied: Whether the output projection is the embedding's weight.
     """
     return [0, *range(2, num_layers + 2), num_layers + 3, *([] if tied else [num_layers + 4])]
 
@@ -85,10 +85,10 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
     The rule is "rows", "columns", "halves", "replicated" or "summed" (see the module docstring).
 
     Args:
-        name: the tensor's published (GPT-NeoX's) name.
-        geglu: whether the MLP's activation is geglu.
-        summed: whether the model was trained with `gpt_j_residual`.
-        row_output: whether the output projection is row-parallel.
+        name: The tensor's published (GPT-NeoX's) name.
+        geglu: Whether the MLP's activation is geglu.
+        summed: Whether the model was trained with `gpt_j_residual`.
+        row_output: Whether the output projection is row-parallel.
     """
     if name.startswith("mlp.dense_h_to_4h."):
         return "halves" if geglu else "rows"
@@ -105,7 +105,7 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
     If the rule is "summed" and the shards' dtype cannot hold the exact sum, the result is fp64.
 
     Raises:
-        ValueError: the shards' shapes do not fit, or shards that must be equal differ.
+        ValueError: The shards' shapes do not fit, or shards that must be equal differ.
     """
     first = shards[0]
     if len(shards) == 1:
@@ -134,10 +134,10 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
     """Split `tensor` into `count` tensor-parallel shards by the rule `how`; inverse of `merge`.
 
     Args:
-        name: the tensor's name in error messages.
+        name: The tensor's name in error messages.
 
     Raises:
-        CheckpointError: the size of the split dimension is not a multiple of `count`, or of
+        CheckpointError: The size of the split dimension is not a multiple of `count`, or of
             2 * `count` if the rule is "halves".
     """
     if count == 1:
@@ -166,9 +166,9 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
     project stores the latter as the columns of a single tensor, theta.
 
     Args:
-        index: the tensor's position in the published pipeline.
-        name: the tensor's published (GPT-NeoX's) name.
-        num_layers: the number of transformer blocks.
+        index: The tensor's position in the published pipeline.
+        name: The tensor's published (GPT-NeoX's) name.
+        num_layers: The number of transformer blocks.
     """
     if index == 0:
         known = name in ("word_embeddings.weight", "position_embeddings.weight")
@@ -210,9 +210,9 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Split theta, or its gradient, into the tensors that each block of GPT-NeoX stores.
 
     Args:
-        theta_HN: theta (the positional embedding's learned parameters) or its gradient, [heads,
+        theta_HN: Theta (the positional embedding's learned parameters) or its gradient, [heads,
             parameters per head].
-        names: the published names of theta's columns, without "attention.rpe."; ("weight",) for
+        names: The published names of theta's columns, without "attention.rpe."; ("weight",) for
             T5's bias table, which is one tensor.
 
     Returns:
@@ -233,7 +233,7 @@ def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
     This function is the inverse of `theta_columns`.
 
     Args:
-        columns: the tensors of the distance kernel in one transformer block, by GPT-NeoX's names.
+        columns: The tensors of the distance kernel in one transformer block, by GPT-NeoX's names.
             The tensors hold all heads.
     """
     if RPE + TABLE in columns:

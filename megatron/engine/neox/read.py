@@ -36,19 +36,19 @@ class Published:
     """A published (GPT-NeoX) checkpoint, with its tensor-parallel shards merged.
 
     Attributes:
-        shape: the properties of the model, inferred from the files.
-        step: the number of optimizer steps taken.
-        weights: maps this project's names to merged tensors, in the stored dtype.
-        buffers: maps GPT-NeoX's names to stored slopes or frequencies. These values follow from the
+        shape: The properties of the model, inferred from the files.
+        step: The number of optimizer steps taken.
+        weights: Maps this project's names to merged tensors, in the stored dtype.
+        buffers: Maps GPT-NeoX's names to stored slopes or frequencies. These values follow from the
             configuration, so they are only checked and exported again, never trained.
-        shards: maps "pipeline position.GPT-NeoX's name" to the original tensor-parallel shards of
+        shards: Maps "pipeline position.GPT-NeoX's name" to the original tensor-parallel shards of
             that tensor. A tensor has an entry only if splitting its merged value would not give
             the same shards, for example because replicated shards differ slightly.
-        schedule: the recorded learning-rate schedule; None if missing.
-        args: the recorded configuration values that are integers or strings.
-        problems: one line for each file or tensor that is missing, unknown or inconsistent. The
+        schedule: The recorded learning-rate schedule; None if missing.
+        args: The recorded configuration values that are integers or strings.
+        problems: One line for each file or tensor that is missing, unknown or inconsistent. The
             weights are complete only if there is no line.
-        notes: lines that are printed for the user.
+        notes: Lines that are printed for the user.
     """
 
     shape: Shape
@@ -242,7 +242,7 @@ def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
     The tensors must be the same in all blocks. Otherwise a line is added to `out.problems` instead.
 
     Args:
-        kernels: maps each block's position to a dict from published name to merged tensor.
+        kernels: Maps each block's position to a dict from published name to merged tensor.
     """
     if not any(kernels.values()):
         return

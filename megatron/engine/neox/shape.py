@@ -21,20 +21,20 @@ class Shape:
     """The properties of a model that determine how published (GPT-NeoX) files store each weight.
 
     Attributes:
-        num_layers: the number L of transformer blocks.
-        tied: whether the output projection is the embedding's weight.
-        parts: the number N of tensor-parallel ranks.
+        num_layers: The number L of transformer blocks.
+        tied: Whether the output projection is the embedding's weight.
+        parts: The number N of tensor-parallel ranks.
         theta: GPT-NeoX's names of the positional embedding's learned tensors, in the order of the
             columns of this project's tensor theta; empty if there are none.
-        geglu: whether the MLP's activation has a gate, so that its first layer has two halves.
-        summed_biases: whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
-        row_output: whether the output projection is row-parallel (`output_layer_parallelism: row`).
-        head: whether the files are those of gpt-neox since 2024, which names the MLP's layers
+        geglu: Whether the MLP's activation has a gate, so that its first layer has two halves.
+        summed_biases: Whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
+        row_output: Whether the output projection is row-parallel (`output_layer_parallelism: row`).
+        head: Whether the files are those of gpt-neox since 2024, which names the MLP's layers
             `linear1` and `linear2` and knows more options of a block than the published code.
-        group: the number of query heads that share a key head. If it is above 1, the rows of
+        group: The number of query heads that share a key head. If it is above 1, the rows of
             a published shard of `query_key_value` are all queries, then all keys, then all
             values.
-        head_size: the size of a head; 0 if unknown. It is needed only if `group` is above 1, or if
+        head_size: The size of a head; 0 if unknown. It is needed only if `group` is above 1, or if
             queries and keys have a norm for each head.
     """
 
@@ -59,7 +59,7 @@ class Shape:
         """Return a shard of the published tensor `name` with its rows in this project's order.
 
         Raises:
-            CheckpointError: the shard does not hold a whole number of heads.
+            CheckpointError: The shard does not hold a whole number of heads.
         """
         if name.startswith(NORM) and shard.ndim > 1:
             if shard.shape[1] != self.head_size:
@@ -78,7 +78,7 @@ class Shape:
         This method is the inverse of `ours`.
 
         Raises:
-            CheckpointError: the shard does not hold a whole number of heads.
+            CheckpointError: The shard does not hold a whole number of heads.
         """
         if name.startswith(NORM) and len(shard) > 1:
             return shard.unflatten(0, (-1, self.head_size))

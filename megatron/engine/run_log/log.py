@@ -39,21 +39,21 @@ class RunLog:
     """The log of one run. Its methods do nothing on ranks other than the main rank.
 
     Args:
-        run_dir: the folder for `metrics.jsonl` and wandb's files, created if it does not exist.
+        run_dir: The folder for `metrics.jsonl` and wandb's files, created if it does not exist.
             None writes no `metrics.jsonl` and leaves wandb's files in wandb's default folder.
-        settings: the section that says whether metrics also go to wandb and to TensorBoard, whose
+        settings: The section that says whether metrics also go to wandb and to TensorBoard, whose
             event files are in the folder of `tensorboard_dir` that is named like `run_dir`.
-        is_main: whether this process is the main rank.
-        config: the resolved flat configuration, which TensorBoard and wandb show with the run.
-        append: whether to continue an existing `metrics.jsonl` and its wandb run.
-        last_step: the step from which a run with `append` resumes; rows of later steps are dropped
+        is_main: Whether this process is the main rank.
+        config: The resolved flat configuration, which TensorBoard and wandb show with the run.
+        append: Whether to continue an existing `metrics.jsonl` and its wandb run.
+        last_step: The step from which a run with `append` resumes; rows of later steps are dropped
             from `metrics.jsonl`. With None, rows are only added, because another job may be writing
             the file.
-        confirm: a function to call before each line of metrics is written. It raises an exception
+        confirm: A function to call before each line of metrics is written. It raises an exception
             if another job has taken `run_dir` over.
 
     Raises:
-        RunLogError: wandb could not be started, the package tensorboard is missing, or its folder
+        RunLogError: Weights & Biases could not be started, the package tensorboard is missing, or its folder
             cannot be written.
     """
 
@@ -131,8 +131,8 @@ class RunLog:
         """Record values at a step, in `metrics.jsonl` and the sinks.
 
         Args:
-            values: maps each metric's name to a number, a 0-d tensor, or a nested list of these.
-            text: a line to print on the console; None prints nothing.
+            values: Maps each metric's name to a number, a 0-d tensor, or a nested list of these.
+            text: A line to print on the console; None prints nothing.
         """
         if not self.is_main:
             return
@@ -187,7 +187,7 @@ class RunLog:
         """Close `metrics.jsonl` and the sinks. A second call does nothing.
 
         Args:
-            failed: whether wandb marks the run as failed.
+            failed: Whether wandb marks the run as failed.
         """
         if self._unwritten and self._path is not None and not self._append(self._path):
             self.line(f"{len(self._unwritten)} rows are missing at the end of {self._path}")

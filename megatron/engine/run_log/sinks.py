@@ -34,11 +34,11 @@ class TensorBoard:
     """Event files for TensorBoard in one folder. Call `restart` before any other method.
 
     Args:
-        folder: the folder of the run's event files, created if it does not exist.
-        settings: a text in Markdown that describes the run.
+        folder: The folder of the run's event files, created if it does not exist.
+        settings: A text in Markdown that describes the run.
 
     Raises:
-        RunLogError: the package tensorboard is not installed, or `folder` cannot be written.
+        RunLogError: The package tensorboard is not installed, or `folder` cannot be written.
     """
 
     def __init__(self, folder: Path, settings: str = ""):
@@ -69,7 +69,7 @@ class TensorBoard:
         """Hide all events of `purge_step` and later steps, and write `rows` again.
 
         Args:
-            purge_step: the first step that is hidden; None hides nothing.
+            purge_step: The first step that is hidden; None hides nothing.
         """
         self.close()
         self._writer = self._create(str(self._folder), purge_step=purge_step)
@@ -104,14 +104,14 @@ class Wandb:
     """A run of Weights & Biases.
 
     Args:
-        folder: the folder for wandb's files and `wandb_id`; None is wandb's default folder.
+        folder: The folder for wandb's files and `wandb_id`; None is wandb's default folder.
         settings: The section with the keys `wandb_project`, `wandb_team` and so on. A key without
             a value has wandb's default.
-        config: the resolved flat configuration, which wandb shows with the run.
-        append: whether to continue the online run that `folder` records.
+        config: The resolved flat configuration, which wandb shows with the run.
+        append: Whether to continue the online run that `folder` records.
 
     Raises:
-        RunLogError: wandb could not be started.
+        RunLogError: Weights & Biases could not be started.
     """
 
     def __init__(

@@ -93,11 +93,11 @@ class LossGuard(Hook):
         Every rank must call this method.
 
         Args:
-            loss: this rank's mean loss of the step, as `changed_loss` read it.
-            norm: the norm of the step's gradient, the same on every rank; None if unknown.
+            loss: This rank's mean loss of the step, as `changed_loss` read it.
+            norm: The norm of the step's gradient, the same on every rank; None if unknown.
 
         Raises:
-            DivergedError: the run skips bad steps, and `MOST_SKIPPED` steps in a row were bad.
+            DivergedError: The run skips bad steps, and `MOST_SKIPPED` steps in a row were bad.
         """
         mean = self._over_ranks(loss) if self._mean is None else self._mean
         self._mean = None
@@ -143,10 +143,10 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
     Without ZeRO, DeepSpeed raises no error and skips every later step.
 
     Args:
-        step: the number of the step, for the error message.
+        step: The number of the step, for the error message.
 
     Raises:
-        DivergedError: the gradients overflow at the least loss scale.
+        DivergedError: The gradients overflow at the least loss scale.
     """
     optimizer: Any = engine.optimizer  # its class depends on the precision and the ZeRO stage
     scaling = getattr(optimizer, "loss_scale_config", None)  # exists only without ZeRO

@@ -20,8 +20,8 @@ def next_batches(
     always that of the step. On a GPU, the work on the previous micro-batch still runs then.
 
     Args:
-        batches: this rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
-        uncounted_after: the id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
+        batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
+        uncounted_after: The id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
             that they do not count in the loss. None counts all targets.
     """
     for _ in range(count):

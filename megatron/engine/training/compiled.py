@@ -24,7 +24,7 @@ def compile_model(model: nn.Module, mode: str) -> None:
     graph's own memory, and the next micro-batch would overwrite it (pytorch issues 96693, 169545).
 
     Args:
-        mode: the mode of `torch.compile`.
+        mode: The mode of `torch.compile`.
     """
     model.compile(dynamic=False, mode=mode)
     if mode in MODES_WITH_CUDA_GRAPHS:
@@ -37,7 +37,7 @@ class Compilations:
     """Counts the graphs that `torch.compile` makes in this process.
 
     Args:
-        asked: whether the model is compiled; otherwise there is nothing to count.
+        asked: Whether the model is compiled; otherwise there is nothing to count.
     """
 
     def __init__(self, asked: bool):

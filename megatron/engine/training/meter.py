@@ -17,8 +17,8 @@ class Meter:
     """The losses and the seconds of the steps since the last log line.
 
     Attributes:
-        steps: the number of steps since the last log line.
-        seconds: the time that these steps took in this process.
+        steps: The number of steps since the last log line.
+        seconds: The time that these steps took in this process.
     """
 
     def __init__(self, groups: Groups, state: Mapping[str, Any] | None = None):

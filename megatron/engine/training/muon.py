@@ -55,12 +55,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """An optimizer that trains the groups with `muon` true by Muon, and the others by AdamW.
 
     Args:
-        groups: the result of `parameter_groups`.
-        lr: the learning rate of Muon and of AdamW.
+        groups: The result of `parameter_groups`.
+        lr: The learning rate of Muon and of AdamW.
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
-        ranks: the process groups of the job. ZeRO-1 gives each rank of `ranks.replicas` one slice.
+        ranks: The process groups of the job. ZeRO-1 gives each rank of `ranks.replicas` one slice.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str
     remark says which one is built. For other names the remark is "".
 
     Args:
-        name: the config's `optimizer.type`.
+        name: The config's `optimizer.type`.
     """
     if name != "fusedadam":
         return name, ""
@@ -169,8 +169,8 @@ def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
     function.
 
     Args:
-        model: this rank's tensor-parallel shard of the model.
-        tp: the tensor-parallel group.
+        model: This rank's tensor-parallel shard of the model.
+        tp: The tensor-parallel group.
     """
     gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     square = _square([grad for p, grad in gradients if tp.size == 1 or sharding_of(p) is None])

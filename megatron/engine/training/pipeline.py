@@ -89,8 +89,8 @@ def loss_of_batches(
     every rank gets the same result.
 
     Args:
-        batches: this rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
-        uncounted_after: the id of a token; targets that follow it do not count. None counts all.
+        batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
+        uncounted_after: The id of a token; targets that follow it do not count. None counts all.
     """
     engine.eval()
     loss_fn = loss_function(engine, groups)

@@ -51,14 +51,14 @@ class Schedule:
     """A learning rate as a function of the step.
 
     Attributes:
-        start_lr: the learning rate at the end of the warm-up.
-        end_iter: the number E of steps, `lr_decay_iters`. The decay of `wsd` ends at step E, the
+        start_lr: The learning rate at the end of the warm-up.
+        end_iter: The number E of steps, `lr_decay_iters`. The decay of `wsd` ends at step E, the
             other decays end at step E - W.
-        warmup_iter: the number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
-        decay_style: one of `STYLES`.
-        min_lr: the least learning rate after the warm-up.
-        wsd_decay_ratio: with `wsd`, the learning rate decays in this last fraction of `end_iter`.
-        wsd_decay_style: with the style `wsd`, the curve of the decay, such as `cosine`.
+        warmup_iter: The number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
+        decay_style: One of `STYLES`.
+        min_lr: The least learning rate after the warm-up.
+        wsd_decay_ratio: With `wsd`, the learning rate decays in this last fraction of `end_iter`.
+        wsd_decay_style: With the style `wsd`, the curve of the decay, such as `cosine`.
     """
 
     start_lr: float

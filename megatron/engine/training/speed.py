@@ -26,9 +26,9 @@ class Speed:
     """What turns tokens per second into TFLOP/s and MFU.
 
     Attributes:
-        flops_per_token: the floating-point operations of one token, forward and backward.
-        devices: the number of devices that share the work.
-        peak_tflops: the peak TFLOP/s of one device; None if it is not known.
+        flops_per_token: The floating-point operations of one token, forward and backward.
+        devices: The number of devices that share the work.
+        peak_tflops: The peak TFLOP/s of one device; None if it is not known.
     """
 
     flops_per_token: float = 0.0

@@ -51,15 +51,15 @@ def run_suite(
     Call this function in a single process, or in every process of a torchrun job.
 
     Args:
-        lengths: the sequence lengths; the longest one decides which documents are long enough.
-        out: the folder for the report; None means `load/suite`.
-        judge: config and run folder of the model that chooses the key tokens; None means that the
+        lengths: The sequence lengths; the longest one decides which documents are long enough.
+        out: The folder for the report; None means `load/suite`.
+        judge: Config and run folder of the model that chooses the key tokens; None means that the
             model chooses them itself.
 
     Raises:
-        CheckpointError: a checkpoint is missing or does not fit its config, or the judge has
+        CheckpointError: A checkpoint is missing or does not fit its config, or the judge has
             another tokenizer.
-        DataError: fewer than two documents are long enough.
+        DataError: Fewer than two documents are long enough.
     """
     with job_or_alone(config) as groups:
         say = say if groups.is_main else lambda text: None

@@ -19,7 +19,7 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
     can still reach further through several layers; the receptive field has no such leak.)
 
     Args:
-        full_nT, twin_nT: the losses of the model and of its twin.
+        full_nT, twin_nT: The losses of the model and of its twin.
     """
     title, name = "Gain over the windowed twin", "windowed_twin"
     if sample.longest <= sample.train_length:

@@ -23,9 +23,9 @@ class Row:
     """One result of a measure.
 
     Attributes:
-        at: where it was measured, such as {"length": 128}. The first value is the plot's x axis,
+        at: Where it was measured, such as {"length": 128}. The first value is the plot's x axis,
             and each combination of the others is a curve.
-        also: further numbers for the tables.
+        also: Further numbers for the tables.
     """
 
     at: Mapping[str, Any]
@@ -42,9 +42,9 @@ class Measure:
     """A measure with its results.
 
     Attributes:
-        name: the name of its files.
-        unit: what `Estimate.value` is, for tables and axes.
-        says: one sentence about the results.
+        name: The name of its files.
+        unit: What `Estimate.value` is, for tables and axes.
+        says: One sentence about the results.
     """
 
     name: str
@@ -61,9 +61,9 @@ class Sample:
     Attributes:
         sequences_nT: int64 [n, longest + 1], sequences that lie inside of one document each.
         documents: [n], the document of each sequence, in ascending order.
-        train_length: the length at which the model was trained.
-        lengths: the lengths at which it is measured, ascending, the last being the longest.
-        tokens: the approximate number of tokens that a measure reads for each of its results.
+        train_length: The length at which the model was trained.
+        lengths: The lengths at which it is measured, ascending, the last being the longest.
+        tokens: The approximate number of tokens that a measure reads for each of its results.
     """
 
     sequences_nT: np.ndarray
@@ -119,11 +119,11 @@ def read_sample(
 
     Args:
         documents: (start, end), the range of documents [start, end).
-        tokens: the approximate number of tokens to read.
-        eod: the id of the end-of-document token, at which a document's text ends.
+        tokens: The approximate number of tokens to read.
+        eod: The id of the end-of-document token, at which a document's text ends.
 
     Raises:
-        DataError: fewer than 2 documents are long enough.
+        DataError: Fewer than 2 documents are long enough.
     """
     size, rng = lengths[-1] + 1, np.random.default_rng(0)
     begins = shards.pointers[slice(*documents)] // shards.dtype.itemsize
@@ -156,9 +156,9 @@ class Subject:
     """A model that is measured.
 
     Args:
-        model: the model whose attention `losses` can limit.
-        loss_fn: the function that returns the loss of each target; `model` itself, or a stand-in.
-        tick: a function that gets the number of tokens of each finished batch.
+        model: The model whose attention `losses` can limit.
+        loss_fn: The function that returns the loss of each target; `model` itself, or a stand-in.
+        tick: A function that gets the number of tokens of each finished batch.
     """
 
     def __init__(
@@ -177,11 +177,11 @@ class Subject:
 
         Args:
             sequences_nT: int64 [n, T].
-            window: each layer sees only so many tokens, the current one included. None sets no
+            window: Each layer sees only so many tokens, the current one included. None sets no
                 limit beyond the model's own.
 
         Raises:
-            DivergedError: a loss is infinite or not a number.
+            DivergedError: A loss is infinite or not a number.
         """
         with limited_window(self.model, window):
             losses_nT = scores_of_sequences(

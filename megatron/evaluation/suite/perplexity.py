@@ -28,7 +28,7 @@ def by_length(
     Each sequence is cut into pieces of the length. What is left over is left out at the start.
 
     Args:
-        full_nT: the losses of the uncut sequences.
+        full_nT: The losses of the uncut sequences.
     """
     rows = []
     for length in sample.lengths:
@@ -62,7 +62,7 @@ def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure the loss by the number of tokens read (the token's own input included), in bins.
 
     Args:
-        full_nT: the losses of the uncut sequences.
+        full_nT: The losses of the uncut sequences.
     """
     rows = [
         Row({"context": start}, mean_of(full_nT[:, start - 1 : end - 1], sample.documents))
@@ -85,9 +85,9 @@ def key_tokens(
     arXiv 2410.23771). Only tokens with more context than the training length can be key tokens.
 
     Args:
-        full_nT, twin_nT: the losses of the model and of its windowed twin.
-        gain_nT: the judge's gain at each token, and -inf where its loss is above `KEY_LOSS`.
-        judge: who the judge is, for the report.
+        full_nT, twin_nT: The losses of the model and of its windowed twin.
+        gain_nT: The judge's gain at each token, and -inf where its loss is above `KEY_LOSS`.
+        judge: Who the judge is, for the report.
     """
     name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"
     if sample.longest <= sample.train_length:

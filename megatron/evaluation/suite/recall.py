@@ -101,7 +101,7 @@ def _retrieval(
     in the text has the same cue and another answer.
 
     Args:
-        needle: a function that draws a needle, with the given cue if it is not fixed.
+        needle: A function that draws a needle, with the given cue if it is not fixed.
     """
     middle = sample.lengths[len(sample.lengths) // 2]
     rows = []

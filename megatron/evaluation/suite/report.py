@@ -21,9 +21,9 @@ class Report:
     """The results of one model.
 
     Attributes:
-        title: the model, in words.
-        facts: what was measured on what, for the head of the page.
-        verdict: what follows from all measures; the first sentence is about the context.
+        title: The model, in words.
+        facts: What was measured on what, for the head of the page.
+        verdict: What follows from all measures; the first sentence is about the context.
     """
 
     title: str

@@ -53,7 +53,7 @@ class Generator(Arithmetic):
         """Translate an instruction, and return whether it ends its basic block.
 
         Args:
-            labels: label -> number of the block.
+            labels: Label -> number of the block.
             following: The number of the next block.
         """
         guard = None

@@ -96,7 +96,7 @@ class Products(Accesses):
         Args:
             a: Four registers, or one register with a shared-memory descriptor.
             b: A register with a shared-memory descriptor.
-            c: n/2 fp32 registers.
+            c: N/2 fp32 registers.
             use_c: Whether to add c.
         """
         groups = self.L // 128
