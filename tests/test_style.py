@@ -154,7 +154,7 @@ ALLOWED = [
     ),
     (
         uncapitalised,
-        '"""Read.\n\nArgs:\n    x: int64 [n]\n        y: more.\n    z: A text: short.\n\nso: it is."""',
+        '"""Read.\n\nArgs:\n    x: int64 [n]\n        y: more.\n    z: A text: x.\n\nso: it is."""',
     ),
     (unclear_words, '"""A recommendation, renewed."""\nalike = "anew"'),
 ]

@@ -29,7 +29,7 @@ class Case:
         group: The number of query heads that share a key head.
 
     Attributes:
-        inputs: The tensors q, k, v, and theta and the decay if there are any. They require gradients.
+        inputs: The tensors q, k, v, theta and the decay, if there are any. They require gradients.
         grad: The gradient of the output.
         options: The other arguments of `attend`.
     """

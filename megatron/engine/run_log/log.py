@@ -53,8 +53,8 @@ class RunLog:
             if another job has taken `run_dir` over.
 
     Raises:
-        RunLogError: Weights & Biases could not be started, the package tensorboard is missing, or its folder
-            cannot be written.
+        RunLogError: Weights & Biases could not be started, the package tensorboard is missing, or
+            its folder cannot be written.
     """
 
     def __init__(
