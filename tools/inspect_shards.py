@@ -29,6 +29,7 @@ _BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # tokenizers without vocab
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the checked command line."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("prefix", help="common path of .bin and .idx")
@@ -46,6 +47,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @entry.reports(DataError)
 def main(argv: list[str] | None = None) -> int:
+    """Inspect the shards that the command line names, and return exit code 0."""
     arguments = parse_arguments(argv)
     shards = ShardReader(arguments.prefix)
     manifest = read_manifest(arguments.prefix)
@@ -68,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Tokenizer | None:
+    """Build the tokenizer of the shards. Return None if its type or its files are not known."""
     kind = arguments.tokenizer or (manifest or {}).get("tokenizer")
     if kind is None or (kind not in _BARE and not arguments.vocab_file):
         return None
@@ -75,6 +78,7 @@ def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Token
 
 
 def print_counts(shards: ShardReader, manifest: dict | None) -> None:
+    """Print the numbers of documents and tokens, the lengths, and what the manifest says."""
     print(f"{shards.prefix}: {len(shards):,} documents, {len(shards.tokens):,} tokens")
     print(f"dtype: {shards.dtype.name}; {shards.tokens.nbytes / 1e6:,.1f} MB")
     if len(shards):
@@ -137,6 +141,7 @@ def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
 
 
 def print_documents(shards: ShardReader, tokenizer: Tokenizer, count: int, characters: int) -> None:
+    """Print the first `count` documents as text, at most `characters` characters of each."""
     for i in range(min(count, len(shards))):
         # Four tokens for each character are enough, because hardly any token is shorter than a
         # quarter of a character.

@@ -19,6 +19,7 @@ from megatron.data.shards.merge import merge
 
 @entry.reports(DataError)
 def main(argv: list[str] | None = None) -> int:
+    """Merge the shards that the command line names, and return the exit code."""
     parser = entry.parser(__doc__)
     parser.add_argument("inputs", nargs="+", help="prefixes or globs of shards, in order")
     parser.add_argument("output", help="prefix of the joined shards")

@@ -13,6 +13,8 @@ files are byte for byte those that gpt-neox writes, except where gpt-neox loses 
 - Each line of a .jsonl.gz file is parsed as a JSON record. (gpt-neox tokenises the JSON source.)
 - Each key of --jsonl-keys is read from the records. (gpt-neox writes the key "text" to every file.)
 - A record whose text is empty under one key is left out of that key's shards only.
+
+The flags --on-error, --backend, --max-document-bytes and --max-expansion are not in gpt-neox.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ import argparse
 
 from megatron import entry
 from megatron.data.prepare.chunks import Limits
-from megatron.data.prepare.command import exit_code
+from megatron.data.prepare.command import add_shared_flags, exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.sources import find_sources
 from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
 from megatron.data.tokenizers.build import TYPES, build_tokenizer
-from megatron.data.tokenizers.fast_bpe import BACKENDS
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the checked command line."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("--input", required=True, help="files, globs or folders, separated by commas")
@@ -39,16 +41,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--vocab-file")
     add("--merge-file")
     add("--append-eod", action="store_true", help="end each document with the eod token")
-    ftfy = "repair the text's encoding first, with the library ftfy"
-    add("--ftfy", action="store_true", help=ftfy)
     add("--output-prefix", required=True, help="path of the shards, without _KEY_document")
     add("--dataset-impl", default="mmap", choices=["mmap"])
     add("--workers", type=int, default=1)
     add("--log-interval", type=int, default=100, help="accepted; progress is always shown")
-    add("--on-error", choices=["stop", "skip"], default="stop", help="not in gpt-neox")
-    add("--backend", choices=BACKENDS, default="auto", help="not in gpt-neox")
-    add("--max-document-bytes", type=int, default=1 << 30, help="not in gpt-neox")
-    add("--max-expansion", type=float, default=200.0, help="not in gpt-neox")
+    add_shared_flags(parser)
     arguments = parser.parse_args(argv)
     if len(set(arguments.jsonl_keys)) < len(arguments.jsonl_keys):
         parser.error(f"--jsonl-keys {' '.join(arguments.jsonl_keys)}: a key is given twice")
@@ -56,6 +53,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prepare the data that the command line asks for, and return the exit code."""
     arguments = parse_arguments(argv)
     return exit_code(lambda: prepare(arguments))
 

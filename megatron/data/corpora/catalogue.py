@@ -41,6 +41,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
+        """The last part of the first address."""
         return self.urls[0].rsplit("/", 1)[1]
 
 

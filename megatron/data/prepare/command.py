@@ -1,14 +1,32 @@
-"""Run a data preparation command and turn its errors into error messages and exit codes."""
+"""What the two commands that prepare data share: flags, error messages and exit codes."""
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable
 
 from megatron import entry
 from megatron.data.errors import DataError
+from megatron.data.prepare.chunks import Limits
+from megatron.data.tokenizers.fast_bpe import BACKENDS
 from megatron.preemption import SIGNALS
+
+
+def add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the library that encodes, for repairs, for faults and for limits."""
+    add, limits = parser.add_argument, Limits()
+    text = "library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]"
+    add("--backend", help=text, choices=BACKENDS, default="auto")
+    text = "repair the text's encoding first, with the library ftfy"
+    add("--ftfy", help=text, action="store_true")
+    text = "at a faulty record: stop, or skip, count and list it [%(default)s]"
+    add("--on-error", help=text, choices=["stop", "skip"], default="stop")
+    text = "largest size of one document or record; larger ones are faulty [%(default)s]"
+    add("--max-document-bytes", help=text, type=int, default=limits.document_bytes, metavar="N")
+    text = "an input that decompresses to more than N times its size is faulty [%(default)g]"
+    add("--max-expansion", help=text, type=float, default=limits.expansion, metavar="N")
 
 
 def exit_code(command: Callable[[], int]) -> int:

@@ -15,6 +15,8 @@ import numpy as np
 
 from megatron.data.errors import CorpusError, DataError, needs_package
 from megatron.data.prepare.chunks import Chunk
+from megatron.data.prepare.progress import printable
+from megatron.data.shards.manifest import COUNTS
 from megatron.data.tokenizers.base import Tokenizer, utf8
 from megatron.files import parse_json
 
@@ -58,9 +60,9 @@ class Encoded:
         sizes: For each of `EncodeOptions.keys`, the number of tokens in each document, int32
             [documents].
         tokens: For each of these keys, the tokens of all documents, [sum of `sizes`].
-        counts: Maps each name in `COUNTS` to a number for this chunk, such as "documents" to the
-            number of documents.
-        faults: A text for each faulty record, with the record's place and the reason.
+        counts: Maps each name in `CHUNK_COUNTS` to a number for this chunk, such as "documents" to
+            the number of documents.
+        faults: A printable text for each faulty record, with the record's place and the reason.
         documents: If they are kept, (text, meta data) of each document of the first key.
     """
 
@@ -69,12 +71,12 @@ class Encoded:
     position: int
     sizes: list[np.ndarray] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHUNK_COUNTS, 0))
     faults: list[str] = field(default_factory=list)
     documents: list[tuple[str, Any]] = field(default_factory=list)
 
 
-COUNTS = ("documents", "empty_documents", "left_out_by_set", "tokens", "text_bytes", "faults")
+CHUNK_COUNTS = (*COUNTS, "faults")
 
 
 class Encoder:
@@ -103,6 +105,7 @@ class Encoder:
                     out.counts["empty_documents"] += 1
         for column in texts:
             self._encode(column, out)
+        out.faults = [printable(fault) for fault in out.faults]
         out.counts["faults"] = len(out.faults)
         return out
 

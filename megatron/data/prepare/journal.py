@@ -27,7 +27,7 @@ class State:
     """What the journal stores about a run, so that a later run can continue it.
 
     Attributes:
-        counts: Maps each name in `encode.COUNTS` to the total of all chunks written.
+        counts: Maps each name in `encode.CHUNK_COUNTS` to the total of all chunks written.
         facts: What was found out about each source, for the manifests.
         written: The numbers of documents and tokens in each unfinished shard.
         begin: The pair [source, number] of the first chunk written, or None.
@@ -96,9 +96,11 @@ class Journal:
 
     @property
     def exists(self) -> bool:
+        """Whether the file of the journal exists."""
         return self.path.is_file()
 
     def write(self, state: State) -> None:
+        """Replace the journal by one with `state`."""
         checksum = _checksum(self.job, vars(state))
         entry = {"job": self.job, "state": vars(state), "checksum": checksum}
         files.write_text(self.path, json.dumps(entry))

@@ -114,8 +114,9 @@ def record_chunks(
         rows: The rows of the table, or the records of an archive.
         where: The path of the input.
         place: The place of the first row. It is updated while the rows are read.
-        halves: How halves of surrogate pairs are written, which UTF-8 cannot hold: as bytes that
-            make the record faulty, or with "backslashreplace" as escapes of JSON.
+        halves: What `str.encode` does with half of a surrogate pair, which UTF-8 cannot hold.
+            "surrogatepass" writes bytes that make the record faulty. "backslashreplace" writes an
+            escape of JSON.
     """
 
     def lines() -> Iterator[bytes]:

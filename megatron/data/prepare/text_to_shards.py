@@ -23,14 +23,9 @@ from pathlib import Path
 from megatron.data.errors import CorpusError, DataError
 from megatron.data.prepare.archive import ArchiveWriter
 from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault, Limits
-from megatron.data.prepare.encode import COUNTS, Encoded, EncodeOptions, Encoder
+from megatron.data.prepare.encode import CHUNK_COUNTS, Encoded, EncodeOptions, Encoder
 from megatron.data.prepare.journal import Journal, State
-from megatron.data.prepare.progress import (
-    ProgressBar,
-    describe_nothing,
-    describe_skipped,
-    printable,
-)
+from megatron.data.prepare.progress import ProgressBar, describe_nothing, describe_skipped
 from megatron.data.prepare.read_files import read_source
 from megatron.data.prepare.sources import Source
 from megatron.data.prepare.workers import Workers
@@ -100,9 +95,8 @@ class Preparation:
         self.journal = Journal(self.prefixes[0], job, self.options.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
         self.skipped_part = Path(f"{self.skipped_path}.part")
-        self.state = State(
-            dict.fromkeys(COUNTS, 0), [{} for _ in self.sources], [[0, 0]] * len(self.prefixes)
-        )
+        counts: dict[str, int] = dict.fromkeys(CHUNK_COUNTS, 0)
+        self.state = State(counts, [{} for _ in self.sources], [(0, 0)] * len(self.prefixes))
         self.ends = list(itertools.accumulate(source.size for source in self.sources))
         self.total = sum(source.size for source in self.sources)  # bytes of all inputs
 
@@ -193,11 +187,9 @@ class Preparation:
 
     def _write(self, result: Encoded, progress: ProgressBar) -> None:
         """Append the tokens of one chunk to the shards. Update the journal if it is due."""
-        faults = [printable(fault) for fault in result.faults]
-        if faults and self.options.on_error == "stop":
-            raise CorpusError(faults[0])
-        for fault in faults:
-            self.skipped.write(fault + "\n")
+        if result.faults and self.options.on_error == "stop":
+            raise CorpusError(result.faults[0])
+        self.skipped.writelines(f"{fault}\n" for fault in result.faults)
         for writer, tokens, sizes in zip(self.writers, result.tokens, result.sizes, strict=True):
             writer.add_documents(tokens, sizes)
         if self.archive:

@@ -54,4 +54,9 @@ class Samples(ABC):
 
     @abstractmethod
     def fill(self, out_NT: np.ndarray, indices_N: np.ndarray) -> None:
-        """Write the samples with these numbers to the rows of `out_NT`, uninitialised memory."""
+        """Write sample number `indices_N[i]` to row i of `out_NT`, for each i.
+
+        Args:
+            out_NT: Uninitialised memory, int64 [n, seq_length + 1].
+            indices_N: The numbers of the samples, int64 [n]. All are in the data set.
+        """

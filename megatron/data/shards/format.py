@@ -44,3 +44,15 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
     """Return `prefix` + `suffix`. `Path.with_suffix` would cut a prefix that contains a dot."""
     return Path(os.fspath(prefix) + suffix)
+
+
+def starts_in_bin(sizes: np.ndarray, itemsize: int, begin: int) -> tuple[np.ndarray, int]:
+    """Return the offset in bytes at which each document starts, int64 [n], and where the last ends.
+
+    Args:
+        sizes: The number of tokens in each of n > 0 consecutive documents.
+        itemsize: The number of bytes of a token.
+        begin: The offset at which the first of these documents starts.
+    """
+    ends = begin + np.cumsum(sizes, dtype=np.int64) * itemsize
+    return ends - sizes * np.int64(itemsize), int(ends[-1])

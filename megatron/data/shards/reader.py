@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.errors import ShardError
-from megatron.data.shards.format import DTYPES, HEADER, MAGIC, OLD_MAGIC, shard_path
+from megatron.data.shards.format import DTYPES, HEADER, MAGIC, OLD_MAGIC, shard_path, starts_in_bin
 from megatron.data.shards.interface import tokens_of
 
 _CHECK_ROWS = 1 << 20  # the number of documents whose pointers are checked at a time
@@ -136,8 +136,7 @@ class ShardReader:
         address = 0
         for start in range(0, len(self), _CHECK_ROWS):
             sizes = self.sizes[start : start + _CHECK_ROWS]
-            ends = address + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-            starts = ends - sizes * np.int64(self.dtype.itemsize)
+            starts, address = starts_in_bin(sizes, self.dtype.itemsize, address)
             if sizes.min() < 0 or not np.array_equal(
                 starts, self.pointers[start : start + _CHECK_ROWS]
             ):
@@ -146,7 +145,6 @@ class ShardReader:
                     f"sizes (first seen in documents {start} to {start + len(sizes) - 1}); copy it "
                     "again or rebuild it"
                 )
-            address = int(ends[-1])
         if len(self.doc_idx) and not 0 <= self.doc_idx.min() <= self.doc_idx.max() <= len(self):
             raise ShardError(
                 f"{self._idx}: damaged: doc_idx points outside; copy it again, or rebuild it"

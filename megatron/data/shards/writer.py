@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.data.errors import ShardError
 from megatron.data.locks import try_lock
-from megatron.data.shards.format import CODES, HEADER, MAGIC, shard_path
+from megatron.data.shards.format import CODES, HEADER, MAGIC, shard_path, starts_in_bin
 from megatron.files import write_bytes
 
 _ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete the .idx file
@@ -78,10 +78,9 @@ class ShardWriter:
             if exc_type is None and not self._file.closed:
                 self.finalize()
         finally:
-            if self.keep_parts:
-                self._close()
-            else:
-                self.abort()
+            if not self.keep_parts and not self._file.closed:
+                self._remove_parts()
+            self._close()
 
     def holds(self, documents: int, tokens: int) -> bool:
         """Return whether the .part files of an earlier writer hold at least `documents` documents.
@@ -163,12 +162,6 @@ class ShardWriter:
         os.replace(self._idx_part, idx)
         self._close()  # also releases the lock
 
-    def abort(self) -> None:
-        """Remove the .part files and close the writer. Keep the files PREFIX.bin and PREFIX.idx."""
-        if not self._file.closed:
-            self._remove_parts()
-        self._close()
-
     def _begin(self) -> None:
         """Empty the .part files before the first write, unless `rewind` was called."""
         if not self._rewound:
@@ -185,10 +178,9 @@ class ShardWriter:
             count = min(_ROWS, n - start)
             self._sizes.seek(HEADER.size + start * 4)
             sizes = np.frombuffer(self._sizes.read(count * 4), "<i4")
-            ends = address + np.cumsum(sizes, dtype=np.int64) * itemsize
+            starts, address = starts_in_bin(sizes, itemsize, address)
             self._sizes.seek(HEADER.size + n * 4 + start * 8)
-            self._sizes.write((ends - sizes * np.int64(itemsize)).astype("<i8", copy=False).data)
-            address = int(ends[-1])
+            self._sizes.write(starts.astype("<i8", copy=False).data)
         self._sizes.seek(HEADER.size + n * 12)
         for start in range(0, n + 1, _ROWS):
             self._sizes.write(np.arange(start, min(start + _ROWS, n + 1), dtype="<i8").data)

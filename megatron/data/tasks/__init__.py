@@ -1,1 +1,1 @@
-"""Length tasks: generated examples, with a length that is drawn or chosen."""
+"""Length tasks: generated examples whose length is drawn in training and chosen in evaluation."""

@@ -1,15 +1,15 @@
 """The interface of length tasks.
 
-An example of length n is a row of tokens, some of which are answers. Answers alone count in the
-loss and in the accuracy. A row that trains or measures a model is an int64 array that holds
+An example of length n is a row of tokens, some of which are answers. Only answers count in the loss
+and in the accuracy. A row that trains or measures a model is an int64 array that holds
 
     id     for a token that is an answer        (0, 1, ...)
     ~id    for any other token                  (-1, -2, ...)
 
-so that one array holds the tokens and marks the answer. The row ends with
-`END_OF_DOCUMENT`, id 0, repeated up to the row's width. The end is no answer: a task tells the
-length of its answer, and models that need not learn where to stop extrapolate better (Newman et al.
-2020, arXiv 2010.07174).
+so that one array holds the tokens and marks the answer. The row is filled up to its width with
+`END_OF_DOCUMENT`, id 0, which is no answer. So a model does not learn where to stop. The length of
+an example determines the length of its answer, and models that need not learn where to stop
+extrapolate better (Newman et al. 2020, arXiv 2010.07174).
 """
 
 from __future__ import annotations

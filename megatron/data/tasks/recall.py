@@ -13,8 +13,8 @@ from megatron.data.tasks.base import ASKED, Example, Task, option
 class Recall(Task):
     """After n pairs of a key and a value, each key is asked for once, in another order.
 
-    The keys of an example differ, so n is at most `keys`. Values may occur several times. The
-    answers stand between the keys, so the model reads the earlier ones.
+    The keys of an example differ, so n is at most `keys`. Values may occur several times. Each key
+    that is asked for is followed by its value, the answer. So the model reads all earlier answers.
     """
 
     name = "mqar"

@@ -23,12 +23,12 @@ class TaskSamples(Samples):
     Tokens that are no answer are stored as ~id (see `tasks.base`).
 
     Args:
-        seq_length: the number of inputs in a sample, which must have room for the longest example.
-        name: the split: "train", "valid" or "test".
-        extend_to: the length of the data set, if it is larger than `num_samples`.
+        seq_length: The number of inputs in a sample, which must have room for the longest example.
+        name: The split: "train", "valid" or "test".
+        extend_to: The length of the data set, if it is larger than `num_samples`.
 
     Raises:
-        TaskError: the longest example does not fit into `seq_length`.
+        TaskError: The longest example does not fit into `seq_length`.
     """
 
     def __init__(
