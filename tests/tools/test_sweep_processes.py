@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.helpers.jobs import BASE
-from tools import sweep
+from tools import sweep, table
 from tools.experiments import runner
 
 
@@ -90,3 +90,16 @@ def test_an_error_of_the_sweep_ends_its_cells(grid, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         sweep.main([str(grid), "--jobs", "2"])
     assert [each.signals for each in Fake.started] == [[signal.SIGTERM]]
+
+
+@pytest.mark.parametrize("main", [sweep.main, table.main])
+def test_a_variable_is_a_name_and_a_value(grid, capsys, main):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(grid), "--set", "model"])
+    assert stopped.value.code == 2 and "--set: model: write NAME=VALUE" in capsys.readouterr().err
+
+
+def test_jobs_are_at_least_one(grid, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main([str(grid), "--jobs", "0"])
+    assert stopped.value.code == 2 and "--jobs: 0 is not in [1, inf]" in capsys.readouterr().err
