@@ -135,7 +135,7 @@ def score_tasks(args, load, out, overrides):
     prefix = config.evaluation.eval_results_prefix
     path = Path(f"{prefix}_{name}") if prefix else out / name
     path.parent.mkdir(parents=True, exist_ok=True)  # now, because tasks may take hours
-    from megatron.harness.packages import harness_packages
+    from megatron.harness.installed_lm_eval import harness_packages
 
     with harness_packages():
         from megatron.harness.score_tasks import ScoringOptions, score

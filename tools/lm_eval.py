@@ -31,7 +31,7 @@ def main() -> int:
     args = parse_arguments()
     config, out = load_for_use_or_exit(args, args.run), sys.stdout
     from megatron.engine.job.exit_codes import user_errors
-    from megatron.harness.packages import harness_packages
+    from megatron.harness.installed_lm_eval import harness_packages
 
     # Libraries print to standard output, too.
     with user_errors(), redirect_stdout(sys.stderr), harness_packages():

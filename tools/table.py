@@ -16,9 +16,9 @@ from pathlib import Path
 from megatron import entry
 from megatron.config import ConfigError
 from tools.experiments import report, results, theta
+from tools.experiments.claims import verdicts
 from tools.experiments.description import METRICS
 from tools.experiments.grid import read_grid
-from tools.experiments.statistics import verdicts
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -3,7 +3,7 @@
     python benchmarks/host/linear_time.py --out benchmarks/results/linear_time
 
 The products are those of a transformer block: width -> 3 widths, width -> width, width -> 4 widths
-and back. `torch.nn.functional.linear` uses MKL, and `megatron.parallel.linear` with
+and back. `torch.nn.functional.linear` uses MKL, and `megatron.parallel.matmul_library` with
 `PREFERS_ONEDNN` uses oneDNN. Both are timed in turns. A row has the medians of the sums over the
 four products.
 """

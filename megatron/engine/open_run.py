@@ -16,7 +16,7 @@ from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.saved import Saved, require_newest
 from megatron.engine.errors import CheckpointError
-from megatron.engine.job.alone import alone
+from megatron.engine.job.with_or_without_launcher import alone
 from megatron.engine.shape import DTYPES, identity_of
 from megatron.model import GPT
 from megatron.model.embedding import scale_distances

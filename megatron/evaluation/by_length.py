@@ -29,7 +29,7 @@ from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.job.alone import job_or_alone
+from megatron.engine.job.with_or_without_launcher import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.engine.text import Text, open_text
 from megatron.evaluation import report

@@ -12,6 +12,7 @@ Legend: B texts, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.errors import DivergedError
@@ -222,3 +224,17 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
         )
     temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
     return Sampling(float(temperature), options.get("top_k") or None, options.get("top_p") or 1.0)
+
+
+def longest_context(model: GPT, config: Config) -> int:
+    """Return the most tokens that the model should read at a time.
+
+    Embeddings that are made for longer texts have no limit. For rotary embeddings and position
+    vectors it is `max_position_embeddings`, as in GPT-NeoX.
+    """
+    table = model.embedding.position_embeddings
+    if table is not None:
+        return table.num_embeddings - model.embedding.offset
+    if model.pos.has("rotary") or model.pos.has("input"):
+        return config.model.max_position_embeddings
+    return sys.maxsize

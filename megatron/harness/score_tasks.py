@@ -15,11 +15,10 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from megatron.config import Config
 from megatron.data.errors import DataError
-from megatron.engine.job.alone import job_or_alone
+from megatron.engine.job.with_or_without_launcher import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.files import write_text
-from megatron.harness.model import RunModel
-from megatron.model import GPT
+from megatron.harness.model import RunModel, longest_context
 
 
 @dataclass(frozen=True)
@@ -101,20 +100,6 @@ def score(
                 text = json.dumps(results, indent=2, default=handle_non_serializable)
                 write_text(write, text + "\n")
                 say(f"written to {write}")
-
-
-def longest_context(model: GPT, config: Config) -> int:
-    """Return the most tokens that the model should read at a time.
-
-    Embeddings that are made for longer texts have no limit. For rotary embeddings and position
-    vectors it is `max_position_embeddings`, as in GPT-NeoX.
-    """
-    table = model.embedding.position_embeddings
-    if table is not None:
-        return table.num_embeddings - model.embedding.offset
-    if model.pos.has("rotary") or model.pos.has("input"):
-        return config.model.max_position_embeddings
-    return sys.maxsize
 
 
 class _Tasks(TaskManager):

@@ -28,7 +28,7 @@ from megatron.parallel.collectives import (
     share_of,
 )
 from megatron.parallel.groups import ALONE, TensorGroup
-from megatron.parallel.linear import linear
+from megatron.parallel.matmul_library import linear
 from megatron.parallel.rng import rank_dropout
 from megatron.parallel.sharding import Sharding, mark_sharding
 

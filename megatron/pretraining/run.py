@@ -38,7 +38,7 @@ from megatron.engine.training.pipeline import loss_function
 from megatron.engine.training.profiler import StepProfiler
 from megatron.engine.training.speed import speed_of
 from megatron.engine.training.step_log import StepLog
-from megatron.engine.training.theta import TrainedTheta
+from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.evaluation.by_length import MeasuredModel, draw_kernels, evaluate_lengths
 from megatron.evaluation.held_out import log_final_losses, validation
 from megatron.evaluation.published_losses import log_published_losses
@@ -46,7 +46,8 @@ from megatron.files import write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.pretraining.first_lines import first_lines
-from megatron.pretraining.hooks import Saving, Validation, is_owed
+from megatron.pretraining.saving import Saving
+from megatron.pretraining.validation import Validation, is_owed
 from megatron.run_folder import RunFolder
 
 UNSAVED = Path("runs/unsaved")

@@ -9,7 +9,7 @@ from megatron.config import load_config
 from megatron.engine.training.deepspeed_engine import build_engine, engine_config
 from megatron.engine.training.optimizer import build_optimizer, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, Schedule
-from megatron.engine.training.theta import TrainedTheta
+from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.numerics import WIDE, PublishedNumerics
 from megatron.positional import bounds, load

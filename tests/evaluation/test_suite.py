@@ -19,8 +19,8 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.evaluation.suite import context, perplexity
 from megatron.evaluation.suite.all_measures import Judge, measure_all, measure_with_progress
+from megatron.evaluation.suite.intervals import estimate, mean_of
 from megatron.evaluation.suite.measure import Sample, Subject, read_sample
-from megatron.evaluation.suite.statistics import estimate, mean_of
 from megatron.evaluation.suite.verdict import verdict
 from megatron.model import GPT, BlockShape, GPTShape, LayerAttention, Plan
 from megatron.parallel.groups import build_groups

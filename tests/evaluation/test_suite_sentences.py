@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.evaluation.suite import perplexity, recall
+from megatron.evaluation.suite.intervals import Estimate
 from megatron.evaluation.suite.measure import Sample, Subject
-from megatron.evaluation.suite.statistics import Estimate
 from megatron.parallel.groups import build_groups
 
 SEQUENCES_NT = np.random.default_rng(0).integers(0, 32, (12, 257))

@@ -21,7 +21,7 @@ from megatron.config import load_config
 from megatron.data.errors import DataError
 from megatron.engine.build import plan_of
 from megatron.engine.open_run import open_run
-from megatron.harness.packages import harness_packages
+from megatron.harness.installed_lm_eval import harness_packages
 from megatron.hub.export import export
 from megatron.model import GPT
 from megatron.parallel.groups import ALONE, build_groups
@@ -107,7 +107,7 @@ def test_the_longest_context(run, keys, longest):
     config = load_config([run / "config.yml"], [*keys, "max_position_embeddings=48"])
     plan = plan_of(config, BYTES.vocab_size, device_type="cpu", eod=BYTES.eod, training=False)
     with harness_packages():
-        from megatron.harness.score_tasks import longest_context
+        from megatron.harness.model import longest_context
     assert longest_context(GPT(plan), config) == longest
 
 

@@ -10,7 +10,7 @@ import torch
 
 import evaluate as command
 from megatron.engine.errors import DivergedError
-from megatron.harness.packages import harness_packages
+from megatron.harness.installed_lm_eval import harness_packages
 from megatron.parallel.groups import ALONE
 from tests.harness.conftest import BYTES
 from tests.helpers.paths import FIXTURES

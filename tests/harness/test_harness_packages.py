@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.errors import DataError
-from megatron.harness.packages import harness_packages
+from megatron.harness.installed_lm_eval import harness_packages
 from tests.helpers.paths import ROOT
 
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
+from tools.experiments.claims import Verdict
 from tools.experiments.report import change_of
-from tools.experiments.statistics import Verdict
 
 HAND_SCALE = [
     ("The paper's comparison at hand-scale", "code"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from megatron.digits import told_apart
+from megatron.evaluation.suite.intervals import Estimate
 from megatron.evaluation.suite.recall import NOTICEABLE
-from megatron.evaluation.suite.statistics import Estimate
+from megatron.readable_numbers import told_apart
 
 
 def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from benchmarks.host import linear_time as benchmark
 from megatron.parallel import linear as module
-from megatron.parallel.linear import linear, prefers_onednn
+from megatron.parallel.matmul_library import linear, prefers_onednn
 
 AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"
 

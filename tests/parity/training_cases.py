@@ -32,7 +32,7 @@ from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.training.deepspeed_engine import job_engine
 from megatron.engine.training.loop import train_step
 from megatron.engine.training.optimizer import parameter_groups
-from megatron.engine.training.theta import TrainedTheta
+from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.model import GPT
 from megatron.parallel.groups import Groups
 from tests.parity.case_files import case_config, read_arrays, read_manifest, require_divisible

@@ -10,7 +10,8 @@ from megatron import preemption
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.hooks import Hook, Step
-from megatron.pretraining.hooks import Saving, Validation, is_owed
+from megatron.pretraining.saving import Saving
+from megatron.pretraining.validation import Validation, is_owed
 
 
 def step(number, **values):

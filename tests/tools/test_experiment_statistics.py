@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from tools.experiments import report
+from tools.experiments.claims import holm, p_value, significant, verdicts
 from tools.experiments.description import Description, Endpoint
 from tools.experiments.grid import Grid
-from tools.experiments.statistics import holm, p_value, significant, verdicts
 
 # Student's sleep data (Biometrika 6, 1908): extra hours of sleep of ten patients with two drugs.
 # R's t.test(paired = TRUE) gives t = -4.0621, p = 0.002833, interval -2.4598858 to -0.7001142.

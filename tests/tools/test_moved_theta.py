@@ -1,4 +1,4 @@
-"""Test tools/experiments/theta.py: the start values are those with which training began."""
+"""Test tools/experiments/moved_theta.py: the start values are those with which training began."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.parallel.groups import Groups
 from tests.helpers.jobs import run_job, write_config, write_shards
 from tests.helpers.launch import run_ranks
 from tools import table
-from tools.experiments import theta
+from tools.experiments import moved_theta as theta
 
 KEYS = {"train_micro_batch_size_per_gpu": 4, "train_iters": 2, "eval_iters": 0}
 TERMS = {"pos_emb": "rotary + kerple_log", "theta_init": {"kerple_log.bias_a": 0.3}}

@@ -16,12 +16,12 @@ import numpy as np
 import pandas as pd
 
 from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
-from megatron.digits import decimals
 from megatron.files import parse_json, write_bytes, write_text
+from megatron.readable_numbers import decimals
+from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
+from tools.experiments.moved_theta import VALUES
 from tools.experiments.results import CURVES, Frame
-from tools.experiments.statistics import Verdict, significant
-from tools.experiments.theta import VALUES
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
 MOVED_NOTE = (

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
-from megatron.digits import clock
+from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
 from tools.experiments.state import ROOT, Record, is_complete, share_done

@@ -5,12 +5,6 @@ from __future__ import annotations
 from megatron.config.rules.relation import Found, relation
 
 
-@relation("on_bad_loss", "save", unset=True)
-def _roll_back(action: str, save: str | None) -> Found | None:
-    if action == "roll_back" and not save:
-        return "on_bad_loss", "roll_back needs checkpoints to go back to; write save: FOLDER"
-
-
 @relation("finetune", "save", "load")
 def _finetune(finetune: bool, save: str, load: str) -> Found | None:
     if finetune and save.rstrip("/") == load.rstrip("/"):

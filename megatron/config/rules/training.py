@@ -52,3 +52,9 @@ def _samples(steps: int, batch: int) -> Found | None:
     if steps * batch > MOST_SAMPLES:
         text = f"{steps} x train_batch_size {batch} are {steps * batch:.1e} samples, and at most"
         return "train_iters", f"{text} {MOST_SAMPLES:.0e} are possible; write a smaller number"
+
+
+@relation("on_bad_loss", "save", unset=True)
+def _roll_back(action: str, save: str | None) -> Found | None:
+    if action == "roll_back" and not save:
+        return "on_bad_loss", "roll_back needs checkpoints to go back to; write save: FOLDER"

@@ -29,7 +29,7 @@ from megatron.config.fields import (
 from megatron.config.mlp_width import inner_width
 from megatron.config.sections.base import DERIVED, Section
 from megatron.config.sections.rope import RopeScaling
-from megatron.config.theta import ThetaInit
+from megatron.config.theta_fields import ThetaInit
 
 
 class ModelConfig(Section):

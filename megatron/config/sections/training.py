@@ -28,7 +28,7 @@ from megatron.config.fields import (
     whole_number,
 )
 from megatron.config.sections.base import DERIVED, Section
-from megatron.config.theta import ThetaFrozen
+from megatron.config.theta_fields import ThetaFrozen
 
 
 class BatchConfig(Section):

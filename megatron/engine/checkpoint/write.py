@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run, and remove old ones (`keep_last_n_checkpoints`).
+"""Write a checkpoint of a run.
 
 If the process is killed at any moment, the previous checkpoint stays usable (see `publish`).
 """
@@ -6,7 +6,6 @@ If the process is killed at any moment, the previous checkpoint stays usable (se
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import deepspeed
 import torch
 
 from megatron.engine.checkpoint.checksums import describe_files, write_record
+from megatron.engine.checkpoint.old_checkpoints import prune, set_aside_foreign
 from megatron.engine.checkpoint.publish import (
     UNFINISHED,
     create_unfinished,
@@ -24,7 +24,7 @@ from megatron.engine.checkpoint.publish import (
 )
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.relayout import conversion_info
-from megatron.engine.checkpoint.saved import Saved, finished
+from megatron.engine.checkpoint.saved import Saved
 from megatron.engine.errors import CheckpointError, FailedElsewhereError
 from megatron.engine.job.lease import Confirm, unleased
 from megatron.parallel.groups import Groups
@@ -113,47 +113,3 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
             publish(to.folder, saved.tag, to.confirm)
         prune(saved, to.keep_last, to.run.lineage, to.confirm)
     groups.barrier()
-
-
-def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the folder of `saved` if another run wrote it, so that it is not replaced.
-
-    Args:
-        lineage: The id of this run, as in `RunDescription`.
-    """
-    if saved.path.exists() and _lineage(saved) != lineage:
-        aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
-        saved.path.rename(aside)
-        print(f"{saved.path} is not of this run: renamed to {aside.name}", flush=True)
-
-
-def _lineage(saved: Saved) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if no `kerple.json` can be read."""
-    try:
-        return saved.record.lineage
-    except CheckpointError:
-        return None
-
-
-def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm = unleased) -> None:
-    """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
-
-    Checkpoints of later steps than `newest` are neither counted nor removed. They exist if the run
-    went back to an earlier step, for example because later checkpoints were damaged. Checkpoints of
-    other runs, damaged ones, and those in the published (GPT-NeoX) layout are not removed either.
-
-    Args:
-        keep_last: The number of checkpoints to keep; None or 0 keeps all.
-        lineage: The id of this run, as in `RunDescription`.
-        confirm: A function that raises an error if this job no longer holds the lease of the run
-            folder (see `job/lease.py`).
-    """
-    if not keep_last:
-        return
-    tags = finished(newest.folder)
-    earlier = [each for each in tags[: tags.index(newest)] if _lineage(each) == lineage]
-    for each in earlier[: max(0, len(earlier) + 1 - keep_last)]:
-        confirm()
-        # If the process is killed half-way, the next start removes the rest.
-        removed = each.path.rename(each.folder / f"{UNFINISHED}{each.tag}")
-        shutil.rmtree(removed, ignore_errors=True)

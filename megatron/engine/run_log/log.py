@@ -26,9 +26,9 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.config.sections.data import LoggingConfig
-from megatron.engine.run_log.rows import Metric, json_line, plain
+from megatron.engine.run_log.rows import Metric, is_kept, json_line, keep_complete_rows, plain
 from megatron.engine.run_log.sinks import TensorBoard, Wandb
-from megatron.files import parse_json, write_text
+from megatron.files import parse_json
 from megatron.run_folder import RunFolder
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -87,7 +87,7 @@ class RunLog:
             run_dir.mkdir(parents=True, exist_ok=True)
             path = RunFolder(run_dir).metrics
             if append and last_step is not None:
-                _keep_complete_rows(path, last_step)
+                keep_complete_rows(path, last_step)
             elif not append and path.exists():
                 os.replace(path, path.with_suffix(".jsonl.previous"))
             path.touch()
@@ -179,8 +179,8 @@ class RunLog:
         """
         if self._path is not None:
             again = step if validates_again else None
-            self._unwritten = [row for row in self._unwritten if _is_kept(row, step, again)]
-            _keep_complete_rows(self._path, step, again)
+            self._unwritten = [row for row in self._unwritten if is_kept(row, step, again)]
+            keep_complete_rows(self._path, step, again)
         self._restart_tensorboard(step)
 
     def close(self, *, failed: bool = False) -> None:
@@ -231,35 +231,3 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         self.close(failed=kind is not None)
-
-
-def _keep_complete_rows(path: Path, last_step: int, validated_again: int | None = None) -> None:
-    """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
-
-    A resumed run writes these rows again: those of steps after `last_step`, those of final results
-    and the validation loss of step `validated_again`. The file is replaced atomically.
-    """
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [text for text in lines if _is_kept(text, last_step, validated_again)]
-    if kept == lines:
-        return
-    write_text(path, "".join(kept))
-
-
-def _is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
-    if not text.endswith("\n") or "\ufffd" in text:  # the replacement of damaged bytes
-        return False
-    try:
-        row = parse_json(text)
-        step = row["step"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    if type(step) is not int:
-        return False
-    if any(name.startswith("final/") for name in row):  # a resumed run measures these again
-        return False
-    if step == validated_again and any(name.startswith("validation/") for name in row):
-        return False
-    return step <= last_step

@@ -1,4 +1,7 @@
-"""Convert a step's metrics (numbers and nested lists of numbers) for the log."""
+"""Convert metrics to rows of `metrics.jsonl`, and choose the rows that a resumed run keeps.
+
+Metrics are numbers and nested lists of numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
+from megatron.files import parse_json, write_text
 from megatron.parallel.loss import perplexity
 
 Metric = Any
@@ -55,3 +60,36 @@ def perplexities(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:
     return [_mapped(change, x) for x in metric] if isinstance(metric, list) else change(metric)
+
+
+def keep_complete_rows(path: Path, last_step: int, validated_again: int | None = None) -> None:
+    """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
+
+    A resumed run writes these rows again: those of steps after `last_step`, those of final results
+    and the validation loss of step `validated_again`. The file is replaced atomically.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [text for text in lines if is_kept(text, last_step, validated_again)]
+    if kept == lines:
+        return
+    write_text(path, "".join(kept))
+
+
+def is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
+    """Return whether a line of `metrics.jsonl` stays when the run resumes after `last_step`."""
+    if not text.endswith("\n") or "\ufffd" in text:  # the replacement of damaged bytes
+        return False
+    try:
+        row = parse_json(text)
+        step = row["step"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    if type(step) is not int:
+        return False
+    if any(name.startswith("final/") for name in row):  # a resumed run measures these again
+        return False
+    if step == validated_again and any(name.startswith("validation/") for name in row):
+        return False
+    return step <= last_step

@@ -11,7 +11,6 @@ import deepspeed
 from torch import nn
 
 from megatron.config import Config
-from megatron.digits import clock
 from megatron.engine.errors import BadLossError
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import ADVICE
@@ -20,8 +19,9 @@ from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.meter import Meter
 from megatron.engine.training.optimizer import all_finite
 from megatron.engine.training.speed import Speed
-from megatron.engine.training.theta import TrainedTheta
+from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.parallel.groups import Groups
+from megatron.readable_numbers import clock
 
 STEEP = 3.0
 """The log warns if the mean loss rises by more nats than this from one log line to the next."""

@@ -18,7 +18,7 @@ from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.errors import CheckpointError
-from megatron.engine.job.alone import job_or_alone
+from megatron.engine.job.with_or_without_launcher import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.text import open_text
 from megatron.evaluation.suite import context, perplexity, recall

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron.evaluation.suite.intervals import mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
-from megatron.evaluation.suite.statistics import mean_of
 
 MARGIN = 0.01
 """The part of the loss that counts as nothing when the receptive field is determined."""

@@ -13,7 +13,7 @@ from megatron.data.errors import DataError
 from megatron.data.shards.interface import Shards
 from megatron.engine.errors import DivergedError
 from megatron.evaluation.losses import LossFn, scores_of_sequences
-from megatron.evaluation.suite.statistics import Estimate
+from megatron.evaluation.suite.intervals import Estimate
 from megatron.model.block import limited_window
 from megatron.parallel.groups import Groups
 

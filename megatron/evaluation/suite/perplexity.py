@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron.digits import told_apart
+from megatron.evaluation.suite.intervals import estimate, mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
-from megatron.evaluation.suite.statistics import estimate, mean_of
+from megatron.readable_numbers import told_apart
 
 KEY_GAIN = 2.0
 """A key token's loss falls by more nats than this through the long context (2410.23771)."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.digits import told_apart
+from megatron.evaluation.suite.intervals import estimate, mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
-from megatron.evaluation.suite.statistics import estimate, mean_of
+from megatron.readable_numbers import told_apart
 
 DEPTHS = (0.0, 0.5, 0.9)
 """Where a needle is hidden: the part of the text that comes before it."""

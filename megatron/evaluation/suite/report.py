@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.evaluation.report import csv_of, figure_png, mark_training_length
+from megatron.evaluation.suite.intervals import LEVEL
 from megatron.evaluation.suite.measure import Measure
-from megatron.evaluation.suite.statistics import LEVEL
 from megatron.files import write_bytes, write_text
 
 PAGE, DATA = "report.md", "report.json"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.digits import told_apart
 from megatron.evaluation.suite.context import MARGIN, field_of
 from megatron.evaluation.suite.measure import Measure
+from megatron.readable_numbers import told_apart
 
 
 def verdict(measures: list[Measure]) -> list[str]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.digits import clock, decimals, told_apart
+from megatron.readable_numbers import clock, decimals, told_apart
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from megatron.digits import decimals
 from megatron.parallel.loss import perplexity
+from megatron.readable_numbers import decimals
 
 RESAMPLES = 2000
 LEVEL = 95.0
