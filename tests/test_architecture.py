@@ -37,7 +37,7 @@ SHELVES = {
         "errors": 0, "per_layer": 0, "mlp_width": 0, "builtin": 0,
         "reader": 1,
         "fields": 2,
-        "choices": 3, "paths": 3, "theta": 3, "flat": 3,
+        "choices": 3, "paths": 3, "theta_fields": 3, "flat": 3,
         "sections": 4, "rules": 4,
         "schema": 5, "derived": 5,
         "neox": 6, "describe": 6,

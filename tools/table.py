@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.config import ConfigError
-from tools.experiments import report, results, theta
+from tools.experiments import moved_theta, report, results
 from tools.experiments.claims import verdicts
 from tools.experiments.description import METRICS
 from tools.experiments.grid import read_grid
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     metric = args.metric or (measured or ["a length"])[0]
     if metric not in measured:
         entry.refuse(f"error: no finished run has measured {metric}; {'; '.join(remarks)}", 1)
-    moved, unknown = theta.of_runs(found)
+    moved, unknown = moved_theta.of_runs(found)
     parts = report.sections(found, moved, rows, metric, grid, args.against == "paper")
     title = args.runs[0].stem if grid else "Runs"
     tables = {"results.csv": found, "theta.csv": moved}

@@ -16,7 +16,7 @@ from megatron.parallel.groups import Groups
 from tests.helpers.jobs import run_job, write_config, write_shards
 from tests.helpers.launch import run_ranks
 from tools import table
-from tools.experiments import moved_theta as theta
+from tools.experiments import moved_theta
 
 KEYS = {"train_micro_batch_size_per_gpu": 4, "train_iters": 2, "eval_iters": 0}
 TERMS = {"pos_emb": "rotary + kerple_log", "theta_init": {"kerple_log.bias_a": 0.3}}
@@ -49,7 +49,7 @@ def train(groups: Groups, folder: Path, prefix: str) -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_frozen_theta_has_not_moved(trained, name):
-    rows = theta.of_run(trained / name)
+    rows = moved_theta.of_run(trained / name)
     assert rows and {row["change"] for row in rows} == {0.0}
     assert all(row["start"] == row["end"] and row["step"] == 2 for row in rows)
     expected = {
@@ -88,12 +88,12 @@ def test_runs_whose_start_is_unknown(trained, tmp_path):
     shutil.copy(trained / "moved" / "metrics.jsonl", tmp_path)
     keys = yaml.safe_load((trained / "moved" / "config.yml").read_text())
     (tmp_path / "config.yml").write_text(yaml.safe_dump(keys | {"load": "elsewhere"}))
-    assert theta.of_run(tmp_path) == []
+    assert moved_theta.of_run(tmp_path) == []
     (tmp_path / "config.yml").write_text(yaml.safe_dump(keys | {"num_layer": 1}))
     about = {"cell": "c", "embedding": "e", "seed": 1, "folder": str(tmp_path)}
     results = pd.DataFrame([about | {"length": 16, "metric": "loss", "value": 1.0}])
-    found, remarks = theta.of_runs(results)
+    found, remarks = moved_theta.of_runs(results)
     assert found.empty and "c: theta's start is unknown: " in remarks[0]
     (tmp_path / "config.yml").write_text(yaml.safe_dump(keys | {"pos_emb": "kerple_power"}))
-    found, remarks = theta.of_runs(results)
+    found, remarks = moved_theta.of_runs(results)
     assert found.empty and "pos_emb: the run logged sink.sink, kerple_log.bias_p" in remarks[0]

@@ -56,7 +56,7 @@ def sections(
 
     Args:
         results: The table of `results.of_grid` or `results.of_folders`.
-        moved: The table of `theta.of_runs`.
+        moved: The table of `moved_theta.of_runs`.
         grid: The grid of the results; None for single run folders.
         against_paper: Whether the paper's numbers stand beside the cells.
     """
