@@ -148,7 +148,7 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
         others: Names that the error message lists in addition to those in `CORPORA`.
 
     Raises:
-        CorpusError: the name is not in `CORPORA`. The error message suggests a similar name.
+        CorpusError: The name is not in `CORPORA`. The error message suggests a similar name.
     """
     if name in CORPORA:
         return CORPORA[name]

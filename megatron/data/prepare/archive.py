@@ -64,7 +64,7 @@ class ArchiveWriter:
         """Start after the first `files` files of an earlier run, and remove its other files.
 
         Raises:
-            CorpusError: another process is writing this archive, or its folder cannot be made.
+            CorpusError: Another process is writing this archive, or its folder cannot be made.
         """
         with self._explained():
             self._part.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def read_archive(
         place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: the file is damaged or exceeds the limits. The records before it are yielded first.
+        Fault: The file is damaged or exceeds the limits. The records before it are yielded first.
         CorpusError: `lm_dataformat` is not installed.
     """
     assert keys == ("text",)

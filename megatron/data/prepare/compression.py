@@ -62,7 +62,7 @@ class ZstdStream(_Readable):
     """The decompressed content of all frames of a zstandard stream.
 
     Raises:
-        EOFError: a read finds that the stream ends inside a frame.
+        EOFError: A read finds that the stream ends inside a frame.
     """
 
     def __init__(self, source: IO[bytes]) -> None:

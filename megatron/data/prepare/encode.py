@@ -141,7 +141,7 @@ class Encoder:
         Return an empty list of texts if `pile_sets` does not select the record.
 
         Raises:
-            CorpusError: the record is not a JSON object with a text for each key, or `pile_sets` is
+            CorpusError: The record is not a JSON object with a text for each key, or `pile_sets` is
                 given and the record has no `meta.pile_set_name`.
         """
         record = parse_json(line)

@@ -40,8 +40,8 @@ def read_source(
         limits: The limits that the input must not exceed.
 
     Raises:
-        Fault: the source is damaged or truncated, or exceeds the limits.
-        CorpusError: the library for this kind of source is not installed.
+        Fault: The source is damaged or truncated, or exceeds the limits.
+        CorpusError: The library for this kind of source is not installed.
     """
     place = Place(source.path, limits, source.size)
     with foreign_bytes(place):

@@ -33,7 +33,7 @@ def read_parquet(
         place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: the file is damaged or exceeds the limits, or a column in `keys` is missing or is not
+        Fault: The file is damaged or exceeds the limits, or a column in `keys` is missing or is not
             a text column.
         CorpusError: `pyarrow` is not installed.
     """
@@ -83,7 +83,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
         place: The position in the data set, with the limits that the data set must not exceed.
 
     Raises:
-        Fault: the data set cannot be opened or read, or the folder contains several splits.
+        Fault: The data set cannot be opened or read, or the folder contains several splits.
         CorpusError: `datasets` is not installed.
     """
     with needs_package("datasets", f"{source.path}: a hub's data set", CorpusError):

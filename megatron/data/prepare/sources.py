@@ -93,7 +93,7 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
         inputs: Paths of files or folders, glob patterns, and `hub:ID[:SPLIT]`.
 
     Raises:
-        CorpusError: an input is missing, is empty or has an unknown kind. The error message lists
+        CorpusError: An input is missing, is empty or has an unknown kind. The error message lists
             all such inputs.
     """
     sources: list[Source] = []

@@ -32,7 +32,7 @@ def eval_sequences(
             the same targets, pass the return value of `eval_span`.
 
     Raises:
-        ShardError: the documents are too short for one sequence.
+        ShardError: The documents are too short for one sequence.
     """
     row = tokens_of(shards, documents)
     n = min(max_tokens, len(row) - 1) // length

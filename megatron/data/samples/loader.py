@@ -40,11 +40,11 @@ class TrainLoader:
         step_samples: The number of samples that all ranks read in a micro-step, in total.
 
     Raises:
-        ValueError: from the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
+        ValueError: From the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
             together.
-        DataExhausted: from `next`, if too few samples are left. (StopIteration is not raised,
+        DataExhausted: From `next`, if too few samples are left. (StopIteration is not raised,
             because it would end a `for` loop silently.)
-        ShardError: from `next`, if a token is not smaller than `vocab_size`.
+        ShardError: From `next`, if a token is not smaller than `vocab_size`.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def tokens_of(shards: Shards, documents: tuple[int, int]) -> np.ndarray:
         documents: (start, end). The range includes document `start` and excludes document `end`.
 
     Raises:
-        ValueError: the shards do not contain all these documents.
+        ValueError: The shards do not contain all these documents.
     """
     start, end = documents
     if not 0 <= start <= end <= len(shards):

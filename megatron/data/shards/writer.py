@@ -39,7 +39,7 @@ class ShardWriter:
         keep_parts: Whether the .part files stay if the block raises an error.
 
     Raises:
-        ShardError: the format does not support `dtype`, the folder cannot be made, or another
+        ShardError: The format does not support `dtype`, the folder cannot be made, or another
             process is writing the same PREFIX.
     """
 
@@ -127,8 +127,8 @@ class ShardWriter:
             sizes: [n], the number of tokens in each document.
 
         Raises:
-            ValueError: a token does not fit the dtype of the shard.
-            OverflowError: the number of tokens in a document does not fit int32.
+            ValueError: A token does not fit the dtype of the shard.
+            OverflowError: The number of tokens in a document does not fit int32.
         """
         if tokens.dtype != self.dtype:
             stored = tokens.astype(self.dtype)
@@ -196,7 +196,7 @@ class ShardWriter:
         """Open PREFIX.bin.part. Create its folder if the folder does not exist.
 
         Raises:
-            ShardError: the folder, or a folder above it, cannot be made because a file has its
+            ShardError: The folder, or a folder above it, cannot be made because a file has its
                 name.
         """
         folder = self._part.parent

@@ -52,9 +52,9 @@ class Task(ABC):
     """A length task. The fields of the class are the task's options.
 
     Attributes:
-        name: the name of the task in `data_path: builtin:NAME`.
-        min_length: the shortest length in training.
-        max_length: the longest length in training. Each length in between is equally frequent.
+        name: The name of the task in `data_path: builtin:NAME`.
+        min_length: The shortest length in training.
+        max_length: The longest length in training. Each length in between is equally frequent.
     """
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class Task(ABC):
         """Refuse a length that the task does not have.
 
         Raises:
-            TaskError: the options do not allow this length.
+            TaskError: The options do not allow this length.
         """
         if self.longest is not None and length > self.longest:
             raise TaskError(
@@ -96,7 +96,7 @@ class Task(ABC):
         """Draw an example as a row of ids (see the module docstring), without the end.
 
         Raises:
-            TaskError: the options do not allow this length.
+            TaskError: The options do not allow this length.
         """
         self.require(length)
         words, is_answer = self.example(rng, length)

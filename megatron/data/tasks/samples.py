@@ -66,7 +66,7 @@ def examples_at(task: Task, length: int, count: int) -> np.ndarray:
     Tokens that are no answer are stored as ~id (see `tasks.base`).
 
     Raises:
-        TaskError: the task's options do not allow this length.
+        TaskError: The task's options do not allow this length.
     """
     streams = ((0, _MEASURED, length, number) for number in range(count))
     return np.stack([task.row(np.random.default_rng(each), length) for each in streams])

@@ -15,8 +15,8 @@ class TaskTokenizer(Tokenizer):
     """A tokenizer with a given list of words. The id 0 ends a document.
 
     Attributes:
-        words: the word of each id.
-        ids: maps each word to its id.
+        words: The word of each id.
+        ids: Maps each word to its id.
     """
 
     name = "TaskTokenizer"

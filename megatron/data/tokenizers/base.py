@@ -102,7 +102,7 @@ class Tokenizer(ABC):
         The number is 0 for the end-of-document token.
 
         Raises:
-            TokenizerError: an id is outside the vocabulary.
+            TokenizerError: An id is outside the vocabulary.
         """
         ids = np.asarray(ids)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
@@ -146,7 +146,7 @@ def check_utf8(texts: Sequence[str]) -> None:
     Without this check, tokenizer libraries would silently replace the faulty characters.
 
     Raises:
-        TokenizerError: a text contains one half of a surrogate pair.
+        TokenizerError: A text contains one half of a surrogate pair.
     """
     for text in texts:
         if not text.isascii():

@@ -65,7 +65,7 @@ def choose(backend: str, gpt2_merges: bool) -> str:
         gpt2_merges: Whether the tokenizer has GPT-2's own merges, which the faster backends need.
 
     Raises:
-        TokenizerError: the backend is unknown, or cannot encode with these merges.
+        TokenizerError: The backend is unknown, or cannot encode with these merges.
     """
     if backend not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {backend!r}: is none of {', '.join(BACKENDS)}")
@@ -148,7 +148,7 @@ class CheckedBatches:
     """A callable that encodes texts with a fast library and some of them also with a slow library.
 
     Raises:
-        TokenizerError: the two libraries give different ids for a text that both encode.
+        TokenizerError: The two libraries give different ids for a text that both encode.
     """
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
