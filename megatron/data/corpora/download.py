@@ -56,13 +56,13 @@ def download(
         path: The path to write.
         mirror: The address of a folder that contains the file. It is tried first.
         force: Download the file even if `path` exists.
-        advice: The last part of the error message, if no address has the file.
+        advice: A text that is appended to the error message if no address has the file.
 
     Returns:
         The SHA-256 (hex) of the downloaded file, or "" if `path` existed.
 
     Raises:
-        CorpusError: no address has the file, `path` cannot be written, or `path` exists with the
+        CorpusError: No address has the file, `path` cannot be written, or `path` exists with the
             wrong size. In the first case, the error message lists the reply from each address.
     """
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
@@ -119,7 +119,7 @@ def _from_address(url: str, file: RemoteFile, path: Path) -> str:
         The SHA-256 (hex) of the file.
 
     Raises:
-        _WrongFile: the size or SHA-256 of the download is not the expected one.
+        _WrongFile: The size or SHA-256 of the download is not the expected one.
     """
     part, version = Path(f"{path}.part"), Path(f"{path}.part.version")
     stored = path.with_name(f".{path.name}.sha256")
@@ -170,13 +170,13 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
 
     Args:
         version: The file that stores the version of `part` (an ETag or a date). If the server has
-            another version now, `part` is downloaded from its start.
+            another version now, the complete file is downloaded again.
 
     Returns:
         The length of the complete file, or None if the server does not report it.
 
     Raises:
-        _WrongFile: the server sends other bytes than the requested range. `part` is then removed,
+        _WrongFile: The server sends other bytes than the requested range. `part` is then removed,
             so that the next attempt requests the complete file.
     """
     have = _size(part)
@@ -222,7 +222,7 @@ def _length(answer: HTTPResponse) -> int | None:
     """Return the `Content-Length` of an HTTP answer in bytes, or None if it has no such header.
 
     Raises:
-        _WrongFile: the `Content-Length` is not a number.
+        _WrongFile: The `Content-Length` is not a number.
     """
     text = answer.headers.get("Content-Length")
     if text is not None and not re.fullmatch("[0-9]{1,18}", text):

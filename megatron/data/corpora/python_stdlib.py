@@ -63,7 +63,7 @@ def resolve_data_path(
     The shard is created first if it does not exist. Any other `data_path` is returned unchanged.
 
     Raises:
-        CorpusError: there is no built-in corpus NAME.
+        CorpusError: There is no built-in corpus NAME.
     """
     if isinstance(data_path, str) and data_path.startswith(PREFIX):
         return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
@@ -80,7 +80,7 @@ def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer
         The path of the shard without .bin or .idx.
 
     Raises:
-        CorpusError: there is no built-in corpus of this name, or `data_dir` is a file.
+        CorpusError: There is no built-in corpus of this name, or `data_dir` is a file.
     """
     if name not in NAMES:
         near = nearest(name, NAMES)

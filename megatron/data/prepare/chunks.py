@@ -61,10 +61,10 @@ class Place:
         limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
-        expanded: The number of bytes that were decompressed so far. In a compressed archive of
-            compressed files, both the bytes of the archive and those of the files are counted.
-        records: The number of rows or records that were read so far, in a table or an archive of
-            lm_dataformat.
+        expanded: The number of bytes that were decompressed so far. If compressed files are inside
+            a compressed archive, the bytes of the archive and of the files are both counted.
+        records: In a table or an archive of lm_dataformat, the number of rows or records that were
+            read so far.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Place:
         """Add `count` to the number of decompressed bytes.
 
         Raises:
-            Fault: the input expands to more than its limit.
+            Fault: The input expands to more than its limit.
         """
         self.expanded += count
         most = self.limits.expansion
@@ -105,7 +105,7 @@ class Place:
         """Return the rest of `stream`, which is one document.
 
         Raises:
-            Fault: the document is larger than `limits.document_bytes`.
+            Fault: The document is larger than `limits.document_bytes`.
         """
         pieces, size = [], 0
         while piece := stream.read(_PIECE):
@@ -148,8 +148,8 @@ def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
             `place.name`.
 
     Raises:
-        Fault: a line is longer than `place.limits.document_bytes`.
-        Exception: the stream is damaged. The lines before the damage are yielded first.
+        Fault: A line is longer than `place.limits.document_bytes`.
+        Exception: The stream is damaged. The lines before the damage are yielded first.
     """
     held: list[bytes] = []
     held_bytes, first, error, where = 0, 1, None, place.name
@@ -222,10 +222,10 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
         message: The first words of the fault's text. The text of the original error follows them.
 
     Raises:
-        DataError: the block raised a DataError. It is raised unchanged.
-        CorpusError: the block ran out of memory. This is no `Fault`, because the input may be
-            intact, and a run may skip an input after a `Fault`.
-        Fault: the block raised any other error.
+        DataError: The block raised a DataError. It is raised unchanged.
+        CorpusError: The block ran out of memory. This is no `Fault`, because a run may skip an
+            input after a `Fault`, but here the input may be intact.
+        Fault: The block raised any other error.
     """
     try:
         yield

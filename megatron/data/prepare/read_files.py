@@ -40,8 +40,8 @@ def read_source(
         limits: The limits that the input must not exceed.
 
     Raises:
-        Fault: the source is damaged or truncated, or exceeds the limits.
-        CorpusError: the library for this kind of source is not installed.
+        Fault: The source is damaged or truncated, or exceeds the limits.
+        CorpusError: The library for this kind of source is not installed.
     """
     place = Place(source.path, limits, source.size)
     with foreign_bytes(place):
@@ -52,7 +52,7 @@ def read_source(
 
 
 class _TarEntry(tarfile.TarInfo):
-    """The header of a member of a tar archive. Reading it finds out if the archive is truncated.
+    """The header of a member of a tar archive. A truncated or damaged archive raises an error.
 
     A complete archive ends with an end mark, a block of zeros. `tarfile` itself does not require
     this mark: it also stops without an error at a damaged header, or where the file ends.

@@ -33,7 +33,7 @@ def read_parquet(
         place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: the file is damaged or exceeds the limits, or a column in `keys` is missing or is not
+        Fault: The file is damaged or exceeds the limits, or a column in `keys` is missing or is not
             a text column.
         CorpusError: `pyarrow` is not installed.
     """
@@ -83,7 +83,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
         place: The position in the data set, with the limits that the data set must not exceed.
 
     Raises:
-        Fault: the data set cannot be opened or read, or the folder contains several splits.
+        Fault: The data set cannot be opened or read, or the folder contains several splits.
         CorpusError: `datasets` is not installed.
     """
     with needs_package("datasets", f"{source.path}: a hub's data set", CorpusError):
@@ -139,8 +139,8 @@ def record_chunks(
 def _json_value(value: Any) -> Any:
     """Convert a value that JSON cannot express.
 
-    Bytes become text, and any other value becomes a dict. The encoder later reports a record as
-    faulty if the value to encode is such a dict, or is text from bytes that are not valid UTF-8.
+    Bytes become text, and any other value becomes a dict. The encoder cannot encode such a dict, or
+    text from bytes that are not valid UTF-8. It reports the records with such texts as faulty.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

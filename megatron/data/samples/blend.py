@@ -6,7 +6,7 @@ chosen before sample i. Sample i comes from the corpus that lags most behind its
     d        = the first corpus with the largest  w_d max(i, 1) - c_d    in float64
     sample i = sample number c_d of corpus d
 
-Each choice depends only on earlier choices, so the first samples do not depend on how many follow.
+Each choice depends only on earlier choices, so a longer blend starts with the same samples.
 Each corpus has a sample index of its own (see `index.py`). For a blend of N samples, the index of
 corpus d is built for ceil(1.005 N w_d) samples with the run's seed.
 
@@ -39,7 +39,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
     """Return the weights scaled to the sum 1.
 
     Raises:
-        DataError: a weight is negative or not finite, or all weights are 0.
+        DataError: A weight is negative or not finite, or all weights are 0.
     """
     total = sum(weights)
     if not (weights and math.isfinite(total) and total > 0 and min(weights) >= 0):
@@ -104,7 +104,7 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
         The corpus of each sample, uint8 [size].
 
     Raises:
-        DataError: there are more than 254 corpora.
+        DataError: There are more than 254 corpora.
     """
     if len(weights) > _MAX_CORPORA:
         raise DataError(f"{len(weights)} corpora to blend: at most {_MAX_CORPORA}")
@@ -172,7 +172,7 @@ class BlendedDataset(Samples):
         choices: uint8 [length], the corpus (0, 1, ...) from which each sample is taken.
 
     Raises:
-        DataError: a weight is negative or not finite, all weights are 0, or there are more than 254
+        DataError: A weight is negative or not finite, all weights are 0, or there are more than 254
             corpora.
     """
 

@@ -47,9 +47,9 @@ class TokenDataset(Samples):
             If `extend_to` is None, no blocks are added.
 
     Raises:
-        ShardError: the split has no documents or no tokens, or the tokens in the shards are not
+        ShardError: The split has no documents or no tokens, or the tokens in the shards are not
             integers.
-        ValueError: the shards do not contain all these documents.
+        ValueError: The shards do not contain all these documents.
     """
 
     remedy = "raise train_iters (or extend_to), or give more data"

@@ -83,7 +83,7 @@ def build_sample_index(arguments: IndexArguments) -> SampleIndex:
     """Build GPT-NeoX's sample index of a split, for samples of `seq_length` + 1 tokens.
 
     Raises:
-        ShardError: the split has no tokens.
+        ShardError: The split has no tokens.
     """
     sizes, (start, end), num_samples, seq_length, seed = arguments
     if seq_length < 1 or num_samples < 0:

@@ -38,7 +38,7 @@ def cache_folder(data_folder: Path) -> Path:
     folder.
 
     Raises:
-        DataError: the folder in the system's temporary folder belongs to another user.
+        DataError: The folder in the system's temporary folder belongs to another user.
     """
     folder = data_folder / "index_cache"
     try:

@@ -40,11 +40,11 @@ class TrainLoader:
         step_samples: The number of samples that all ranks read in a micro-step, in total.
 
     Raises:
-        ValueError: from the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
+        ValueError: From the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
             together.
-        DataExhausted: from `next`, if too few samples are left. (StopIteration is not raised,
+        DataExhausted: From `next`, if too few samples are left. (StopIteration is not raised,
             because it would end a `for` loop silently.)
-        ShardError: from `next`, if a token is not smaller than `vocab_size`.
+        ShardError: From `next`, if a token is not smaller than `vocab_size`.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    The result is `loader.step_samples` times the number of micro-steps to skip, which GPT-NeoX
-    computes as follows (an iteration has `loader.micro_steps` micro-steps):
+    The result is `loader.step_samples` times a number of micro-steps. GPT-NeoX computes this number
+    as follows (an iteration has `loader.micro_steps` micro-steps):
 
         train   iteration * micro_steps
         valid   (iteration * micro_steps // eval_interval) * eval_iters

@@ -26,7 +26,7 @@ def find_prefixes(data_path: DataPath) -> list[str]:
     The prefixes keep the order of `data_path`. The matches of a glob pattern are sorted.
 
     Raises:
-        ShardError: a pattern has no match, a pattern matches some but not all partitions of a
+        ShardError: A pattern has no match, a pattern matches some but not all partitions of a
             preparation run, a prefix is named twice, or `data_path` is empty.
     """
     given = [data_path] if isinstance(data_path, str | os.PathLike) else data_path
@@ -57,7 +57,7 @@ def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
     accepted.
 
     Raises:
-        ShardError: a partition is missing.
+        ShardError: A partition is missing.
     """
     found: dict[int, set[int]] = {}
     for prefix in prefixes:
@@ -79,7 +79,7 @@ def open_each(data_path: DataPath, tokenizer: Tokenizer | None = None) -> list[S
             A shard without a manifest is always accepted.
 
     Raises:
-        ShardError: a shard cannot be read, or its manifest names another tokenizer.
+        ShardError: A shard cannot be read, or its manifest names another tokenizer.
     """
     prefixes = find_prefixes(data_path)
     if tokenizer is not None:
@@ -101,7 +101,7 @@ class JoinedShards:
     in several shards, and otherwise a view.
 
     Raises:
-        ShardError: the shards differ in dtype or tokenizer.
+        ShardError: The shards differ in dtype or tokenizer.
     """
 
     def __init__(self, readers: Sequence[ShardReader]) -> None:
@@ -154,7 +154,7 @@ def check_compatible(readers: Sequence[ShardReader]) -> None:
     """Check that the shards can be joined into one data set.
 
     Raises:
-        ShardError: the shards differ in dtype, or their manifests name different tokenizers.
+        ShardError: The shards differ in dtype, or their manifests name different tokenizers.
     """
     first, known = readers[0], None
     for reader in readers:

@@ -45,10 +45,11 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
     """Read the manifest of the shard with this prefix.
 
     Returns:
-        The manifest, or None if the shard has none because another program wrote it.
+        The manifest, or None if the file PREFIX.json does not exist. Shards that another program
+        wrote have no manifest.
 
     Raises:
-        ShardError: the file PREFIX.json is not valid JSON, or has values of wrong types.
+        ShardError: The file PREFIX.json is not valid JSON, or has values of wrong types.
     """
     path = shard_path(prefix, ".json")
     if not path.is_file():
@@ -102,7 +103,7 @@ def check_tokenizer(prefix: str | os.PathLike, tokenizer: Tokenizer) -> None:
     A shard without a manifest is accepted.
 
     Raises:
-        ShardError: the manifest of the shard names another tokenizer.
+        ShardError: The manifest of the shard names another tokenizer.
     """
     manifest = read_manifest(prefix)
     if manifest and manifest["tokenizer_fingerprint"] != tokenizer.fingerprint():

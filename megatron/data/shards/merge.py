@@ -54,14 +54,14 @@ def _copy(
 
     Args:
         readers: The shards to merge, in the order of their documents.
-        manifests: The manifests of those shards that have one.
+        manifests: The manifests of the shards. Shards without a manifest are left out.
         writer: The writer of the new shard.
 
     Returns:
         The numbers of documents and tokens in the new shard.
 
     Raises:
-        ShardError: the shards to merge contain no document.
+        ShardError: The shards to merge contain no document.
     """
     for reader in readers:
         writer.add_documents(reader.tokens[:0], reader.sizes)
@@ -90,7 +90,7 @@ def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]
         partitions: The return value of `manifest.partition_of` for each shard.
 
     Raises:
-        ShardError: a partition is missing or out of order, or the partitions were made from
+        ShardError: A partition is missing or out of order, or the partitions were made from
             different inputs.
     """
     known = [each for each in partitions if each]

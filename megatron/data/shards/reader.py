@@ -24,7 +24,7 @@ class ShardReader:
         doc_idx: The array `doc_idx` of the .idx file (see `format.py`).
 
     Raises:
-        ShardError: a file is missing, incomplete or damaged, or the .bin and .idx file do not
+        ShardError: A file is missing, incomplete or damaged, or the .bin and .idx file do not
             belong together.
     """
 
@@ -80,7 +80,7 @@ class ShardReader:
             The number of documents, the number of entries of doc_idx, and the dtype of the tokens.
 
         Raises:
-            ShardError: the header is truncated, or the file has another format.
+            ShardError: The header is truncated, or the file has another format.
         """
         if header.startswith(OLD_MAGIC):
             raise ShardError(
@@ -108,7 +108,7 @@ class ShardReader:
         """Map the .bin file into memory and return its tokens.
 
         Raises:
-            ShardError: the .bin file does not have the size that follows from the .idx file.
+            ShardError: The .bin file does not have the size that follows from the .idx file.
         """
         with open(self._bin, "rb") as file:
             found = os.fstat(file.fileno()).st_size
@@ -131,7 +131,7 @@ class ShardReader:
             The number of bytes that the .bin file must have.
 
         Raises:
-            ShardError: the .idx file is damaged.
+            ShardError: The .idx file is damaged.
         """
         address = 0
         for start in range(0, len(self), _CHECK_ROWS):

@@ -18,7 +18,7 @@ _ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete 
 
 
 class ShardWriter:
-    """A writer of the files PREFIX.bin and PREFIX.idx. The .idx file marks a complete shard.
+    """A writer of PREFIX.bin and PREFIX.idx. If the .idx file exists, the shard is complete.
 
     The writer appends tokens to PREFIX.bin.part and document sizes to PREFIX.idx.part, so its
     memory does not grow with the number of documents. `finalize` completes both files and renames
@@ -39,7 +39,7 @@ class ShardWriter:
         keep_parts: Whether the .part files stay if the block raises an error.
 
     Raises:
-        ShardError: the format does not support `dtype`, the folder cannot be made, or another
+        ShardError: The format does not support `dtype`, the folder cannot be made, or another
             process is writing the same PREFIX.
     """
 
@@ -127,8 +127,8 @@ class ShardWriter:
             sizes: [n], the number of tokens in each document.
 
         Raises:
-            ValueError: a token does not fit the dtype of the shard.
-            OverflowError: the number of tokens in a document does not fit int32.
+            ValueError: A token does not fit the dtype of the shard.
+            OverflowError: The number of tokens in a document does not fit int32.
         """
         if tokens.dtype != self.dtype:
             stored = tokens.astype(self.dtype)
@@ -196,7 +196,7 @@ class ShardWriter:
         """Open PREFIX.bin.part. Create its folder if the folder does not exist.
 
         Raises:
-            ShardError: the folder, or a folder above it, cannot be made because a file has its
+            ShardError: The folder, or a folder above it, cannot be made because a file has its
                 name.
         """
         folder = self._part.parent
@@ -220,8 +220,8 @@ class ShardWriter:
     def _owns_part(self) -> bool:
         """Return whether the .part file is still the file that this writer opened.
 
-        Before this writer locked the file that it opened, another writer may have renamed or
-        removed that file.
+        Another writer may have renamed or removed the file after this writer opened it and before
+        this writer locked it.
         """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))

@@ -22,7 +22,7 @@ def build_task(name: str, options: Mapping[str, Any]) -> Task:
     """Build the task `name` with these options. Options that are left out have their defaults.
 
     Raises:
-        TaskError: there is no such task or option, or a value does not fit.
+        TaskError: There is no such task or option, or a value does not fit.
     """
     if name not in TASKS:
         hint = did_you_mean(name, TASKS)

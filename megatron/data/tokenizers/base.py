@@ -102,7 +102,7 @@ class Tokenizer(ABC):
         The number is 0 for the end-of-document token.
 
         Raises:
-            TokenizerError: an id is outside the vocabulary.
+            TokenizerError: An id is outside the vocabulary.
         """
         ids = np.asarray(ids)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
@@ -114,7 +114,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex) that differs if two tokenizers encode some text differently."""
+        """Return a SHA-256 (hex). It differs if two tokenizers encode any text differently."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property
@@ -146,7 +146,7 @@ def check_utf8(texts: Sequence[str]) -> None:
     Without this check, tokenizer libraries would silently replace the faulty characters.
 
     Raises:
-        TokenizerError: a text contains one half of a surrogate pair.
+        TokenizerError: A text contains one half of a surrogate pair.
     """
     for text in texts:
         if not text.isascii():

@@ -35,7 +35,7 @@ def build_tokenizer(
         backend: The library that encodes, for GPT2BPETokenizer only; one of `fast_bpe.BACKENDS`.
 
     Raises:
-        TokenizerError: the type is unknown, or a file is missing or damaged.
+        TokenizerError: The type is unknown, or a file is missing or damaged.
     """
     by_lower, lower = {name.lower(): name for name in (*TYPES, *_LATER)}, (type or "").lower()
     name, known = by_lower.get(lower), ", ".join(TYPES)

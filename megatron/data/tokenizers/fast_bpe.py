@@ -65,7 +65,7 @@ def choose(backend: str, gpt2_merges: bool) -> str:
         gpt2_merges: Whether the tokenizer has GPT-2's own merges, which the faster backends need.
 
     Raises:
-        TokenizerError: the backend is unknown, or cannot encode with these merges.
+        TokenizerError: The backend is unknown, or cannot encode with these merges.
     """
     if backend not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {backend!r}: is none of {', '.join(BACKENDS)}")
@@ -148,7 +148,7 @@ class CheckedBatches:
     """A callable that encodes texts with a fast library and some of them also with a slow library.
 
     Raises:
-        TokenizerError: the two libraries give different ids for a text that both encode.
+        TokenizerError: The two libraries give different ids for a text that both encode.
     """
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
@@ -181,7 +181,7 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 
 
 def byte_of_symbol() -> dict[str, int]:
-    """Return a dict from character to byte, as GPT-2's vocabulary writes bytes as characters.
+    """Return a dict from character to byte. GPT-2's vocabulary writes each byte as one character.
 
     A printable byte is written as the character whose code point equals the byte. The other bytes,
     in increasing order, are written as U+0100, U+0101, ....
