@@ -5,7 +5,7 @@
 A model file is a YAML file in a folder `configs` or `kerple_configs` that sets `num_layers` and
 `hidden_size`, and whose `train_iters` is not 0. As in the READMEs of the checkouts, two other files
 may be loaded together with a model file. `llama/train_config.yml` is added if the model file has no
-optimizer. `local_setup.yml` is added if the two files have no key in common. The files in
+optimizer. `local_setup.yml` is added if it has no key in common with the model file. The files in
 `kerple_configs` get `pos_emb: kerple_log`, because KERPLE's scripts add such a key. The number of
 processes is the product of a file's parallel sizes. A fine-tuning file may be refused because the
 `save` in `local_setup.yml` equals the `load` in the fine-tuning file. If this is the only error,

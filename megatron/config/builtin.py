@@ -14,6 +14,6 @@ TASK_TOKENIZER = "TaskTokenizer"
 
 
 def task_name(data_path: Any) -> str | None:
-    """Return the name of the length task if `data_path` is builtin:NAME of one, otherwise None."""
+    """Return NAME if `data_path` is builtin:NAME and NAME is a length task, otherwise None."""
     name = data_path.removeprefix(PREFIX) if isinstance(data_path, str) else ""
     return name if name != data_path and name in TASKS else None

@@ -17,10 +17,10 @@ from pathlib import Path
 from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
 
 FEWEST_FILES = 1024
-"""A lower limit of open files is reported, because a process opens many shards and sockets."""
+"""The smallest accepted limit of open files. A process opens shards, checkpoints and sockets."""
 LEAST_DISK, SMALL_DISK, LEAST_SHM = 1e9, 20e9, 1e9
 LARGEST_SKEW = 2.0
-"""A larger difference of clocks, in seconds, is reported. Reading the clocks takes less time."""
+"""The largest accepted difference of clocks, in seconds. Gathering them takes less time."""
 _SHARED = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|gluster|cifs|smb|wekafs|panfs|pvfs|orangefs|afs")
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
@@ -75,7 +75,7 @@ def disk(case: Case) -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path) -> str:
-    """Return the reason why no file can be written into `folder`, or "" if a test file could."""
+    """Return the reason why no file can be written into `folder`, or "" if that is possible."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))

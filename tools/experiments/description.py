@@ -38,7 +38,7 @@ class Endpoint(_Strict):
     """A claim that compares a metric of two sides, to be tested over seeds.
 
     Attributes:
-        claim: The kind of claim; `statistics` defines each kind.
+        claim: The kind of claim; `experiments/claims.py` defines each kind.
         of: The first side: the name of a value for each axis, and a `length`.
         than: The second side. It needs only the entries that differ from those of `of`.
             `length: best` selects the length at which the side's mean over seeds is best.

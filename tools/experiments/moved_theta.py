@@ -37,7 +37,7 @@ def of_runs(results: Frame) -> tuple[Frame, list[str]]:
     There is a remark for each run whose start values cannot be found.
 
     Args:
-        results: The table of `results.of_grid` or `results.of_folders`.
+        results: The table that `results.of_grid` or `results.of_folders` returns.
     """
     runs = results.drop(columns=["length", "metric", "value"]).drop_duplicates()
     found, remarks = [], []

@@ -57,7 +57,7 @@ def sections(
     """Return a section for each combination of values of the axes other than `rows`.
 
     Args:
-        results: The table of `results.of_grid` or `results.of_folders`.
+        results: The table that `results.of_grid` or `results.of_folders` returns.
         moved: The table of `moved_theta.of_runs`.
         grid: The grid of the results; None for single run folders.
         against_paper: Whether the tables also show the paper's numbers.

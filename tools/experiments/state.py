@@ -70,7 +70,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """Return the record in a run folder, or None if there is none, or a damaged one."""
+        """Return the record in a run folder, or None if the record is missing or damaged."""
         with suppress(FileNotFoundError, ValueError, TypeError):
             return cls(**parse_json((folder / RECORD).read_bytes()))
         return None
@@ -81,7 +81,7 @@ class Record:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the settings that can change results, with types as read back from JSON."""
+    """Return the settings that can change results, with the types that JSON would give back."""
     flat = json.loads(json.dumps(config.to_flat_dict()))
     found = {key: value for key, value in flat.items() if not key.startswith(_PLACES)}
     load, save = config.checkpoint.load, config.checkpoint.save

@@ -20,8 +20,8 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
     (the name of the field to report, an error message), otherwise None.
 
     Args:
-        unset: Whether to check the rule even if the value of a field is None. If false, the rule
-            is then skipped.
+        unset: Whether to check the rule even if the value of a field is None. If false, the rule is
+            skipped in this case.
     """
 
     def register(function: Relation) -> Relation:

@@ -223,8 +223,8 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
 
     Raises:
         DataError: The block raised a DataError. It is raised unchanged.
-        CorpusError: The block ran out of memory. This is no `Fault`, because a run may skip an
-            input after a `Fault`, but here the input may be intact.
+        CorpusError: The block ran out of memory. This is no `Fault`, because the input may be
+            intact. After a `Fault`, a run may skip the input.
         Fault: The block raised any other error.
     """
     try:

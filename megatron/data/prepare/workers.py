@@ -9,10 +9,9 @@ item to the worker and waits for the answer. While the worker is busy with the i
 the item of the other thread already waits in the pipe. Each worker has a pipe of its own, and only
 this worker has the far end of the pipe open. When a worker dies, its pipe is therefore closed, and
 the threads that wait for its answers get an error. (In a `ProcessPoolExecutor`, all workers share
-one pipe for
-results. This pipe stays open when a worker dies. If the worker dies while it sends a result, the
-parent waits forever for the rest of the result.) If the parent process dies, the operating system
-kills the workers.
+one pipe for results. This pipe stays open when a worker dies. If the worker dies while it sends a
+result, the parent waits forever for the rest of the result.) If the parent process dies, the
+operating system kills the workers.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Modular(Task):
 class Addition(Task):
     """The answer is the sum of two numbers of n digits, written with n + 1 digits.
 
-    If `reverse` is true, all three numbers are written from their last digit to their first. The
-    model can then compute each digit of the answer from the carry of the digit before.
+    If `reverse` is true, all three numbers are written from their last digit to their first. Each
+    digit of the answer then follows from one digit of each number and the carry so far.
     """
 
     name = "addition"
