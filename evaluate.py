@@ -84,10 +84,12 @@ def main() -> int:
 
 
 def require_writable(out, *, makes):
-    """Check that results can be written into the folder `out`; if `makes`, create it.
+    """Check that results can be written into the folder `out`. If not, print why and exit with 1.
 
-    This happens before the evaluation, which may take hours. If it is impossible, print the reason
-    and exit with code 1.
+    The check comes before the evaluation, which may take hours.
+
+    Args:
+        makes: Whether to create the folder if it does not exist.
     """
     try:
         if makes:
@@ -99,9 +101,10 @@ def require_writable(out, *, makes):
 
 
 def asked(args):
-    """Return the config overrides that the options of the command line mean.
+    """Return the options of the command line as config overrides.
 
-    What the command line asks for replaces both what the config measures and the tasks it names.
+    If one of `--lengths` and `--eval_tasks` is given, both lists of the config are replaced. The
+    list whose option is not given becomes empty.
     """
     prefix = args.eval_results_prefix
     overrides = [f"eval_results_prefix={json.dumps(prefix)}"] if prefix else []
@@ -112,7 +115,7 @@ def asked(args):
 
 
 def measure_suite(args, config, load):
-    """Measure the use of context at the config's `eval_lengths`, and write the report."""
+    """Measure how the model uses its context at the config's `eval_lengths`. Write a report."""
     judge = None
     if args.judge:
         try:
@@ -129,7 +132,10 @@ def measure_suite(args, config, load):
 
 
 def score_tasks(args, load, out, overrides):
-    """Score the config's tasks, and write the results into `out` or where the prefix says."""
+    """Score the config's tasks, and write the results to a JSON file.
+
+    The file is in the folder `out`, unless `eval_results_prefix` gives the start of its path.
+    """
     config = load_for_use_or_exit(args, load, *overrides)
     name = f"eval_results_{datetime.now():%m-%d-%Y-%H-%M-%S}.json"
     prefix = config.evaluation.eval_results_prefix

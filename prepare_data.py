@@ -6,11 +6,11 @@
     python prepare_data.py builtin:python-stdlib -d data
     python prepare_data.py --check openwebtext2
 
-The first command downloads a known corpus into data/openwebtext2/ and writes the shards
-openwebtext2_text_document.bin and .idx there. If --input is added to the first command, your copy
-of the corpus is read instead of a download. The second command reads your files and writes the
-shards data/NAME_text_document.bin and .idx. The third tokenises a corpus that needs no download.
-The fourth only tests whether the download addresses of a corpus are reachable.
+The first command downloads a known corpus into data/openwebtext2/ and writes the shard
+openwebtext2_text_document.bin and .idx there. If you add --input to the first command, it reads
+your copy of the corpus instead of a download. The second command reads your files and writes the
+shard data/NAME_text_document.bin and .idx. The third command tokenises a corpus that needs no
+download. The fourth only tests whether the download addresses of a corpus are reachable.
 
 Give the path of the shards without its suffix as `data_path` in a config. A .json manifest beside
 the shards describes the tokens. If a run is stopped or killed, give the same command again to

@@ -65,7 +65,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _plan(args: Namespace) -> int:
-    """Print the plan of the run, which starts nothing and reads no data."""
+    """Print the plan of the run without starting the run or reading data, and return 0."""
     load = partial(load_for, args.gpus or launch.world_size(), args)
     from megatron.attention import AttentionError
     from megatron.engine.errors import StartError

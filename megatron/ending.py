@@ -16,7 +16,8 @@ LONGEST = 5.0
 class EndJob(Protocol):
     """A function that ends all processes of a job with an error message.
 
-    This process ends with the exit code `code`, the others with 1 or, if `ends_all`, with `code`.
+    This process ends with the exit code `code`. The other processes also end with `code` if
+    `ends_all` is true, otherwise with 1.
     """
 
     def __call__(self, text: str, *, code: int, ends_all: bool = False) -> NoReturn: ...
@@ -26,14 +27,15 @@ _end_job: list[EndJob] = []
 
 
 def register(end_job: EndJob) -> None:
-    """Let `end_job_of_this_process` call `end_job`. `engine.job.failure` registers itself."""
+    """Set the function that `end_job_of_this_process` calls. `engine.job.failure` calls this."""
     _end_job[:] = [end_job]
 
 
 def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
-    """Print `text` and end all processes of the job; return if this process belongs to no job.
+    """Print `text` and end all processes of the job. Do nothing if this process has no job.
 
-    A process belongs to a job if a launcher such as torchrun started it as one of several.
+    A process belongs to a job if a launcher such as torchrun started it as one of several. Also do
+    nothing if `register` was not called.
     """
     if _end_job and is_member():
         _end_job[0](text, code=code, ends_all=ends_all)

@@ -71,7 +71,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 def replace_table(path: Path, content: bytes | None) -> None:
     """Atomically replace the file `path` with `content`, or remove it if `content` is None.
 
-    The earlier file stays as `NAME.previous` if its content differs.
+    If the earlier file has another content, it is kept under the name `NAME.previous`.
     """
     old = path.read_bytes() if path.exists() else None
     if old is not None and old != content:

@@ -2,9 +2,9 @@
 
 torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 and MASTER_PORT, which torch reads. srun and mpirun set other variables instead, such as
-SLURM_PROCID. `join` computes torch's variables from them. Without this, each process that
-srun or mpirun starts (a task) would run as a job of its own, and all these jobs would write the
-same folder.
+SLURM_PROCID. `join` computes torch's variables from them. A process that srun or mpirun starts is
+called a task. Without `join`, each task would run as a job of its own, and all these jobs would
+write the same folder.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def launcher_has_ended() -> bool:
 
 
 def launcher_has_store() -> bool:
-    """Return whether torchrun holds the job's key-value store; otherwise rank 0 holds it."""
+    """Return whether torchrun, not rank 0, holds the job's key-value store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -219,9 +219,9 @@ def _parents(mark: str) -> list[Process]:
     """Return the processes from this one's parent up to its launcher; [] without a launcher.
 
     Args:
-        mark: The name of a variable that the launcher sets in the environment of each task. A
-            shell between the launcher and a task has this variable, too. The launcher itself does
-            not have it, so the launcher is the first parent without this variable.
+        mark: The name of an environment variable that the launcher sets in each task. A shell
+            between the launcher and a task has this variable, too. Only the launcher itself lacks
+            it, so the launcher is the first parent without this variable.
     """
     import psutil
 

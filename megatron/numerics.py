@@ -40,9 +40,9 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return the constant tensor `value` (slopes, frequencies), rounded if the rules round it.
+        """Return the constant tensor `value`, such as slopes or frequencies.
 
-        The result has the dtype of `value`. The default rules do not round constants.
+        Only `PublishedNumerics` rounds constants. The result always has the dtype of `value`.
         """
         return value
 

@@ -1,6 +1,7 @@
 """End a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a time limit.
 
-To "leave" means here to end the whole job early, after a checkpoint if training is not finished.
+All ranks "leave" when the whole job ends early. If training is not finished, they first save a
+checkpoint.
 
 Before training starts, a signal ends the process at once, because there is nothing to save. After
 that, a signal is only recorded, and all ranks leave at the same safe point. Safe points are after
@@ -17,7 +18,7 @@ the safe point at which they leave. Each rank's `failure.Watch` polls the store 
 without a signal costs no communication.
 
     key       value
-    leave     the reason to leave, from the first rank with a signal or over the time limit
+    leave     the reason to leave, from the first rank that got a signal or passed the time limit
     at/RANK   the number of the safe point that this rank reaches next
     until     the largest of the numbers `at/RANK`; all ranks leave at this safe point
 
@@ -46,7 +47,7 @@ IMPATIENT = 3
 
 
 class Leave(Exception):
-    """Raised on every rank at the safe point at which the job ends early, never within a step."""
+    """The error that ends the job early. Every rank raises it at the same safe point."""
 
 
 class Preemption:
@@ -235,8 +236,9 @@ def finish() -> int:
 def _outlive_launcher() -> None:
     """Let this process continue to its last safe point, even if a signal has ended its launcher.
 
-    Do nothing if the job has several ranks and its launcher holds the job's key-value store. The
-    store then ends with the launcher, and the ranks cannot agree on a safe point without it.
+    Do nothing if the job has several ranks and its launcher holds the job's key-value store. Then
+    the store ends together with the launcher, and without the store the ranks cannot agree on a
+    safe point.
     """
     if _ranks() == 1 or not launch.launcher_has_store():
         launch.outlive_launcher()

@@ -1,4 +1,4 @@
-"""Write numbers for readers, with so many digits that they say something."""
+"""Format numbers and durations for people, with a useful number of digits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import math
 
 
 def decimals(value: float, digits: int) -> int:
-    """Return with how many decimals `value` shows at least `digits` significant digits."""
+    """Return how many decimals `value` needs to show at least `digits` significant digits."""
     if value == 0 or not math.isfinite(value):
         return 0
     return max(0, digits - 1 - math.floor(math.log10(abs(value))))
 
 
 def told_apart(*values: float) -> list[str]:
-    """Format values with three significant digits, or with more if two would look the same.
-
-    Values whose first six digits are the same look the same.
-    """
+    """Format values with three significant digits, or with up to six if two would look the same."""
     texts: list[str] = []
     for digits in range(3, 7):
         texts = [f"{value:,.{decimals(value, digits)}f}" for value in values]

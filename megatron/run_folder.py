@@ -32,10 +32,10 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        config, latest, metrics, wandb_id, extrapolation, baselines, accuracy, kernels: The files,
-            of which each may be missing (see the module docstring).
+        config, latest, metrics, wandb_id, extrapolation, baselines, accuracy, kernels: The paths of
+            files in the folder (see the module docstring). Each file may be missing.
         suite: The folder of `evaluate.py --suite`.
-        results: The tables of which a run that has measured its lengths holds one.
+        results: The paths of two tables. A run that has measured its lengths has one of them.
     """
 
     def __init__(self, path: Path | str):

@@ -4,8 +4,8 @@
 
 A model file is a YAML file in a folder `configs` or `kerple_configs` that sets `num_layers` and
 `hidden_size`, and whose `train_iters` is not 0. As in the READMEs of the checkouts, two other files
-may be loaded together with a model file: `llama/train_config.yml` if the model file has no
-optimizer, and `local_setup.yml` if it has no key in common with the model file. The files in
+may be loaded together with a model file. `llama/train_config.yml` is added if the model file has no
+optimizer. `local_setup.yml` is added if it has no key in common with the model file. The files in
 `kerple_configs` get `pos_emb: kerple_log`, because KERPLE's scripts add such a key. The number of
 processes is the product of a file's parallel sizes. A fine-tuning file may be refused because the
 `save` in `local_setup.yml` equals the `load` in the fine-tuning file. If this is the only error,
@@ -31,10 +31,10 @@ from megatron.config.sections.model import ModelConfig
 from megatron.files import write_text
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
-"""The sizes of the models whose shapes are written."""
+"""The sizes to which `--shapes` scales models down."""
 SIZES = {*SMALL, "num_layers", "seq_length_val", "max_position_embeddings"}
 SIZES |= {"make_vocab_size_divisible_by"}
-"""Keys of the model section that are no part of a shape."""
+"""Keys of the model section that do not belong to a shape."""
 FOLDERS = ("configs", "kerple_configs")
 
 
@@ -108,7 +108,7 @@ def _is_model(keys: dict) -> bool:
 
 
 def main() -> int:
-    """Check the model files of all given checkouts, print one line for each, and print counts.
+    """Check the model files of all given checkouts. Print one line for each file, then counts.
 
     Return exit code 0, or 1 if there is no model file.
     """

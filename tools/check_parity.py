@@ -15,9 +15,9 @@ config.yml is the only configuration file of a case in `models` or `training`. A
 YAML files of the published code, and `--configs` can give the folder that contains these files.
 
 For each case the tool prints one line: ok or FAIL, the greatest error of each quantity with its
-tolerance, and what could not be checked. A line that begins with `-` gives the reason why the
-attention backend does not support the case, for example its dtype. The exit code is 1 if a case
-fails or if no case could be checked, and 2 if the arguments are wrong.
+tolerance, and what could not be checked. If the attention backend does not support a case, the line
+begins with `-` and gives the reason, for example the dtype. The exit code is 1 if a case fails or
+if no case could be checked, and 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ def sharded_case(
         files: The names of the files in `folder`. A case of the kind `models` has expected.npz.
         tp: The number of tensor-parallel ranks.
         device: The device for a case of the kind `models`, `cpu` or `cuda`.
-        options: Two options, `backend` and `again`. `backend` is the name of the attention backend.
-            `again` is true if this case was already checked with another backend. The results that
-            do not depend on the backend are then not checked again.
+        options: `backend`, the name of the attention backend, and `again`, a flag. If `again` is
+            true, this case was already checked with another backend, and results that do not depend
+            on the backend are left out.
     """
     if "expected.npz" in files:
         from tests.parity.model_cases import check_model

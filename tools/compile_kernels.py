@@ -7,11 +7,11 @@
     python tools/compile_kernels.py --source kerple_log   # print generated code, compile nothing
 
 A variant is one pass (one Triton kernel) for one GPU architecture, dtype, head size and distance
-kernel, with or without dropout. A distance kernel is a bias or a factor of the attention scores
-that depends only on the distance between query and key. A variant may combine a distance kernel
-with other terms of attention, for example `kerple_log + forget_gate + documents`. --only takes a
-regular expression for the names of variants. Examples of names are `sm_90 rpe key bf16 64` and
-`sm_90 rpe key bf16 64 dropout`.
+kernel, with or without dropout. A distance kernel adds a bias to the attention scores or multiplies
+them by a factor. The bias or factor depends only on the distance between query and key. A variant
+may combine a distance kernel with other terms of attention, for example
+`kerple_log + forget_gate + documents`. --only takes a regular expression for the names of variants.
+Examples of names are `sm_90 rpe key bf16 64` and `sm_90 rpe key bf16 64 dropout`.
 
 The columns of the CSV are:
 
@@ -24,10 +24,10 @@ The columns of the CSV are:
 - the number of special functions (log2, exp2, 1/x) per attention score in the costliest loop.
 
 The tool fails if a variant needs more shared memory than the GPU has, if its matrix products are
-serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. Spills of
-fp32 or larger heads are only recorded. On Blackwell all spills are only recorded, because no tile
-sizes have been chosen for Blackwell. The CSV is written after each variant, so a run that was
-stopped can be continued with --changed.
+serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. For fp32
+and for larger heads, spills are recorded but accepted. On Blackwell, all spills are accepted,
+because no tile sizes have been chosen for Blackwell. The CSV is written after each variant, so a
+run that was stopped can be continued with --changed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python tools/doctor.py [CONFIG.yml ...] [--json]
     torchrun --nnodes=... tools/doctor.py CONFIG.yml      # every machine of a job, and their clocks
 
-With a config, the run folder `save` and what `auto` chooses are those of its run. The report is
-plain text to paste into an issue. The exit code is 1 if there is a problem.
+With a config, the tool also checks the run folder `save` of this config, and reports what the
+config's `auto` values choose. The report is plain text, to be pasted into an issue. The exit code
+is 1 if there is a problem.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
-    """Return (name of the check, finding) for each finding of each check."""
+    """Run all checks, and return a pair (name of the check, finding) for each finding.
+
+    Args:
+        paths: The config files of the planned run, or an empty list.
+    """
     report: list[tuple[str, Finding]] = []
     gpus = _gpu_count()
     ranks = max(gpus, 1)  # as many as `train.py` alone would start

@@ -2,9 +2,10 @@
 
     python tools/export_hf.py RUN DIR [--dtype bfloat16]
 
-The newest checkpoint of the run folder RUN is written to the new folder DIR: config.json,
-model.safetensors, the tokenizer's files, and modeling_kerple.py, the model's code, unless GPTNeoX,
-Llama or Mistral of transformers computes the same. In any environment with torch and transformers,
+The newest checkpoint of the run folder RUN is written to the new folder DIR. DIR contains
+config.json, model.safetensors and the tokenizer's files. If none of transformers' own models
+GPTNeoX, Llama and Mistral computes the same, DIR also contains the model's code,
+modeling_kerple.py. In any environment with torch and transformers,
 
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
     AutoTokenizer.from_pretrained(DIR)

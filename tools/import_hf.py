@@ -2,9 +2,10 @@
 
     python tools/import_hf.py DIR RUN
 
-DIR holds config.json and safetensors, as `save_pretrained` writes them, and tokenizer.json. RUN is
-a new or empty folder, which evaluate.py and generate.py take as `--load`, and train.py as `load`
-with `finetune: true`. The weights keep their values and dtypes.
+DIR contains config.json and safetensors files, as `save_pretrained` writes them, and
+tokenizer.json. RUN is a new or empty folder. To use the imported model, give RUN to evaluate.py or
+generate.py as `--load`. To train it further, set the config key `load` to RUN, and
+`finetune: true`. The weights keep their values and dtypes.
 
 Only JSON and safetensors are read. Pickles (`pytorch_model.bin`) are refused, and code in DIR is
 never run.

@@ -3,10 +3,10 @@
     python tools/import_kerple.py SRC DST [--config FILE.yml ...]
 
 SRC is a folder unzipped from a KERPLE or GPT-NeoX release. SRC contains the file `latest` and the
-folder `global_stepN/`, or is itself a `global_stepN` folder. DST becomes a run folder, to be named
-by `load` in a config or by `--load` of evaluate.py. Both `load` and `--load` also accept SRC
-itself, but then the tensor-parallel shards are merged each time. The import merges the shards once
-and checks that nothing is missing.
+folder `global_stepN/`, or is itself a `global_stepN` folder. DST becomes a run folder. To use it,
+set `load` in a config, or give it to evaluate.py as `--load`. Both also accept SRC itself, but then
+the tensor-parallel shards are merged each time. The import merges the shards once and checks that
+nothing is missing.
 
 The import reads the weights, the step and the learning-rate schedule. It does not read the
 optimizer's state. Files whose pickled data would run code are refused.

@@ -2,10 +2,10 @@
 
     python tools/inspect_shards.py data/mine_text_document -v vocab.json -m merges.txt
 
-The tool prints counts, and writes a histogram of document lengths to PREFIX.lengths.png. To decode
-documents, give the files of the tokenizer that wrote the shards. The tokenizer's type is read from
-the shards' manifest, and files of another tokenizer are refused. Every token is read once, to check
-that all tokens lie inside the vocabulary. The exit code is 1 if anything is wrong.
+The tool prints counts, and writes a histogram of document lengths to PREFIX.lengths.png. It prints
+documents as text if you give the files of the tokenizer that wrote the shards. The tokenizer's type
+is read from the shards' manifest, and files of another tokenizer are refused. Every token is read
+once, to check that all tokens lie inside the vocabulary. The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Token
 
 
 def print_counts(shards: ShardReader, manifest: dict | None) -> None:
-    """Print the numbers of documents and tokens, the lengths, and what the manifest says."""
+    """Print the numbers of documents and tokens, the document lengths, and the manifest's facts."""
     print(f"{shards.prefix}: {len(shards):,} documents, {len(shards.tokens):,} tokens")
     print(f"dtype: {shards.dtype.name}; {shards.tokens.nbytes / 1e6:,.1f} MB")
     if len(shards):

@@ -3,12 +3,13 @@
     python tools/lm_eval.py RUN --tasks hellaswag,piqa
     python tools/lm_eval.py RUN --tasks mine --include_path FOLDER_WITH_YAML_FILES
 
-RUN is a run folder. The configuration is its `config.yml`; for a published checkpoint, name the
-config files after RUN. The harness's table goes to standard output, all else to standard error. A
-job of several processes (torchrun) shares the model by tensor parallelism.
+RUN is a run folder. The configuration is its `config.yml`. A published checkpoint has no such file,
+so name its config files after RUN. The harness's table is written to standard output, everything
+else to standard error. If torchrun starts several processes, they share the model by tensor
+parallelism.
 
-A task's YAML file may run code (`!function`), and so may its data set: use only files that you
-trust.
+A task's YAML file may run code (`!function`), and a task's data set may run code, too. Use only
+tasks that you trust.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     python tools/sweep.py configs/paper/table3.yml --set model=xl --gpus 0,1,2,3
     python tools/sweep.py GRID.yml --only 'github-*' --jobs 2
 
-Each cell of the grid has its own run folder, with its log in log.txt. The same command again skips
-finished cells and resumes the others. A cell whose configuration, text or code has changed since
-its run began is stale: it is named and left as it is, until `--stale` says what to do. The file
-cells.csv beside the run folders lists all cells. The exit code is 1 if a cell failed or is stale,
-and 130 after a signal.
+Each cell (run) of the grid has its own run folder, with its log in log.txt. If the same command is
+given again, it skips finished cells and resumes the others. A cell is stale if its configuration,
+text or code has changed since its run began. Stale cells are reported and left as they are, unless
+`--stale` says what to do. The file cells.csv beside the run folders lists all cells. The exit code
+is 1 if a cell failed or is stale, and 130 after a signal.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _train_tokenizer(grid: Grid, wanted: TrainedTokenizer) -> None:
 
 
 def _list(cells: list[Cell], grid: Grid) -> int:
-    """Print the state of each cell, or the problems of its configuration."""
+    """Print each cell with its state, or with the problems of its configuration."""
     wrong = 0
     for cell in cells:
         try:
@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
 
 
 def _devices(args: argparse.Namespace, processes: int) -> list[str]:
-    """Return the CUDA_VISIBLE_DEVICES of each cell that may run at the same time."""
+    """Return one value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -3,9 +3,10 @@
     python tools/table.py configs/paper/table3.yml --against paper --out results/table3
     python tools/table.py runs/a runs/b --out results/mine
 
-A grid file also gives its endpoints a verdict each, over the seeds. Cells that are not finished are
-named and left out. DIR then holds report.html (one file with the plots), tables.md, tables.tex,
-results.csv, verdicts.csv, theta.csv (how far the kernels' parameters moved) and the plots.
+With a grid file, the tool also tests the grid's endpoints (its claims), and writes a verdict on
+each. Cells that are not finished are named and left out. The folder DIR of `--out DIR` then
+contains report.html (one file with the plots), tables.md, tables.tex, results.csv, verdicts.csv,
+theta.csv (how far the kernels' parameters moved) and the plots.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ PREFIX = "builtin:"
 CORPUS = "builtin:python-stdlib"
 """The `data_path` of the corpus that needs no file."""
 TASKS = ("addition", "copy", "modular", "mqar", "parity", "reverse", "sort")
-"""The length tasks of `megatron.data.tasks`, whose `data_path` is builtin:NAME."""
+"""The names of the length tasks in `megatron.data.tasks`. Their `data_path` is builtin:NAME."""
 TASK_TOKENIZER = "TaskTokenizer"
 """The tokenizer of every length task. It is selected by the task, not by the user."""
 
 
 def task_name(data_path: Any) -> str | None:
-    """Return NAME if `data_path` is builtin:NAME for a length task, otherwise None."""
+    """Return NAME if `data_path` is builtin:NAME and NAME is a length task, otherwise None."""
     name = data_path.removeprefix(PREFIX) if isinstance(data_path, str) else ""
     return name if name != data_path and name in TASKS else None

@@ -17,7 +17,12 @@ from megatron.config.per_layer import per_layer, values_of
 
 
 def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
-    """Return the check for one of `names`, a text with spaces; `fields.one_of` has the others."""
+    """Return a check for one of several names.
+
+    Args:
+        names: The accepted names, separated by spaces.
+        others: The other arguments of `fields.one_of`.
+    """
     return BeforeValidator(one_of(names.split(), **others))
 
 
@@ -93,7 +98,7 @@ def terms_of(pos_emb: Any) -> set[str]:
 
 
 PositionalName = Annotated[Any, BeforeValidator(per_layer(positional_name))]
-"""A name (str), or names per layer as a tuple; see `config.per_layer`."""
+"""The name of a positional embedding, or a tuple with names per layer (see `config.per_layer`)."""
 
 _distance = whole_number(0, write="e.g. 512, or none for any distance")
 
@@ -103,7 +108,7 @@ def _width(value: Any) -> int | None:
 
 
 Width = Annotated[Any, BeforeValidator(per_layer(_width))]
-"""A distance in tokens or None, or distances per layer as a tuple; see `config.per_layer`."""
+"""A distance in tokens, None for no limit, or a tuple of these per layer (`config.per_layer`)."""
 
 _TE = dict.fromkeys(("te_layernorm", "te_rmsnorm"), "Transformer Engine is not used")
 Norm = Annotated[

@@ -93,9 +93,9 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
 
 
 def sharing_layout(processes: int | str) -> tuple[str, ...]:
-    """Return config overrides with which the job's processes share one model, without training it.
+    """Return the config overrides for using a model, not training it, on all processes of the job.
 
-    The degree of tensor parallelism becomes the number of processes.
+    They set the degree of tensor parallelism to the number of processes.
     """
     return (
         f"model_parallel_size={processes}",
@@ -111,11 +111,11 @@ def sharing_layout(processes: int | str) -> tuple[str, ...]:
 
 
 def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: str) -> Config:
-    """Load the config with which to use the model of the run folder `run`, without training it.
+    """Load the config for using, but not training, the model in the run folder `run`.
 
     All processes of the job share the model by tensor parallelism. If the command line names no
-    config file, the config is the run's `config.yml`. If there is none, or if the config has
-    problems, print the reason and exit.
+    config file, the config is the run's `config.yml`. If that file is missing, or if the config
+    has problems, print the reason and exit.
 
     Args:
         overrides: More `key=value` overrides, as for `load_or_exit`.

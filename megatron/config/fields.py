@@ -76,7 +76,7 @@ def is_number(value: Any) -> bool:
 
 
 def wrong(expected: str, value: Any, write: str) -> ValueError:
-    """Return the error for a value that is not what was expected, with what to write instead."""
+    """Return the error for a wrong value. It names what is expected and what to write instead."""
     if expected.startswith(("a number", "a whole number")) and isinstance(value, str):
         write = f"{value} without quotes" if is_number(scalar(value)) else write
     return ValueError(f"expected {expected}, got {show(value)}; write {write}")
@@ -135,7 +135,7 @@ def one_of(
 
     Args:
         names: The accepted names.
-        aliases: Maps each alias, an accepted other name, to the name in `names` that replaces it.
+        aliases: Maps each alias to the name in `names` that replaces it. Aliases are accepted, too.
         refused: Maps each name of GPT-NeoX that is refused to the reason.
     """
     names, aliases, refused = tuple(names), aliases or {}, refused or {}
@@ -171,13 +171,14 @@ def text(value: Any) -> str:
 
 
 def texts(expected: str, write: str, *, commas: bool = False) -> Check:
-    """Return a check for a list of texts that are not empty, which returns them as a tuple.
+    """Return a check for a list of non-empty texts. The check returns the list as a tuple.
 
-    One text alone is a list of one. If `commas` is true, it is divided at its commas.
+    The check also accepts a single text, which counts as a list of one text.
 
     Args:
         expected: What the list is, for the error message.
         write: An example of a valid value for the error message.
+        commas: Whether a single text is a list whose items are separated by commas.
     """
 
     def check(value: Any) -> tuple[str, ...]:

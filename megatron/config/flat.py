@@ -44,9 +44,9 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes all text that this project's reader would not read back as text.
+    """A YAML dumper that adds quotes to a text if `reader.scalar` would not read it as text.
 
-    For example, `reader.scalar` reads an unquoted `6e-4` as a number, but PyYAML's own dumper would
+    For example, `reader.scalar` reads an unquoted `6e-4` as a number. PyYAML's own dumper would
     leave the text `6e-4` unquoted.
     """
 
@@ -60,5 +60,5 @@ _Dumper.add_representer(str, _quoted)
 
 
 def to_yaml(flat: Mapping[str, Any]) -> str:
-    """Return the result of `to_flat_dict` as the text of a YAML file."""
+    """Return `flat`, a result of `to_flat_dict`, as the text of a YAML file."""
     return yaml.dump(dict(flat), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

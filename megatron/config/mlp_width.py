@@ -9,8 +9,9 @@ GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
     """Return the inner width of the MLP, computed as in gpt-neox.
 
-    It is `intermediate_size`, or a third of it if the activation has a gate (such as `swiglu`),
-    rounded up to a multiple of `multiple`.
+    Without a gate, the width is `intermediate_size`. If the activation has a gate (such as
+    `swiglu`), the width is a third of `intermediate_size`. In both cases, it is rounded up to a
+    multiple of `multiple`.
 
     Args:
         activation: The name of the activation.

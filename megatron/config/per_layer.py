@@ -49,7 +49,7 @@ def per_layer(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def values_of(value: Any) -> list[Any]:
-    """Return the different values of the layers, in order of first occurrence.
+    """Return the distinct values of the layers, in order of first occurrence.
 
     Args:
         value: A result of the function that `per_layer` returns.
@@ -94,8 +94,8 @@ def layer_count(groups: tuple[tuple[tuple[Any, ...], Any], ...], num_layers: int
 def same_layers(one: Any, other: Any, num_layers: int) -> bool:
     """Return whether two config values assign the same value to each layer.
 
-    Their groups may differ: `[[[a], 2]]` and `[[[a, a], 1]]` are the same for two layers. A config
-    value with a wrong syntax is not the same as any other.
+    Their groups may differ: `[[[a], 2]]` and `[[[a, a], 1]]` are the same for two layers. If one
+    of the values has a wrong syntax or does not fit `num_layers`, the result is False.
     """
     check = per_layer(lambda each: each)
     try:

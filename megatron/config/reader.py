@@ -36,7 +36,7 @@ _WORDS = {
     **{sign + ".inf": float(sign + "inf") for sign in ("", "+", "-")},
     ".nan": float("nan"),
 }
-"""Maps words to their values. Case does not matter, except for the words of `_NULL`."""
+"""Maps unquoted words to their values. Case does not matter, except for the words of `_NULL`."""
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{t}" for t in ("null", "bool", "int", "float", "str", "timestamp")
 }
@@ -84,7 +84,7 @@ def scalar(text: str) -> Any:
 
 
 class _Document:
-    """One YAML document, converted into `settings`, and its `problems`, such as duplicate keys.
+    """One YAML document. `settings` holds its content, `problems` its faults (duplicate keys, ...).
 
     Args:
         name: The path of the file, or the text of the override. Problems are reported under it.
@@ -116,7 +116,7 @@ class _Document:
             self.problems.append(Problem(mark, "", f"not valid YAML: {what}; correct it"))
 
     def _error(self, line: int, path: KeyPath, text: str) -> ConfigError:
-        """Return the error for a problem that makes it impossible to read the rest."""
+        """Return the error for a problem after which the rest of the document cannot be read."""
         return ConfigError([Problem(Mark(self.name, line), dotted(path), text)])
 
     def _read(self, node: yaml.MappingNode, path: KeyPath) -> None:

@@ -2,9 +2,9 @@
 
 The key of a field in config files is the field's name, unless the annotation `Key` gives another.
 `Key(None)` marks a field that config files cannot set, because it is always derived. Defaults are
-those of GPT-NeoX. Where the published KERPLE code and current gpt-neox have different defaults, a
-comment says from which of the two the default is taken. Lengths are counted in tokens, iterations
-in optimizer steps, and batch sizes in sequences.
+those of GPT-NeoX. If the published KERPLE code and current gpt-neox have different defaults, a
+comment names the one that is used. Lengths are counted in tokens, iterations in optimizer steps,
+and batch sizes in sequences.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class CorpusError(DataError):
 
 
 class TaskError(DataError):
-    """There is no length task of this name, or an option or a length does not fit it."""
+    """The name of a length task is unknown, or an option or a length does not fit the task."""
 
 
 class DataExhausted(DataError):

@@ -19,7 +19,7 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
     """Lock the open file `fd` for this process. The lock lasts until `fd` is closed.
 
     Args:
-        wait: If another process holds the lock, wait until that process releases it.
+        wait: Whether to wait until no other process holds the lock.
 
     Returns:
         True if this process now holds the lock. False if another process holds the lock, which is

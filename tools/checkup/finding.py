@@ -1,4 +1,4 @@
-"""Define what a check of the doctor finds."""
+"""Define what the doctor's checks examine (`Case`), and what they report (`Finding`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Finding:
 
     Attributes:
         level: `ok`, `warning` or `problem`.
-        remedy: What to do about it, in one line; "" for `ok`.
+        remedy: One line that says how to solve the problem. It is "" at the level `ok`.
     """
 
     level: str
@@ -24,13 +24,13 @@ class Finding:
 
 
 def judged(bad: object, text: str, remedy: str, level: str = PROBLEM) -> Finding:
-    """Return a finding of `level` if `bad` is true, and otherwise that all is well."""
+    """Return a finding of `level` if `bad` is true, otherwise a finding of the level `ok`."""
     return Finding(level, text, remedy) if bad else Finding(OK, text)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is examined.
+    """The run and the job that the checks examine.
 
     Attributes:
         config: The `Config` of the run that is planned, or None.

@@ -17,10 +17,10 @@ from pathlib import Path
 from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
 
 FEWEST_FILES = 1024
-"""The least sensible limit of open files: shards, checkpoints and sockets of one process."""
+"""The smallest accepted limit of open files. A process opens shards, checkpoints and sockets."""
 LEAST_DISK, SMALL_DISK, LEAST_SHM = 1e9, 20e9, 1e9
 LARGEST_SKEW = 2.0
-"""Seconds. Rounding and the gathering itself cost less."""
+"""The largest accepted difference of clocks, in seconds. Gathering them takes less time."""
 _SHARED = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|gluster|cifs|smb|wekafs|panfs|pvfs|orangefs|afs")
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
@@ -56,7 +56,7 @@ def open_files(case: Case) -> Iterator[Finding]:
 
 
 def disk(case: Case) -> Iterator[Finding]:
-    """Look at the run folder, or at its nearest parent that exists."""
+    """Check the disk space and permissions of the run folder, or of its nearest existing parent."""
     folder = next(path for path in (case.folder, *case.folder.parents) if path.exists())
     free, kind = shutil.disk_usage(folder).free, _file_system(folder)
     remedy = "free space, or name another `save`; a checkpoint takes about 14 bytes per parameter"
@@ -75,7 +75,7 @@ def disk(case: Case) -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path) -> str:
-    """Write a temporary file into `folder`. Return "" or why this is impossible."""
+    """Return the reason why no file can be written into `folder`, or "" if that is possible."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))
@@ -104,7 +104,7 @@ def shared_memory(case: Case) -> Iterator[Finding]:
 
 
 def names(case: Case) -> Iterator[Finding]:
-    """Resolve this machine's name and that of rank 0."""
+    """Check that the names of this machine and of rank 0's machine resolve to addresses."""
     own, master = socket.gethostname(), os.environ.get("MASTER_ADDR")
     for name in dict.fromkeys((own, master) if master else (own,)):
         address = _address(name)
@@ -123,7 +123,7 @@ def _address(name: str) -> str | None:
 
 
 def clock(case: Case) -> Iterator[Finding]:
-    """Compare the clocks of all machines of the job; without a job, ask the kernel."""
+    """Compare the clocks of the job's machines. Without a job, check this machine's own clock."""
     remedy = "start chronyd or systemd-timesyncd; `chronyc tracking` shows the offset"
     if case.ranks > 1 and "RANK" in os.environ:
         yield from compared(gathered_clocks())
@@ -134,7 +134,10 @@ def clock(case: Case) -> Iterator[Finding]:
 
 
 def gathered_clocks() -> dict[str, float]:
-    """Return host -> seconds since 1970, read at one moment. Every process must call this."""
+    """Return a dict from host to its clock, in seconds since 1970. Every process must call this.
+
+    All clocks are read at about the same moment.
+    """
     import torch.distributed as dist
 
     own = not dist.is_initialized()

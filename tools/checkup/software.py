@@ -53,7 +53,7 @@ def packages(case: Case) -> Iterator[Finding]:
 
 
 def _import_error(name: str) -> str:
-    """Import a package quietly, and return "" or the first line of its error."""
+    """Import a package without output. Return the first line of the error, or "" if it works."""
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             importlib.import_module(name)
@@ -126,7 +126,7 @@ def gpus(case: Case) -> Iterator[Finding]:
 
 
 def compiler(case: Case) -> Iterator[Finding]:
-    """Look for what Triton needs on a GPU machine: a C compiler and Python's headers."""
+    """Check that a C compiler and Python's headers are installed. Triton needs both on a GPU."""
     level = PROBLEM if case.gpu else WARNING
     remedy = "apt-get install g++ python3-dev" + (
         "" if case.gpu else " (a run on a CPU needs none)"
@@ -156,7 +156,10 @@ def apex(case: Case) -> Iterator[Finding]:
 
 
 def choices(case: Case) -> Iterator[Finding]:
-    """Say what the run of the config would choose, or one of `kerple_log` without a config."""
+    """Report the attention backend and the optimizer that a run of the config would choose.
+
+    Without a config, report only the attention backend that `kerple_log` would get.
+    """
     import torch
 
     device = "cuda" if case.gpu else "cpu"

@@ -70,7 +70,7 @@ class Row:
 
     @property
     def wrong(self) -> str | None:
-        """The reason why this compiled kernel should not be used on its GPU, or None."""
+        """The reason why this kernel should not be used on its GPU, or None if there is none."""
         target, where = self.variant.target, self.variant.name
         memory = SHARED_MEMORY[family(divmod(target, 10))]
         if self.shared > memory:

@@ -34,8 +34,7 @@ def special_functions(ptx: str) -> int:
     """Return the largest number of special functions that a thread computes in one loop iteration.
 
     Special functions are log2, exp2, 1/x and the like. A loop is the PTX text from a label to a
-    later jump to this label. Loops without special functions are ignored. A loop is also ignored
-    if it contains another loop with special functions.
+    later jump to this label. A loop is ignored if it contains another loop with special functions.
     """
     labels, costs, lines = {}, {}, ptx.splitlines()
     for n, line in enumerate(lines):

@@ -1,9 +1,9 @@
 """Test claims over seeds: paired t tests, Holm's correction, and TOST for equality.
 
-Side A and side B of a claim have one value for each seed, a_s and b_s. For metrics like perplexity
-the differences are d_s = ln a_s - ln b_s, and a margin of `by` percent is m = ln(1 + by / 100). For
-shares of right answers, d_s = a_s - b_s and m = by / 100. The claims about the expected difference
-D are:
+A claim compares two sides, A and B. For each seed s, they have the values a_s and b_s. For metrics
+like perplexity, the differences are d_s = ln a_s - ln b_s, and a margin of `by` percent is
+m = ln(1 + by / 100). For shares of right answers, d_s = a_s - b_s and m = by / 100. The claims
+about the expected difference D are:
 
     below      D < -m        one-sided paired t test
     above      D > m         one-sided paired t test
@@ -11,8 +11,9 @@ D are:
     equal      -m < D < m    two one-sided tests (TOST); p is the larger of their p values
     differs    D != 0        two-sided paired t test
 
-A claim of several parts holds only if all do, so its p value is the largest of its parts'. Holm's
-correction is over all claims of a grid. Seeds are the unit: sequences are not independent runs.
+A claim of several parts holds only if all its parts hold, so its p value is the largest p value of
+its parts. Holm's correction is over all claims of a grid. The sample size is the number of seeds,
+not of sequences, because the sequences of one run are not independent.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ from tools.experiments.results import Frame
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say about one claim.
+    """The result of the test of one part of a claim.
 
     Attributes:
         seeds: The number of seeds that both sides have.
-        change: The mean difference, in percent (of shares: in points).
+        change: The mean difference in percent. For shares of right answers, in percentage points.
         low, high: The 95% interval of `change`.
-        p: The p value, and `holm` the same after Holm's correction.
-        word: For all parts of the claim, `holds`, `not shown`, `contradicted` (the opposite of a
-            part is significant, uncorrected), or `not tested`.
+        p: The p value of this part.
+        holm: The p value of the complete claim, after Holm's correction.
+        word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
+            `not tested`. It is `contradicted` if the opposite of any part is significant without
+            correction.
     """
 
     name: str
@@ -88,9 +91,9 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
     """Return the p value of a claim about paired values.
 
     Args:
-        a: The values of side A, [seeds]; their logarithms where ratios are compared.
-        b: Those of side B, in the same order of seeds.
-        claim: One of the claims of the module's docstring.
+        a: The values of side A, [seeds]. If ratios are compared, the logarithms of the values.
+        b: The same for side B, in the same order of seeds.
+        claim: The name of a claim in the module docstring, such as "below".
         margin: The margin m, not negative.
     """
     if claim == "equal":
@@ -124,9 +127,14 @@ def holm(values: Sequence[float]) -> list[float]:
 def significant(
     results: Frame, rows: str, against: str, metric: str, alpha: float
 ) -> set[tuple[str, int]]:
-    """Return the (row, length) that differ from the row `against`, by a two-sided paired t test.
+    """Return the pairs (row, length) whose values differ significantly from the row `against`.
 
+    Each pair is compared with the row `against` at the same length by a two-sided paired t test.
     Holm's correction is over all rows and lengths of `results`.
+
+    Args:
+        rows: The axis whose values are the rows.
+        alpha: The level of significance.
     """
     chosen = results[results["metric"] == metric]
     lower = METRICS[metric]
@@ -172,7 +180,7 @@ def _by_seed(results: Frame) -> Frame:
 
 
 def _paired(a: Frame, b: Frame, *, logarithm: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of both sides for the seeds that both have."""
+    """Return the values (or their logarithms) of both sides, for the seeds that both sides have."""
     both = pd.concat([a, b], axis=1, join="inner").sort_index().to_numpy()
     values = np.log(both) if logarithm else both
     return values[:, 0], values[:, 1]

@@ -7,11 +7,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 METRICS = {"perplexity": True, "loss": True, "bits_per_byte": True, "exact": False, "token": False}
-"""Maps a column of a results file to whether lower is better. Such metrics are positive, and are
-compared as ratios. The others are shares of right answers, and are compared as differences."""
+"""Maps each metric (a column of a results file) to whether lower values are better.
+
+Metrics with True are positive and are compared as ratios. Metrics with False are shares of right
+answers and are compared as differences.
+"""
 BEST = "best"
 COLUMNS = ["cell", "seed", "folder", "length", "metric", "value"]
-"""The columns of a table of results, beside one for each axis."""
+"""The columns of a table of results. The table also has one column for each axis of the grid."""
 
 
 class _Strict(BaseModel):
@@ -19,7 +22,12 @@ class _Strict(BaseModel):
 
 
 class Value(_Strict):
-    """What one value of an axis adds to the base configuration, and its seeds if it has its own."""
+    """The settings of one value of an axis.
+
+    Attributes:
+        configs, overrides: Config files and keys that this value adds to those of the grid.
+        seeds: The seeds of the runs with this value. If empty, they are the seeds of the grid.
+    """
 
     configs: list[str] = []
     overrides: dict[str, Any] = {}
@@ -27,13 +35,15 @@ class Value(_Strict):
 
 
 class Endpoint(_Strict):
-    """A claim about one metric, to be tested over seeds.
+    """A claim that compares a metric of two sides, to be tested over seeds.
 
     Attributes:
-        of: The side that the claim is about: a value of each axis, and `length`.
-        than: The other side. It has the axes and the length of `of`, except where it names others.
-            `length: best` is the length at which its mean over seeds is best.
-        by: The margin in percent (of shares: in points). `statistics` defines the claims.
+        claim: The kind of claim; `experiments/claims.py` defines each kind.
+        of: The first side: the name of a value for each axis, and a `length`.
+        than: The second side. It needs only the entries that differ from those of `of`.
+            `length: best` selects the length at which the side's mean over seeds is best.
+        by: The margin of the claim, in percent. For shares of right answers, in percentage points.
+        text: The claim in words, for reports. If empty, the words are generated.
     """
 
     claim: Literal["below", "above", "within", "equal", "differs"]
@@ -53,7 +63,10 @@ class TrainedTokenizer(_Strict):
 
 
 class Paper(_Strict):
-    """Where the paper's numbers are: a table of configs/paper/tables.json, and its corpus."""
+    """The names of a table in configs/paper/tables.json and of a corpus in that table.
+
+    They select the paper's numbers that a report compares with the grid's.
+    """
 
     table: str
     corpus: str
@@ -79,7 +92,7 @@ class Description(_Strict):
 
 
 def values_of(about: Description, axis: str) -> dict[str, Value]:
-    """Return a dict from each value's name on an axis to its configs, overrides and seeds."""
+    """Return the values of an axis, as a dict from the name of each value to its settings."""
     given = about.axes[axis]
     if isinstance(given, list):
         return {name: Value() for name in given}
@@ -87,5 +100,5 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both sides of an endpoint, each with every axis and `length`."""
+    """Return both sides of an endpoint. Each side names a value for every axis, and a `length`."""
     return endpoint.of, endpoint.of | endpoint.than

@@ -1,16 +1,17 @@
-"""Read a grid file: YAML that describes many runs, and the claims that they shall test.
+"""Read a grid file, a YAML file that describes many runs and the claims that they test.
 
-    runs: runs/paper/table3-{model}            folder of the run folders
-    variables: {model: small}                  values of {model} and others; `--set model=xl`
+    runs: runs/paper/table3-{model}            the folder that contains the run folders
+    variables: {model: small}                  the value of {model}; `--set model=xl` changes it
     configs: [configs/model/{model}.yml, configs/pos_emb/{embedding}.yml]
-    overrides: {eval_split: test}              keys that win over the files
-    axes: {embedding: [kerple_log, rotary]}    each combination of values, with each seed, is a cell
+    overrides: {eval_split: test}              keys that take precedence over the config files
+    axes: {embedding: [kerple_log, rotary]}    each combination of values and seed is a cell (a run)
     seeds: [1235, 1236]
     lengths: [512, 1024]                       `eval_lengths` of each cell
     endpoints: {P1: {claim: below, of: {embedding: kerple_log, length: 1024}, than: ...}}
 
-A value of an axis may be a mapping with `configs`, `overrides` and `seeds` of its own. `{NAME}`
-stands for a variable or for the cell's value of an axis. docs/experiments.md describes all keys.
+Instead of a list, an axis may be a mapping. It maps the name of each value to `configs`,
+`overrides` and `seeds` for the runs with this value. `{NAME}` stands for the value of a variable,
+or for the cell's value on an axis. docs/experiments.md describes all keys.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Cell:
     """One run of a grid: its configuration, and its run folder.
 
     Attributes:
-        name: Its values of the axes and its seed, e.g. `github-kerple_log-1235`.
-        axes: Maps each axis to the cell's value.
-        processes: The number of processes that train it.
+        name: The cell's values on the axes and its seed, such as `github-kerple_log-1235`.
+        axes: Maps each axis to the cell's value on it.
+        processes: The number of processes that train the cell.
     """
 
     name: str
@@ -146,7 +147,7 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
 
 
 def _yaml(value: Any, names: Mapping[str, str]) -> str:
-    """Return a value as YAML in one line. Text with `{NAME}` becomes what stands there."""
+    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`."""
     if isinstance(value, str) and re.search(_VARIABLE, value):
         return filled(value, names)
     if isinstance(value, dict):
@@ -158,7 +159,7 @@ def _yaml(value: Any, names: Mapping[str, str]) -> str:
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield (place, text) for each fault that the types of the keys do not show."""
+    """Yield (place, text) for each fault of a grid file that pydantic's type checks do not find."""
     for name in variables.keys() - about.variables.keys():
         yield ("variables",), f"there is no {name}, which --set names; write its default here"
     known = {*about.variables, *about.axes, "seed"}
@@ -211,7 +212,7 @@ def _endpoint_faults(about: Description, endpoint: Endpoint) -> Iterator[str]:
 
 
 def _why(error: Mapping[str, Any]) -> str:
-    """Return the text for one of pydantic's errors."""
+    """Return the message for `error`, one of pydantic's errors."""
     if error["type"] != "extra_forbidden":
         return error["msg"]
     near = nearest(str(error["loc"][-1]), [*Description.model_fields, *Endpoint.model_fields])

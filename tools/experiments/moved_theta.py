@@ -1,13 +1,16 @@
-"""Tell how far training has moved theta, the learned parameters of the kernels.
+"""Measure how far training has moved theta, the learned parameters of the kernels.
 
-For each parameter, with start values s_h and end values e_h of the heads h (of all layers that have
-their own, and of all buckets of a table):
+A parameter has a start value s_h and an end value e_h for each head h. (If layers have parameters
+of their own, h counts the heads of all layers. If a parameter is a table, h also counts its
+entries.) The measures of a parameter are:
 
-    start     mean of s_h             change     root of the mean of (e_h - s_h)^2
-    end       mean of e_h             relative   change / root of the mean of s_h^2; empty for 0
+    start      mean of s_h
+    end        mean of e_h
+    change     root of the mean of (e_h - s_h)^2
+    relative   change / root of the mean of s_h^2; empty if all s_h are 0
 
 The start values are drawn again from the configuration and the seed, and rounded to the run's
-precision. The end values are those of the last logged step, before any rounding.
+precision. The end values are those of the last logged step, which are not rounded.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ _PREFIX = "theta/"
 
 
 def of_runs(results: Frame) -> tuple[Frame, list[str]]:
-    """Return a row for each run and learned parameter, and a remark on each run that has none.
+    """Return (table with a row for each run and learned parameter, remarks).
+
+    There is a remark for each run whose start values cannot be found.
 
     Args:
-        results: The table of `results.of_grid` or `results.of_folders`.
+        results: The table that `results.of_grid` or `results.of_folders` returns.
     """
     runs = results.drop(columns=["length", "metric", "value"]).drop_duplicates()
     found, remarks = [], []
@@ -49,11 +54,12 @@ def of_runs(results: Frame) -> tuple[Frame, list[str]]:
 def of_run(folder: Path) -> list[dict[str, Any]]:
     """Return a row for each parameter that a run has trained and logged.
 
-    A run that began with the weights of another one has no rows, because its start is not drawn.
+    A run that began with the weights of another run has no rows, because its start values do not
+    follow from its configuration.
 
     Raises:
-        ConfigError: The run's configuration cannot be loaded, or describes another theta than that
-            which the run has logged.
+        ConfigError: The run's configuration cannot be loaded, or the parameters that it describes
+            are not those that the run has logged.
     """
     step, logged = _last_logged(folder)
     start = _start(folder) if logged else {}
@@ -77,7 +83,7 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _last_logged(folder: Path) -> tuple[int, dict[str, list[Any]]]:
-    """Return the last step at which a run logged theta, and its values of each parameter."""
+    """Return the last step at which a run logged theta, and the logged values of each parameter."""
     for row in RunFolder(folder).metrics_rows(newest_first=True):
         named = {name.removeprefix(_PREFIX): row[name] for name in row if name.startswith(_PREFIX)}
         if logged := {name: values for name, values in named.items() if isinstance(values, list)}:
@@ -86,7 +92,10 @@ def _last_logged(folder: Path) -> tuple[int, dict[str, list[Any]]]:
 
 
 def _start(folder: Path) -> dict[str, np.ndarray]:
-    """Return a dict from parameter to its start values, each in the shape of the log."""
+    """Return a dict from parameter to start values, which have the same shape as logged values.
+
+    The dict is empty if the run began with the weights of another run.
+    """
     # These imports take seconds, and runs without learned parameters need none of them.
     from megatron.engine.build import plan_of
     from megatron.engine.shape import DTYPES

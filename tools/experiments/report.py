@@ -34,12 +34,14 @@ _LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
 
 @dataclass
 class Section:
-    """The part of a report about one combination of the axes that are not rows.
+    """A part of a report, with a table and a plot.
+
+    The table has a row for each value of one axis. The section has one value of every other axis.
 
     Attributes:
-        table: A row for each value of the axis of rows, a column for each length, formatted.
-        moved: How far training moved the parameters of the kernels, formatted; may be empty.
-        pictures: Maps a caption to a PNG file's content.
+        table: The formatted results, with a column for each length.
+        moved: A formatted table of how far training moved the kernels' parameters; may be empty.
+        pictures: Maps the caption of each picture to the content of its PNG file.
     """
 
     title: str
@@ -52,13 +54,13 @@ class Section:
 def sections(
     results: Frame, moved: Frame, rows: str, metric: str, grid: Grid | None, against_paper: bool
 ) -> list[Section]:
-    """Return a section for each combination of the axes other than `rows`.
+    """Return a section for each combination of values of the axes other than `rows`.
 
     Args:
-        results: The table of `results.of_grid` or `results.of_folders`.
+        results: The table that `results.of_grid` or `results.of_folders` returns.
         moved: The table of `moved_theta.of_runs`.
         grid: The grid of the results; None for single run folders.
-        against_paper: Whether the paper's numbers stand beside the cells.
+        against_paper: Whether the tables also show the paper's numbers.
     """
     chosen = results.astype({"value": float})
     axes = [axis for axis in (grid.about.axes if grid else []) if axis != rows]
@@ -97,7 +99,10 @@ def write(
     remarks: Sequence[str],
     tables: Mapping[str, Frame],
 ) -> list[Path]:
-    """Write `report.html`, `tables.md`, `tables.tex`, `verdicts.csv` and plots, and CSV files.
+    """Write the report, its tables and its plots into the folder `out`.
+
+    The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`, and
+    the CSV files in `tables`. Return the paths of all files except the plots.
 
     Args:
         tables: Maps the name of each CSV file to its content. Empty tables are not written.
@@ -133,9 +138,10 @@ def write(
 
 
 def change_of(verdict: Verdict) -> tuple[str, str]:
-    """Return a verdict's change and the interval of it, e.g. `-4.39%` and `-5.85 to -2.92`.
+    """Return a verdict's change and its 95% interval as texts: `-4.39%` and `-5.85 to -2.92`.
 
-    Both have two decimals, or as many more as show two digits of the largest of the numbers.
+    All three numbers have two decimals, or more if the largest would otherwise show fewer than two
+    significant digits.
     """
     values = verdict.change, verdict.low, verdict.high
     shown = max(2, decimals(max(map(abs, values)), 2))
@@ -158,7 +164,10 @@ def _row(verdict: Verdict) -> dict[str, Any]:
 
 
 def _paper_of(grid: Grid, known: dict[str, str]) -> dict[str, dict[str, list[float]]]:
-    """Return row -> length -> [mean, standard deviation] of the paper; {} for other corpora."""
+    """Return the paper's numbers as nested dicts: row -> length -> [mean, standard deviation].
+
+    The result is {} if the paper has no numbers for the grid's table and corpus.
+    """
     if grid.about.paper is None:
         return {}
     tables = parse_json(PAPER.read_text(encoding="utf-8"))["tables"]
@@ -188,7 +197,7 @@ def _table(
 
 
 def _moved(moved: Frame, rows: str) -> Frame:
-    """Return a line for each row and parameter, with means over the seeds."""
+    """Return a formatted table with a line for each row and parameter: the means over the seeds."""
     runs = moved.astype(dict.fromkeys(VALUES, float)).groupby([rows, "parameter"], sort=False)
     lines = runs[VALUES].mean().map("{:.3g}".format)
     lines.insert(0, "seeds", runs["seed"].nunique().astype(str))
@@ -199,7 +208,7 @@ def _moved(moved: Frame, rows: str) -> Frame:
 
 
 def _number(value: float, like: float | None = None) -> str:
-    """Format a number with four significant digits, or with the decimals that `like` would have."""
+    """Format `value` with as many decimals as show four digits of `like` (default: of `value`)."""
     like = value if like is None else like
     return f"{value:,.{decimals(like, 4)}f}"
 
@@ -210,7 +219,11 @@ def _markdown(table: Frame) -> str:
 
 
 def by_length(results: Frame, rows: str, metric: str) -> bytes:
-    """Return a PNG with the mean over seeds of each row by length, and a band of one deviation."""
+    """Return a plot of the metric by length as PNG.
+
+    For each value of the axis `rows`, the plot shows the mean over the seeds as a line, and one
+    standard deviation on both sides as a band.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")

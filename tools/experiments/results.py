@@ -1,9 +1,9 @@
 """Read the results of finished runs into one table: a row for each run, length and metric.
 
-Every CSV file of a run folder counts that has a column `length`, with one row for each length, and
-columns named in `METRICS`: `extrapolation.csv`, `accuracy.csv`, and files of other evaluations. Of
-the folder `suite` (`evaluate.py --suite`), the files in `CURVES` count. Their first column is taken
-as the length.
+In a run folder, all CSV files are read that have a column `length`, with one row for each length,
+and a column for at least one metric in `METRICS`. Examples are `extrapolation.csv` and
+`accuracy.csv`. In the folder `suite`, which `evaluate.py --suite` writes, only the files in
+`CURVES` are read. Their first column is taken as the length.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from tools.experiments.state import Record, state_of
 Frame = Any
 """A table or a column of pandas, whose types basedpyright cannot infer."""
 CURVES = {"by_position": "loss by position", "receptive_field": "loss by context"}
-"""Maps files of the suite to what they are called in a report."""
+"""Maps each file of the folder `suite` that is read to the name of its metric in a report."""
 
 
 def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
-    """Return the results of a grid's finished cells, and a remark on each other cell.
+    """Return (table of the results of all finished cells, remarks).
 
-    Stale runs count, with a remark. The table also has a column for each axis.
+    The table has a column for each axis of the grid. There is a remark for each cell that is not
+    finished and so not in the table. A finished run that is stale (see `state`) is in the table,
+    but also gets a remark.
     """
     parts, remarks, codes = [], [], {}
     for cell in grid.cells:
@@ -53,9 +55,10 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
 
 
 def of_folders(folders: Sequence[Path]) -> Frame:
-    """Return the results of run folders that belong to no grid, with the axis `embedding`.
+    """Return the results of run folders that belong to no grid, as a table with one axis.
 
-    The embedding is the folder's name if two folders have the same embedding and seed.
+    The axis is `embedding`. Its value for a run is the run's `pos_emb`. If several folders have the
+    same `pos_emb` and seed, the value is the folder's name instead.
 
     Raises:
         OSError: A folder has no `config.yml`.

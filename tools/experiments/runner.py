@@ -41,7 +41,7 @@ class _Running:
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
-    """Start a cell's process, outside the group of processes to which Ctrl-C in a terminal goes."""
+    """Start a cell's process. Ctrl-C in the terminal does not reach it, only this process."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -61,18 +61,18 @@ def command_of(cell: Cell) -> list[str]:
 
 
 class Runner:
-    """Runs cells, each on one of `devices`.
+    """Runs cells, several at a time.
 
     Args:
-        devices: A value of CUDA_VISIBLE_DEVICES for each cell that runs at the same time; "" leaves
-            the variable as it is.
-        say: Prints a line.
-        changed: Is called after a cell has started or ended.
+        devices: One value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time. The
+            value "" leaves the variable unchanged.
+        say: A function that prints a line.
+        changed: A function that is called after a cell has started or ended.
 
     Attributes:
         failed: The cells that failed.
-        signals: The number of signals received. The first one ends the cells in good order, and the
-            second one kills them.
+        signals: The number of signals received. At the first signal, the cells save a checkpoint
+            and end. The second signal kills them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells, until they have ended or a signal arrives."""
+        """Run the cells. Return when all have ended, or when a signal has ended those that run."""
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
         try:
@@ -166,7 +166,7 @@ class Runner:
         self._say(f"{cell.name}: FAILED: {why}")
 
     def _progress(self, begun: float, waiting: int) -> str:
-        """Return a line with the number of ended cells and the time left, by steps taken so far."""
+        """Return a line with the number of ended cells and an estimate of the time left."""
         done = self._ended + sum(share_done(each.cell) - each.before for each in self._running)
         passed = time.monotonic() - begun
         left = clock(passed * max(0.0, self._work - done) / done) if done > 0 else "unknown"

@@ -1,9 +1,9 @@
-"""Tell how far the cells of a grid are, from the file `cell.json` in each run folder.
+"""Find the state of each cell of a grid, from the file `cell.json` in its run folder.
 
-A cell is finished if its run reached its last step and measured all lengths, with the resolved
-configuration, the text and the code of today. A run that began with others is *stale*: it is
-neither continued nor counted, unless the user decides otherwise. If only keys of the evaluation
-have changed, the run is not stale: it goes on, and is measured again.
+A cell is finished if its run took its last step and measured all lengths. A run is *stale* if its
+resolved configuration, its text or the code has changed since the run began. A stale run is neither
+continued nor repeated, unless the user decides otherwise. If only keys of the evaluation have
+changed, the run is not stale: it is continued, and its lengths are measured again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
 
 @dataclass
 class Record:
-    """The content of `cell.json`: what a cell's run was started with, and how it went.
+    """The content of `cell.json`: with what a cell's run was started, and how it ended.
 
     Attributes:
         config: The resolved configuration without the folders of the run.
         text: The fingerprint of the tokens.
         code: The fingerprint of the code, and the versions of the libraries that compute.
-        seconds: The wall time of all its processes so far.
-        state: The outcome of the last process.
+        seconds: The wall time of the run so far, in all processes that continued it.
+        state: The outcome of the last of these processes.
     """
 
     cell: str
@@ -70,7 +70,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """Return the record in a run folder, or None if there is none, or a damaged one."""
+        """Return the record in a run folder, or None if the record is missing or damaged."""
         with suppress(FileNotFoundError, ValueError, TypeError):
             return cls(**parse_json((folder / RECORD).read_bytes()))
         return None
@@ -81,7 +81,7 @@ class Record:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the settings that can change results, with types as read back from JSON."""
+    """Return the settings that can change results, with the types that JSON would give back."""
     flat = json.loads(json.dumps(config.to_flat_dict()))
     found = {key: value for key, value in flat.items() if not key.startswith(_PLACES)}
     load, save = config.checkpoint.load, config.checkpoint.save
@@ -117,7 +117,7 @@ def text_of(config: Config) -> str:
 
 
 def state_of(cell: Cell) -> tuple[State, str]:
-    """Return the state of a cell, and what has changed since its run began."""
+    """Return the state of a cell, and a text about what has changed since its run began, or ""."""
     record = Record.read(cell.folder)
     if record is None:
         if RunFolder(cell.folder).latest.exists():
@@ -151,7 +151,7 @@ def is_complete(cell: Cell, config: Config) -> bool:
 
 
 def share_done(cell: Cell) -> float:
-    """Return the share of its training steps that the run of a cell has taken."""
+    """Return the share of training steps that the run of a cell has taken, from 0 to 1."""
     record = Record.read(cell.folder)
     if record is None or not record.config["train_iters"]:
         return 0.0
@@ -160,7 +160,10 @@ def share_done(cell: Cell) -> float:
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
-    """Write `cells.csv`: for each cell its state, run folder, wall time, machine and versions."""
+    """Write `cells.csv` into the folder `runs`, and return its table.
+
+    Each row has a cell's state, run folder, wall time, machine and versions.
+    """
     rows = []
     for cell in cells:
         (state, why), record = state_of(cell), Record.read(cell.folder)

@@ -1,8 +1,7 @@
 """Choose the files of the documentation site; `mkdocs.yml` names this module as a hook.
 
-The site has the folders of the repository, so a relative link works on the site and on the
-repository's own pages. It has README.md, all pages of docs/, and every file that one of these pages
-links to, wherever that file is.
+The site has the same folders as the repository, so a relative link works in both. The site contains
+README.md, all pages of docs/, and every file of the repository that one of these pages links to.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/pages/reference.py
 
-The meaning of a key is its field's comment in `megatron/config/sections/`. The accepted values are
-those that the key's own error message names.
+The meaning of a key is the comment of its field in `megatron/config/sections/`. The accepted values
+are copied from the error message for a wrong value of the key.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _TOGETHER = {
     " ".join(sorted(OFFLOAD_KEYS)): "a check that nothing is offloaded, which is not built",
     " ".join(sorted(SWITCH_KEYS)): "sizes and switches for DeepSpeed",
 }
-"""Maps keys without a field of their own to what they are read as."""
+"""Maps keys that have no field of their own to the text in the column `read as` of the page."""
 
 
 def main() -> None:
-    """Write the page."""
+    """Write docs/configuration.md."""
     files.write_text(PAGE, page())
 
 
 def page() -> str:
-    """Return the text of the page."""
+    """Return the text of docs/configuration.md."""
     parts = [_INTRODUCTION]
     for title, section in SECTIONS.items():
         parts += _table(title, ("key", "default", "values", "meaning"), _rows(section))
@@ -70,7 +70,7 @@ def page() -> str:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """Return the comment of each field: the lines above it, or the end of its line."""
+    """Return a dict from field to its comment, which is above the field or in the field's line."""
     lines = inspect.getsource(section).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     found = {}
@@ -94,7 +94,7 @@ def _rows(section: type[Section]) -> list[tuple[str, ...]]:
 
 
 def _default(info: FieldInfo) -> str:
-    """Return a field's default as it is written in YAML, or how the value comes about."""
+    """Return a field's default as it is written in YAML, or `required`, `derived` or `none`."""
     if info.is_required():
         return "required"
     value = info.get_default(call_default_factory=True)
@@ -114,7 +114,7 @@ def _values(section: type[Section], name: str) -> str:
 
 
 def _grouped(notes: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return one row for all keys with the same notes: the keys, then the notes."""
+    """Return a row for each group of keys with the same notes: (the keys, the notes ...)."""
     keys: dict[tuple[str, ...], list[str]] = {}
     for key, note in notes.items():
         keys.setdefault(note, []).append(f"`{key}`")

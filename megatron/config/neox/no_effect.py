@@ -118,4 +118,4 @@ CHECKS: dict[str, Check] = {
     "override_lr_scheduler": flag,
     "num_workers": whole_number(0),
 }
-"""Maps a key without effect to the check of its value, if an invalid value is an error."""
+"""Maps keys without effect to checks. For these keys, a value that fails the check is an error."""

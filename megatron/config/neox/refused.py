@@ -75,7 +75,7 @@ _FALSE = _equals(False)
 
 
 def _refuse(keys: str, reason: str, instead: str = "false", harmless: _Test = _FALSE) -> None:
-    """Enter `keys`, a text with spaces; `Refusal` describes the other arguments."""
+    """Add `keys`, separated by spaces, to `REFUSED`. `Refusal` describes the other arguments."""
     REFUSED.update(dict.fromkeys(keys.split(), Refusal(reason, instead, harmless)))
 
 

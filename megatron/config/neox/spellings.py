@@ -114,8 +114,8 @@ def read_vocabulary(out: Translation) -> None:
     """Change `make_vocab_size_divisible_by` so that `model_parallel_size` divides it.
 
     The new value is the least common multiple of the two. If it differs from the old value, add a
-    note. The user should keep the new value in another parallel layout, so that the padded
-    vocabulary size stays the same.
+    note to `out`. The note asks the user to keep the new value in other parallel layouts, so that
+    the padded vocabulary size stays the same.
     """
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)

@@ -20,7 +20,7 @@ _OPTIONS: dict[str, Check] = {
     **dict.fromkeys(_FLAGS.split(), flag),
     **dict.fromkeys(_SIZES.split(), whole_number(0, write="e.g. 500000000")),
 }
-"""Maps each key of `zero_optimization` that is passed to DeepSpeed to the check of its value."""
+"""The keys of `zero_optimization` that are passed to DeepSpeed, each with a check of its value."""
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
 _NO_EFFECT = {
     "load_from_fp32_weights": "resuming always loads the fp32 masters",

@@ -15,10 +15,10 @@ _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def derive_batch_sizes(values: Values) -> Iterator[Found]:
-    """Fill in the batch sizes that are None, or yield why no whole numbers fulfil the equation.
+    """Fill in the batch sizes that are None. If no whole numbers fulfil the equation, yield why.
 
-    The train or the micro size must be given. If the given values do not determine the number of
-    accumulation steps, this number becomes 1.
+    The train batch size or the micro-batch size must be given. If the given values do not determine
+    the number of accumulation steps, this number becomes 1.
     """
     total, micro, steps = _SIZES
     if not all(name in values for name in (*_SIZES, "data_parallel_size")):

@@ -1,4 +1,4 @@
-"""Refuse paths of data that do not fit together, and wrong `builtin:` names."""
+"""Refuse paths of data files that do not fit together, and unknown `builtin:` names."""
 
 from __future__ import annotations
 

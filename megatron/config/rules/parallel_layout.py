@@ -27,7 +27,7 @@ def factors(values: Values) -> str:
 
 
 def derive_data_parallel_size(values: Values) -> Iterator[Found]:
-    """Set `data_parallel_size` in `values`, or yield the reason why that is impossible.
+    """Set `data_parallel_size` in `values`. If that is impossible, yield the reason.
 
     The number of processes must be a multiple of the product of the other degrees of parallelism.
     """

@@ -1,4 +1,4 @@
-"""Refuse profiles that could not be made."""
+"""Refuse settings with which no profile would be recorded."""
 
 from __future__ import annotations
 

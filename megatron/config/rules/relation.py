@@ -20,7 +20,8 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
     (the name of the field to report, an error message), otherwise None.
 
     Args:
-        unset: Whether the rule also holds if a value is None. If false, such values are skipped.
+        unset: Whether to check the rule even if the value of a field is None. If false, the rule is
+            skipped in this case.
     """
 
     def register(function: Relation) -> Relation:
@@ -33,7 +34,8 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
 def broken(values: Values) -> Iterator[Found]:
     """Yield (field name, error message) for each rule that `values` break.
 
-    Rules that need a missing field are skipped: its own problem is already reported.
+    Rules that need a missing field are skipped, because the problem of that field is already
+    reported.
     """
     for names, unset, check in _RELATIONS:
         given = [values[name] for name in names if name in values]

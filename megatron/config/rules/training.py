@@ -1,4 +1,4 @@
-"""Refuse settings of training that cannot work together: bad steps, compiling, length, seed."""
+"""Refuse wrong settings of training: `on_bad_loss`, `torch_compile`, `seed` and `train_iters`."""
 
 from __future__ import annotations
 

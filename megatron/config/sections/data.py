@@ -53,8 +53,8 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """The settings for perplexity by sequence length, and the tasks of lm-evaluation-harness.
 
-    train.py measures the perplexity after training, evaluate.py both. Only the last two keys exist
-    in GPT-NeoX.
+    After training, train.py measures the perplexity. evaluate.py measures the perplexity and scores
+    the tasks. Only the last two keys exist in GPT-NeoX.
     """
 
     eval_lengths: Lengths = ()  # sequence lengths to measure; of a length task, its lengths

@@ -1,13 +1,13 @@
 """The downloadable corpora with their addresses, licences and alternatives.
 
-The catalogue gives the size and SHA-256 of a file only where these are certain. For other files,
-the length of the download is compared with the size that the server reports. The SHA-256 of each
-archive is also recorded in the manifest of the token shards that are made from the archive.
+The catalogue gives the size and SHA-256 of a file only if these are certain. For other files, the
+length of the download is compared with the size that the server reports. The manifest of token
+shards records the SHA-256 of each archive from which the shards were made.
 
 Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore a
 corpus may list mirrors, and data sets of the Hugging Face hub that `prepare_data.py --input hub:ID`
-can read. A corpus with a `pile_set` consists of the records of the Pile whose `meta.pile_set_name`
-is this `pile_set`. Such a corpus can also be extracted from the archives of the complete Pile.
+can read. A corpus with a `pile_set` is a part of the Pile: the records whose `meta.pile_set_name`
+equals `pile_set`. Such a corpus can also be extracted from the archives of the complete Pile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The last part of the first address."""
+        """The name of the file, which is the last part of its first address."""
         return self.urls[0].rsplit("/", 1)[1]
 
 

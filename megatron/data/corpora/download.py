@@ -56,7 +56,7 @@ def download(
         path: The path to write.
         mirror: The address of a folder that contains the file. It is tried first.
         force: Download the file even if `path` exists.
-        advice: The last part of the error message, if no address has the file.
+        advice: A text that is appended to the error message if no address has the file.
 
     Returns:
         The SHA-256 (hex) of the downloaded file, or "" if `path` existed.
@@ -170,7 +170,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
 
     Args:
         version: The file that stores the version of `part` (an ETag or a date). If the server has
-            another version now, `part` is downloaded from its start.
+            another version now, the complete file is downloaded again.
 
     Returns:
         The length of the complete file, or None if the server does not report it.

@@ -61,7 +61,7 @@ class ArchiveWriter:
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
-        """Start after the first `files` files of an earlier run, and remove its other files.
+        """Keep the first `files` files of an earlier run, remove the others, and continue there.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be made.
@@ -138,12 +138,13 @@ def read_archive(
 
     Args:
         source: The source to read, one file of an archive.
-        keys: ("text",), because `lm_dataformat` stores a text under this key alone.
+        keys: Always ("text",), because `lm_dataformat` stores texts under this key only.
         facts: A dict to which the SHA-256 of the file is added.
         place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: The file is damaged or exceeds the limits. The records before it are yielded first.
+        Fault: The file is damaged or exceeds the limits. All records before the fault are yielded
+            first.
         CorpusError: `lm_dataformat` is not installed.
     """
     assert keys == ("text",)

@@ -61,10 +61,10 @@ class Place:
         limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
-        expanded: The number of bytes that were decompressed so far. In a compressed archive of
-            compressed files, both the bytes of the archive and those of the files are counted.
-        records: The number of rows or records that were read so far, in a table or an archive of
-            lm_dataformat.
+        expanded: The number of bytes that were decompressed so far. If compressed files are inside
+            a compressed archive, the bytes of the archive and of the files are both counted.
+        records: In a table or an archive of lm_dataformat, the number of rows or records that were
+            read so far.
     """
 
     name: str
@@ -224,7 +224,7 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
     Raises:
         DataError: The block raised a DataError. It is raised unchanged.
         CorpusError: The block ran out of memory. This is no `Fault`, because the input may be
-            intact, and a run may skip an input after a `Fault`.
+            intact. After a `Fault`, a run may skip the input.
         Fault: The block raised any other error.
     """
     try:

@@ -15,7 +15,7 @@ from megatron.preemption import SIGNALS
 
 
 def add_shared_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the library that encodes, for repairs, for faults and for limits."""
+    """Add --backend, --ftfy, --on-error, --max-document-bytes and --max-expansion to `parser`."""
     add, limits = parser.add_argument, Limits()
     text = "library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]"
     add("--backend", help=text, choices=BACKENDS, default="auto")
@@ -33,8 +33,8 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run `command` and return the exit code of the process.
 
     Returns:
-        The return value of `command`; or 1 after a DataError or OSError (its message is printed
-        without a traceback); or 130 after Ctrl-C, SIGTERM or SIGUSR1.
+        The return value of `command`. After a DataError or OSError, print its message without a
+        traceback and return 1. After Ctrl-C, SIGTERM or SIGUSR1, return 130.
     """
     for number in {*SIGNALS} - {signal.SIGINT}:  # which a shell's background jobs ignore
         signal.signal(number, signal.default_int_handler)

@@ -91,7 +91,7 @@ class ZstdStream(_Readable):
 
 
 class _Counted(_Readable):
-    """A stream that counts the bytes that it returns, and reads its source with many small reads.
+    """A stream that counts the bytes that it returns. It reads its source in small pieces.
 
     At the end of a truncated file, the last read fails. The decompressors of Python's standard
     library then lose the data of that read. With small reads (`readinto1`), little data is lost.
@@ -115,7 +115,7 @@ def decompressed(
     `read(n)` returns fewer than n bytes only at the end.
 
     Args:
-        name: The name of the file. Its suffix determines the compression. If the suffix is not that
+        name: The name of the file. Its suffix determines the compression. If it is not the suffix
             of a compressed file, the stream returns the bytes of `source` unchanged.
         count: A function that is called with the number of new bytes whenever the stream produces
             bytes. The function may raise an error if the stream produces too many bytes.

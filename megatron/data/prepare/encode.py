@@ -60,10 +60,11 @@ class Encoded:
         sizes: For each of `EncodeOptions.keys`, the number of tokens in each document, int32
             [documents].
         tokens: For each of these keys, the tokens of all documents, [sum of `sizes`].
-        counts: Maps each name in `CHUNK_COUNTS` to a number for this chunk, such as "documents" to
-            the number of documents.
+        counts: The counts of this chunk. Maps each name in `CHUNK_COUNTS`, such as "documents", to
+            a number.
         faults: A printable text for each faulty record, with the record's place and the reason.
-        documents: If they are kept, (text, meta data) of each document of the first key.
+        documents: The pair (text, meta data) of each document of the first key. Empty if the
+            `Encoder` does not keep documents.
     """
 
     source: int

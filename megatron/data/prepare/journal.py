@@ -28,7 +28,7 @@ class State:
 
     Attributes:
         counts: Maps each name in `encode.CHUNK_COUNTS` to the total of all chunks written.
-        facts: What was found out about each source, for the manifests.
+        facts: For each source, a dict of facts about it (such as its SHA-256) for the manifests.
         written: The numbers of documents and tokens in each unfinished shard.
         begin: The pair [source, number] of the first chunk written, or None.
         done: The pair [source, number] of the last chunk written, or None.
@@ -46,7 +46,7 @@ class State:
 
     @property
     def kept(self) -> list:
-        """What each output keeps when the run continues: the shards, then the archive."""
+        """The arguments of `rewind` for each output: first the shards, then the archive."""
         return [*self.written, [self.archive]]
 
 
@@ -113,7 +113,7 @@ class Journal:
             path.unlink()
 
     def explain(self, error: OSError | DataError) -> DataError:
-        """Return `error` as a DataError that also says how many documents a rerun need not repeat.
+        """Return `error` as a DataError. Its text adds how many documents a rerun need not repeat.
 
         If `error` is an OSError that names no file, the text starts with the first shard's prefix.
         """

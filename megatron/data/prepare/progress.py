@@ -94,5 +94,5 @@ def describe_skipped(path: str | os.PathLike, faults: int) -> str:
 
 
 def printable(fault: str) -> str:
-    """Escape line feeds and codes that change the terminal; names in archives may contain them."""
+    """Return `fault` with line feeds and control codes escaped. Names in archives may have them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fault)

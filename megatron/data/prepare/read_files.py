@@ -52,7 +52,7 @@ def read_source(
 
 
 class _TarEntry(tarfile.TarInfo):
-    """The header of a member of a tar archive. Reading it finds out if the archive is truncated.
+    """The header of a member of a tar archive. A truncated or damaged archive raises an error.
 
     A complete archive ends with an end mark, a block of zeros. `tarfile` itself does not require
     this mark: it also stops without an error at a damaged header, or where the file ends.

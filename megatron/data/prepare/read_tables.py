@@ -114,9 +114,8 @@ def record_chunks(
         rows: The rows of the table, or the records of an archive.
         where: The path of the input.
         place: The place of the first row. It is updated while the rows are read.
-        halves: What `str.encode` does with half of a surrogate pair, which UTF-8 cannot hold.
-            "surrogatepass" writes bytes that make the record faulty. "backslashreplace" writes an
-            escape of JSON.
+        halves: The error handler of `str.encode` for one half of a surrogate pair. "surrogatepass"
+            writes bytes that make the record faulty. "backslashreplace" writes an escape of JSON.
     """
 
     def lines() -> Iterator[bytes]:
@@ -140,7 +139,7 @@ def _json_value(value: Any) -> Any:
     """Convert a value that JSON cannot express.
 
     Bytes become text, and any other value becomes a dict. The encoder later reports a record as
-    faulty if the value to encode is such a dict, or is text from bytes that are not valid UTF-8.
+    faulty if it must encode such a dict, or text from bytes that are not valid UTF-8.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

@@ -12,10 +12,10 @@
 | hub | `hub:ID[:SPLIT]`, or a folder that the `datasets` library wrote | each row |
 
 One of the suffixes .gz, .zst, .xz and .bz2 may follow the suffix in the table, except after .zip
-and .parquet. A folder means all its files in the order of their paths, except hidden files and
-`__pycache__`. A file in a folder has the kind text if its suffix is unknown. Consecutive text files
-form one source. If a folder contains a link that leads out of the folder, this is an error, because
-the link could add any file of the machine to the data.
+and .parquet. If an input is a folder, all its files are read in the order of their paths, except
+hidden files and `__pycache__`. A file in a folder has the kind text if its suffix is unknown.
+Consecutive text files form one source. A folder must not contain a link that leads out of the
+folder, because such a link could add any file of the machine to the data.
 """
 
 from __future__ import annotations

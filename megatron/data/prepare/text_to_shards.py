@@ -134,7 +134,7 @@ class Preparation:
                     self.skipped_part.unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        """Continue an interrupted run if its .part files hold what its journal records.
+        """Continue an interrupted run if its .part files contain all data that its journal records.
 
         Otherwise, start the run from its first chunk.
         """
@@ -231,7 +231,7 @@ class Preparation:
         return manifests
 
     def _report_no_documents(self, faults: int) -> None:
-        """Raise CorpusError, or only print a warning if the run has several partitions.
+        """Raise CorpusError. If the run encodes one of several partitions, only print a warning.
 
         One of several partitions may be empty while the others have documents.
         """

@@ -4,13 +4,14 @@ At most three items per worker are in progress, so memory is bounded for a strea
 Workers are forked, so they share large objects, such as a vocabulary, with the parent process.
 Enter the `with` block before any thread starts, because entering it forks the workers.
 
-In the parent process, a `ThreadPoolExecutor` has two threads for each worker. A thread sends an
-item to a worker and waits for the answer. So the next item waits in the pipe while the worker is
-busy with the current one. Each worker has a pipe of its own, whose far end is open in that worker
-only. So when the worker dies, its pipe is closed, and the thread gets an error. (In a
-`ProcessPoolExecutor`, all workers share one pipe for results, which stays open when one of them
-dies. If it dies in the middle of a result, the parent waits forever for the rest.) If the parent
-process dies, the operating system kills the workers.
+In the parent process, a `ThreadPoolExecutor` has two threads for each worker. Each thread sends an
+item to the worker and waits for the answer. While the worker is busy with the item of one thread,
+the item of the other thread already waits in the pipe. Each worker has a pipe of its own, and only
+this worker has the far end of the pipe open. When a worker dies, its pipe is therefore closed, and
+the threads that wait for its answers get an error. (In a `ProcessPoolExecutor`, all workers share
+one pipe for results. This pipe stays open when a worker dies. If the worker dies while it sends a
+result, the parent waits forever for the rest of the result.) If the parent process dies, the
+operating system kills the workers.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class _Worker:
 
 
 def _work(function: Callable[[Any], Any], pipe: Connection, parent: int) -> None:
-    """Answer the items that come through `pipe`, in a worker process, until it is killed.
+    """Run a worker process: receive items from `pipe` and answer each, until the process is killed.
 
     Args:
         function: The function that turns an item into a result.

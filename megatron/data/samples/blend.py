@@ -6,7 +6,7 @@ chosen before sample i. Sample i comes from the corpus that lags most behind its
     d        = the first corpus with the largest  w_d max(i, 1) - c_d    in float64
     sample i = sample number c_d of corpus d
 
-Each choice depends only on earlier choices, so the first samples do not depend on how many follow.
+Each choice depends only on earlier choices, so a longer blend starts with the same samples.
 Each corpus has a sample index of its own (see `index.py`). For a blend of N samples, the index of
 corpus d is built for ceil(1.005 N w_d) samples with the run's seed.
 

@@ -2,8 +2,9 @@
 
 Let x_0, x_1, ... be the tokens of the split's documents, in the order of the shards. Sequence i
 of length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, its last L tokens are the
-targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. Two lengths
-with the same product n L are therefore compared on the same targets. Only the context differs.
+targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. If two lengths
+have the same product n L, they are therefore compared on the same targets. Only the context
+differs.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class Shards(Protocol):
     """Read access to the tokens of n documents. The caller must not write to the arrays.
 
     Attributes:
-        prefix: The path of the .bin and .idx files without the suffix. For several token shards, a
-            list of their paths as one string, for error messages.
+        prefix: The path of the .bin and .idx files without the suffix. For several token shards,
+            one string with all their paths, for error messages.
         folder: The folder that contains the files of the shard, or of the first of several shards.
         dtype: The little-endian dtype of the tokens.
         sizes: int32 [n], the number of tokens in each document.

@@ -45,7 +45,8 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
     """Read the manifest of the shard with this prefix.
 
     Returns:
-        The manifest, or None if the shard has none because another program wrote it.
+        The manifest, or None if the file PREFIX.json does not exist. Shards that another program
+        wrote have no manifest.
 
     Raises:
         ShardError: The file PREFIX.json is not valid JSON, or has values of wrong types.

@@ -54,7 +54,7 @@ def _copy(
 
     Args:
         readers: The shards to merge, in the order of their documents.
-        manifests: The manifests of those shards that have one.
+        manifests: The manifests of the shards. The list has no entry for a shard without manifest.
         writer: The writer of the new shard.
 
     Returns:

@@ -18,7 +18,7 @@ _ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete 
 
 
 class ShardWriter:
-    """A writer of the files PREFIX.bin and PREFIX.idx. The .idx file marks a complete shard.
+    """A writer of PREFIX.bin and PREFIX.idx. If the .idx file exists, the shard is complete.
 
     The writer appends tokens to PREFIX.bin.part and document sizes to PREFIX.idx.part, so its
     memory does not grow with the number of documents. `finalize` completes both files and renames
@@ -220,8 +220,8 @@ class ShardWriter:
     def _owns_part(self) -> bool:
         """Return whether the .part file is still the file that this writer opened.
 
-        Before this writer locked the file that it opened, another writer may have renamed or
-        removed that file.
+        Another writer may have renamed or removed the file after this writer opened it and before
+        this writer locked it.
         """
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))

@@ -17,7 +17,8 @@ from megatron.data.tasks.base import ASKED, Example, Task, numbers, option, ques
 class Parity(Task):
     """The answer is the number of ones among n bits, modulo 2.
 
-    With `steps`, the answer has n tokens: the parity of the first bit, of the first two, and so on.
+    If `steps` is true, the answer has n tokens: the parity of the first bit, of the first two bits,
+    and so on.
     """
 
     name = "parity"
@@ -35,10 +36,10 @@ class Parity(Task):
 
 @dataclass(frozen=True)
 class Modular(Task):
-    """The answer is the value, modulo `modulus`, of n numbers joined by `+`, `-` and `*`.
+    """The answer is the value of n numbers joined by `+`, `-` and `*`, modulo `modulus`.
 
-    It is computed from left to right, without precedence. With `steps`, the answer has n tokens:
-    the value after the first number, after the first two, and so on.
+    The value is computed from left to right, without precedence. If `steps` is true, the answer has
+    n tokens: the value of the first number, of the first two numbers, and so on.
     """
 
     name = "modular"
@@ -65,8 +66,8 @@ class Modular(Task):
 class Addition(Task):
     """The answer is the sum of two numbers of n digits, written with n + 1 digits.
 
-    With `reverse`, all three numbers start with their last digit, so that each digit of the answer
-    depends on digits that were read and a carry.
+    If `reverse` is true, all three numbers are written from their last digit to their first. Each
+    digit of the answer then follows from one digit of each number and the carry so far.
     """
 
     name = "addition"

@@ -1,15 +1,15 @@
 """The interface of length tasks.
 
-An example of length n is a row of tokens, some of which are answers. Only answers count in the loss
-and in the accuracy. A row that trains or measures a model is an int64 array that holds
+An example of length n is a row of tokens. Some of its tokens form the answer. Only these tokens
+count in the loss and in the accuracy. A row is an int64 array that holds
 
-    id     for a token that is an answer        (0, 1, ...)
+    id     for a token of the answer            (0, 1, ...)
     ~id    for any other token                  (-1, -2, ...)
 
-so that one array holds the tokens and marks the answer. The row is filled up to its width with
-`END_OF_DOCUMENT`, id 0, which is no answer. So a model does not learn where to stop. The length of
-an example determines the length of its answer, and models that need not learn where to stop
-extrapolate better (Newman et al. 2020, arXiv 2010.07174).
+so one array holds the tokens and marks the answer. After the example, the row is filled up with
+`END_OF_DOCUMENT` (id 0), which is not part of the answer. So a model does not learn where to stop.
+It need not, because the length of an example determines the length of the answer. Models that do
+not learn where to stop extrapolate better (Newman et al. 2020, arXiv 2010.07174).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.data.tasks.vocabulary import TaskTokenizer
 ASKED = "="
 """The token between the question and the answer."""
 Example = tuple[list[str], list[bool]]
-"""The tokens of an example, and for each token whether it is an answer."""
+"""The tokens of an example, and for each token whether it belongs to the answer."""
 
 
 def option(default: int | bool, least: int = 1) -> Any:
@@ -43,7 +43,7 @@ def numbers(count: int) -> tuple[str, ...]:
 
 
 def question(asked: Sequence[str], answer: Sequence[str]) -> Example:
-    """Return the example `asked = answer`."""
+    """Return the example with the tokens of `asked`, the token `=`, and the tokens of `answer`."""
     return [*asked, ASKED, *answer], [False] * (len(asked) + 1) + [True] * len(answer)
 
 
@@ -54,7 +54,8 @@ class Task(ABC):
     Attributes:
         name: The name of the task in `data_path: builtin:NAME`.
         min_length: The shortest length in training.
-        max_length: The longest length in training. Each length in between is equally frequent.
+        max_length: The longest length in training. All lengths from `min_length` to `max_length`
+            are equally frequent.
     """
 
     name: ClassVar[str]
@@ -93,7 +94,7 @@ class Task(ABC):
             )
 
     def row(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """Draw an example as a row of ids (see the module docstring), without the end.
+        """Draw an example as a row (see the module docstring) without `END_OF_DOCUMENT` tokens.
 
         Raises:
             TaskError: The options do not allow this length.
@@ -104,7 +105,7 @@ class Task(ABC):
         return np.where(is_answer, ids, ~ids)
 
     def width(self, length: int) -> int:
-        """Return the number of tokens of an example, without the end."""
+        """Return the number of tokens of an example, without `END_OF_DOCUMENT` tokens."""
         return len(self.row(np.random.default_rng(0), length))
 
     @property

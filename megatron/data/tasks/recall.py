@@ -11,10 +11,11 @@ from megatron.data.tasks.base import ASKED, Example, Task, option
 
 @dataclass(frozen=True)
 class Recall(Task):
-    """After n pairs of a key and a value, each key is asked for once, in another order.
+    """After n pairs of a key and a value, each key comes again, and the answer is its value.
 
-    The keys of an example differ, so n is at most `keys`. Values may occur several times. Each key
-    that is asked for is followed by its value, the answer. So the model reads all earlier answers.
+    The second time, the keys come in another order. The keys of an example differ, so n is at most
+    `keys`. Values may occur several times. Each answer stands directly after its key, so the model
+    has read all earlier answers when it predicts the next.
     """
 
     name = "mqar"

@@ -1,8 +1,8 @@
 """The samples of a length task.
 
-Sample i of a split is a function of the task, the run's seed, the split and i alone: the random
-numbers of each sample have a generator of their own. Nothing is stored, and a data set may be
-extended without changing earlier samples.
+Each sample has a random generator of its own, so sample i of a split depends only on the task, the
+run's seed, the split and i. Nothing is stored. Extending a data set does not change its earlier
+samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MEASURED = len(SPLITS)  # the stream of random numbers of `examples_at`, after 
 class TaskSamples(Samples):
     """The samples of one split. Each sample holds one example.
 
-    Tokens that are no answer are stored as ~id (see `tasks.base`).
+    Tokens outside the answer are stored as ~id (see `tasks.base`).
 
     Args:
         seq_length: The number of inputs in a sample, which must have room for the longest example.
@@ -63,7 +63,7 @@ class TaskSamples(Samples):
 def examples_at(task: Task, length: int, count: int) -> np.ndarray:
     """Return `count` examples of one length as int64 [count, width], the same for every run.
 
-    Tokens that are no answer are stored as ~id (see `tasks.base`).
+    Tokens outside the answer are stored as ~id (see `tasks.base`).
 
     Raises:
         TaskError: The task's options do not allow this length.

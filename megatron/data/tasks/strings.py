@@ -28,12 +28,12 @@ class _Rearranged(Task):
 
     @abstractmethod
     def rearranged(self, drawn: list[int]) -> list[int]:
-        """Return the answer to a row of symbols."""
+        """Return the answer to `drawn`, a row of symbols."""
 
 
 @dataclass(frozen=True)
 class Copy(_Rearranged):
-    """The answer is the row itself."""
+    """The answer repeats the row of symbols."""
 
     name = "copy"
 
@@ -43,7 +43,7 @@ class Copy(_Rearranged):
 
 @dataclass(frozen=True)
 class Reverse(_Rearranged):
-    """The answer is the row from its end to its start."""
+    """The answer is the row of symbols from its end to its start."""
 
     name = "reverse"
 
@@ -53,7 +53,7 @@ class Reverse(_Rearranged):
 
 @dataclass(frozen=True)
 class Sort(_Rearranged):
-    """The answer is the row in ascending order. Symbols may occur several times."""
+    """The answer is the row of symbols in ascending order. Symbols may occur several times."""
 
     name = "sort"
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a length task. Its tokens are words, which spaces separate in text."""
+"""The tokenizer of a length task. Its tokens are words, separated by spaces in text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TaskTokenizer(Tokenizer):
         return np.array([self.ids[word] for word in words], self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the words of `ids`, each with a space before it, so that a prompt can go on."""
+        """Return the words of `ids`, each after a space, as a text to append to a prompt."""
         return self.decode_runs(ids, lambda run: "".join(f" {self.words[i]}" for i in run))
 
     def count_bytes(self, table: np.ndarray) -> None:

@@ -114,7 +114,7 @@ class Tokenizer(ABC):
         return self._bytes_of_token.take(ids)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex) that differs if two tokenizers encode some text differently."""
+        """Return a SHA-256 (hex). It differs if two tokenizers encode any text differently."""
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property

@@ -181,7 +181,7 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 
 
 def byte_of_symbol() -> dict[str, int]:
-    """Return a dict from character to byte, as GPT-2's vocabulary writes bytes as characters.
+    """Return a dict from character to byte. GPT-2's vocabulary writes each byte as one character.
 
     A printable byte is written as the character whose code point equals the byte. The other bytes,
     in increasing order, are written as U+0100, U+0101, ....
