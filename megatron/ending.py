@@ -16,7 +16,8 @@ LONGEST = 5.0
 class EndJob(Protocol):
     """A function that ends all processes of a job with an error message.
 
-    This process ends with the exit code `code`, the others with 1 or, if `ends_all`, with `code`.
+    This process ends with the exit code `code`. The other processes end with 1, or also with `code`
+    if `ends_all` is true.
     """
 
     def __call__(self, text: str, *, code: int, ends_all: bool = False) -> NoReturn: ...
