@@ -236,8 +236,8 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
 def longest_context(model: GPT, config: Config) -> int:
     """Return the most tokens that the model should read at a time.
 
-    Embeddings that are made for longer texts have no limit. For rotary embeddings and position
-    vectors it is `max_position_embeddings`, as in GPT-NeoX.
+    For rotary embeddings and position vectors, this is `max_position_embeddings`, as in GPT-NeoX.
+    Positional embeddings that are made for longer texts have no limit.
     """
     table = model.embedding.position_embeddings
     if table is not None:

@@ -65,8 +65,9 @@ def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:
 def keep_complete_rows(path: Path, last_step: int, validated_again: int | None = None) -> None:
     """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
 
-    A resumed run writes these rows again: those of steps after `last_step`, those of final results
-    and the validation loss of step `validated_again`. The file is replaced atomically.
+    A resumed run writes three kinds of rows again: rows of steps after `last_step`, rows with final
+    results, and the row with the validation loss of step `validated_again`. The file is replaced
+    atomically.
     """
     if not path.exists():
         return
