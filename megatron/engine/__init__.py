@@ -1,6 +1,7 @@
 """The training engine: the only package that imports DeepSpeed.
 
-This module sets environment variables that DeepSpeed and torch read when they are first imported.
+When this package is imported, it sets environment variables. DeepSpeed and torch read them when
+they are imported afterwards.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Build what a config describes: the tokenizer, and the `Plan` from which `GPT` builds the model.
 
-The model, attention and data modules take plain values. This module reads these values from the
-config object, so that those modules need not import `megatron.config`.
+The packages of the model, of attention and of the data take plain values. This module reads these
+values from the config object, so that those packages need not import `megatron.config`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from megatron.suggest import did_you_mean
 
 
 def task_of(config: Config) -> Task | None:
-    """Build the length task that `data_path` names; the result is None if it names text.
+    """Build the length task that `data_path` names. Return None if `data_path` names text.
+
+    A length task generates its own examples, of any length (e.g. copying).
 
     Raises:
         TaskError: An option in `task_options` is unknown, or its value does not fit.
@@ -40,7 +42,7 @@ def task_of(config: Config) -> Task | None:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """Build the tokenizer that the config names, or that of the length task."""
+    """Build the tokenizer that the config names, or the tokenizer of its length task."""
     data, task = config.data, task_of(config)
     if task is not None:
         return task.tokenizer
@@ -51,7 +53,7 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
     """Build the config's positional embedding.
 
     Args:
-        numerics: The rounding rules of the embedding; None takes those of the config.
+        numerics: The rules by which the embedding rounds numbers; None takes the config's rules.
     """
     m = config.model
     loaded = {
@@ -67,11 +69,11 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 
 
 def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
-    """Return what `pos_emb_options` gives for the embedding `name`, to pass to `load_positional`.
+    """Return the options of the embedding `name` in `pos_emb_options`, for `load_positional`.
 
     Raises:
-        PositionalError: `pos_emb_options` names an embedding that `pos_emb` does not name, or the
-            options of an embedding are no mapping.
+        PositionalError: `pos_emb_options` names an embedding that `pos_emb` does not name, or it
+            gives an embedding options that are not a mapping.
     """
     terms = name.split(" + ")
     options = {term: m.pos_emb_options[term] for term in terms if term in m.pos_emb_options}
@@ -108,7 +110,8 @@ def attention_of(
 ) -> AttentionFn:
     """Return the attention backend that the config's `attention_backend` selects.
 
-    If it is `fused`, the config's `cached_launches` takes effect in this process.
+    If the selected backend is `fused`, this function also applies the config's `cached_launches` to
+    this process.
 
     Args:
         pos: The positional embedding of a layer.
@@ -135,7 +138,7 @@ def attention_of(
 
 
 def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:
-    """Return lines for the log that say which backend the layers have, and why it was chosen.
+    """Return lines for the log: the attention backend of the layers, and why it was chosen.
 
     Args:
         attends: The attention backend of each layer.
@@ -165,9 +168,9 @@ def plan_of(
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-        device_type: "cuda" or "cpu", where the model will run; it decides the attention backend.
+        device_type: "cuda" or "cpu": where the model will run. It decides the attention backend.
         eod: The id of the tokenizer's end-of-document token; `reset_attention_mask` needs it.
-        training: Whether the model will be trained, which needs dropout and a backward pass.
+        training: Whether the model will be trained. Training needs dropout and a backward pass.
         tp: The tensor-parallel group; with several ranks, only this rank's shard is built.
         cp: The context-parallel group; each of its ranks holds a part of each sequence.
 
@@ -206,7 +209,7 @@ def plan_of(
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
-    """Return `Plan`'s fields about theta (the learned parameters of `pos`) as a dict.
+    """Return the fields of `Plan` about theta, the learned parameters of `pos`, as a dict.
 
     Raises:
         ConfigError: A config key names a parameter that `pos` does not have, a start value lies

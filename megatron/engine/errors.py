@@ -16,7 +16,7 @@ class FailedElsewhereError(CheckpointError):
 
 
 class DivergedError(Exception):
-    """The loss or a weight is no longer a finite number, or fp16 cannot represent the gradients."""
+    """Training cannot go on: a loss or weight is not finite, or fp16 cannot hold the gradients."""
 
 
 class BadLossError(DivergedError):

@@ -1,8 +1,8 @@
 """List the peak rates and the memory of GPUs.
 
-The rates are those of dense matrix products in TFLOP/s, as NVIDIA's data sheets give them: tensor
-cores with 16-bit inputs and fp32 sums, and fp32 without tensor cores (torch's default). Where a
-data sheet gives the rate of sparse matrices, it is halved here.
+The rates are those of dense matrix products in TFLOP/s, from NVIDIA's data sheets. Each GPU has two
+rates: tensor cores with 16-bit inputs and fp32 sums, and fp32 without tensor cores (torch's
+default). Where a data sheet gives the rate of sparse matrices, this module has half of that rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        rate16, rate32: The peak of matrix products in TFLOP/s, with 16-bit and with fp32 inputs.
+        rate16, rate32: The peak TFLOP/s of matrix products, with 16-bit and with fp32 inputs.
         memory: The memory in GB.
         has_bf16: Whether the tensor cores take bf16.
     """
@@ -45,7 +45,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU by its name in `GPUS`, in any case.
+    """Return the GPU that `GPUS` lists under `name`. Upper and lower case count as equal.
 
     Raises:
         StartError: The GPU is unknown.

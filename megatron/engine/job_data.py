@@ -1,4 +1,4 @@
-"""The batches of a job, for training and for evaluations, from the text that the config names."""
+"""Read the batches of a job, for training and evaluation, from the text that the config names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class JobData:
         identity: The values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: Maps each split's name to the number of samples that the run reads from it.
-        uncounted_after: With `eod_mask_loss`, the id of the end-of-document token. A target that
-            follows this token does not count in the loss. None counts all targets.
+        uncounted_after: The id of the end-of-document token if the config sets `eod_mask_loss`. A
+            target that follows this token does not count in the loss. None counts all targets.
     """
 
     def __init__(self, config: Config, groups: Groups):
@@ -72,7 +72,7 @@ class JobData:
             index_samples: The number of samples for which the sample index was built when the run
                 began. The order of the samples depends on this number, as in GPT-NeoX.
             consumed: The number of samples already read; the batches start after them.
-            least: The least number of samples that the batches must contain.
+            least: The batches must contain at least this many samples.
         """
         dataset = self._dataset("train", index_samples, consumed + least)
         return None if dataset is None else self._loader(dataset, consumed)
@@ -95,7 +95,7 @@ class JobData:
     def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
         """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
 
-        The result is None if there are no batches. After resuming, GPT-NeoX counts micro-batches as
+        The result is None if there are no batches. A resumed GPT-NeoX run counts micro-batches as
         steps. With gradient accumulation, its batches of the split `valid` therefore begin at later
         samples than the batches that `held_out` returns.
 
@@ -122,7 +122,7 @@ class JobData:
         Args:
             index_samples: The number of samples for which the sample index was built when the run
                 began.
-            least: The least number of samples that the result must have.
+            least: The result must have at least this many samples.
         """
         total = max(index_samples, self.wanted[name])
         model, seed = self.config.model, self.config.training.seed

@@ -1,7 +1,8 @@
 """Build this rank's part of the model: the plain model, or a stage of a DeepSpeed pipeline.
 
-Both hold only this tensor-parallel rank's slices of the weights. `Pipeline` has the interface of
-the plain model, `GPT`. Each stage holds complete transformer blocks.
+The plain model and a stage hold only this tensor-parallel rank's slices of the weights. The class
+of a stage, `Pipeline`, has the same interface as the plain model, `GPT`. Each stage holds complete
+transformer blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Pipeline(PipelineModule):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this stage's parameters under the plain model's names, such as `layers.3.mlp...`.
 
-        DeepSpeed's name would begin with the position of the layer, such as `5.mlp...`.
+        DeepSpeed's own names begin with the position of the layer in the pipeline, such as
+        `5.mlp...`.
         """
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             head, _, rest = name.partition(".")
@@ -93,7 +95,7 @@ Model = GPT | Pipeline
 def build_local_model(
     config: Config, vocab_size: int, groups: Groups, eod: int | None = None
 ) -> Model:
-    """Build this rank's tensor-parallel shard of the model, or of its stage in a pipeline.
+    """Build this rank's tensor-parallel shard of the model or, in a pipeline, of its stage.
 
     `plan_of` describes the arguments.
     """

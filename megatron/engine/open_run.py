@@ -1,4 +1,4 @@
-"""Open a run folder: the one door to its model, for everything that uses a trained model."""
+"""Open a run folder and load its model. Everything that uses a trained model does this here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpenRun:
     """A run's model with the weights of its newest checkpoint, for inference.
 
     Attributes:
-        config: The configuration by which the model is used.
+        config: The configuration with which the model was built.
         tokenizer: The tokenizer that the config names.
         model: The model, or this rank's tensor-parallel shard of it.
         saved: The checkpoint whose weights the model has.
@@ -48,7 +48,7 @@ class OpenRun:
         return next(self.model.parameters()).dtype
 
     def said(self) -> str:
-        """Return the text with which an evaluation of the run begins."""
+        """Return the line `evaluating PATH`, with the checkpoint's path, and then `notes`."""
         return "\n".join([f"evaluating {self.saved.path}", *self.notes])
 
 
@@ -67,9 +67,10 @@ def open_run(
     must call this function.
 
     Args:
-        config: The configuration. None reads it from `files`, or from the run's `config.yml` if
-            there are none, for a model that is not divided over processes.
-        groups: The job's process groups; `groups.model` shares the model. None: this process alone.
+        config: The configuration. If None, it is read from `files`, or from the run's `config.yml`
+            if there are no `files`. The model is then not divided over processes.
+        groups: The job's process groups. The ranks of `groups.model` share the model. None means
+            that this process is alone.
         files: Config files.
         overrides: Config overrides, `key=value`, for `files` or `config.yml`.
 

@@ -5,11 +5,11 @@ A pickle file can name any Python function and have it called when the file is l
 This module adds only the functions and classes that checkpoints need:
 
 - those of numpy, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
-- while DeepSpeed reads a checkpoint, those of DeepSpeed in its `*_optim_states.pt` files. They are
-  classes that hold plain values, and loading them runs no method.
+- those of DeepSpeed in its `*_optim_states.pt` files, only while DeepSpeed reads a checkpoint. They
+  are classes that hold plain values, and loading them runs no method.
 
-DeepSpeed itself calls `torch.load(weights_only=False)`. Every call of DeepSpeed that reads a
-checkpoint is therefore made inside the block of `only_safe_loads`.
+DeepSpeed itself calls `torch.load(weights_only=False)`. Therefore, every call of DeepSpeed that
+reads a checkpoint must be inside a block `with only_safe_loads()`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def safe_load(path: Path, *, mmap: bool = True) -> Any:
     """Load a `torch.save` file into CPU memory, without running code that the file contains.
 
     Args:
-        mmap: Whether to memory-map the tensors of the file. A file written by a torch
-            version before 1.6 is never mapped.
+        mmap: Whether to memory-map the tensors of the file. Files of torch versions before 1.6
+            are never mapped.
 
     Raises:
         CheckpointError: The file cannot be read, or it contains more than tensors and plain values.
@@ -64,9 +64,10 @@ def safe_load(path: Path, *, mmap: bool = True) -> Any:
 
 @contextmanager
 def only_safe_loads() -> Iterator[None]:
-    """Make every `torch.load` in the `with` block, DeepSpeed's included, behave as `safe_load`.
+    """Make every `torch.load` in the `with` block, DeepSpeed's included, as safe as `safe_load`.
 
-    Processes that the block starts inherit an environment variable that makes torch refuse code.
+    Processes that are started in the block inherit an environment variable with which torch
+    refuses to run code from files.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -89,7 +90,7 @@ def only_safe_loads() -> Iterator[None]:
 
 
 def _enum_member(cls: type[Enum], name: str) -> Enum:
-    """Return a member of an enumeration: Python before 3.11.4 writes it as a call of `getattr`.
+    """Return a member of an enumeration, in place of `getattr` in files of Python before 3.11.4.
 
     Raises:
         UnpicklingError: `cls` is no enumeration.

@@ -1,6 +1,6 @@
 """Compute the shape of a config's model, such as its widths and its padded vocabulary size.
 
-The model takes plain values. `engine/build.py` adds the positional embedding and attention.
+`engine/build.py` combines the shape with the positional embedding and attention.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     """Return the smallest multiple of `divisible_by` that is at least `vocab_size`.
 
-    GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so the size of its vocabulary
-    depends on the number of tensor-parallel ranks. Here, loading a config replaces `divisible_by`
-    by its least common multiple with `model_parallel_size`. The size of the vocabulary is therefore
-    usually the same for any number of ranks.
+    GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so its padded vocabulary depends on
+    the number of tensor-parallel ranks. This project takes the least common multiple of the two
+    when it loads a config. The padded vocabulary is therefore usually the same for any number of
+    ranks.
     """
     return -(-vocab_size // divisible_by) * divisible_by
 
@@ -34,8 +34,7 @@ def numerics_of(config: Config) -> Numerics:
     """Return the rules by which the config's model rounds numbers.
 
     By default, norms and positional embeddings convert 16-bit numbers to fp32 before they compute.
-    If the config sets `published_numerics`, the model rounds numbers where the released KERPLE
-    code rounds them.
+    With `published_numerics`, the model rounds at the same places as the released KERPLE code.
     """
     if not config.model.published_numerics:
         return WIDE

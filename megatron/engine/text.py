@@ -22,7 +22,7 @@ from megatron.engine.build import task_of
 
 @dataclass(frozen=True)
 class Corpus:
-    """A range of documents, and the weight with which a split draws samples from this range.
+    """A range of documents, from which a split draws samples with a certain weight.
 
     Attributes:
         shards: The opened token shards that hold the documents.
@@ -59,15 +59,15 @@ class Text:
 
 
 def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
-    """Open every token shard that the config names, each file once; or return the length task.
+    """Open every token shard that the config names. If it names a length task, return the task.
 
     If the config sets `data_path`, the corpus there is divided by `split` into train, valid and
     test. Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` name the corpora of
     each split. The documents of train, valid and test then follow each other in `Text.shards`.
 
     Raises:
-        DataError: The shards cannot be read or were made with another tokenizer, or the config's
-            `split` cannot be applied to them, or the task has no examples of an `eval_lengths`.
+        DataError: The shards cannot be read, were made with another tokenizer, or cannot be divided
+            by the config's `split`. Or the length task has no examples of one of `eval_lengths`.
     """
     task, data = task_of(config), config.data
     if task is not None:
@@ -111,9 +111,9 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
 
 
 def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
-    """If the config needs end-of-document tokens, check that the shards contain them.
+    """If the config needs end-of-document tokens, check that the shards contain such tokens.
 
-    `reset_attention_mask` and `eod_mask_loss` need them.
+    The keys `reset_attention_mask` and `eod_mask_loss` need them.
 
     Raises:
         DataError: The shards were made without end-of-document tokens.
@@ -134,8 +134,8 @@ def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
 def _data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
     """Return the path prefix of the run's token shards, or a tuple of several prefixes.
 
-    `data_path` may name a `builtin:` corpus. If this corpus has no shards yet, the first process
-    that calls this function tokenises the corpus.
+    `data_path` may name a corpus that comes with this project, `builtin:NAME`. If this corpus has
+    no shards yet, the first process that calls this function tokenises the corpus.
 
     Raises:
         DataError: `data_path` is not set.

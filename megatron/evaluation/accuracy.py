@@ -1,13 +1,13 @@
 """Measure a model's accuracy on a length task, by the length of its examples.
 
-    exact accuracy = examples whose answers are all right / examples
-    token accuracy = answers (tokens) that are right / answers
+    exact accuracy = examples whose answer tokens are all right / examples
+    token accuracy = answer tokens that are right / answer tokens
 
-An answer is right if it is the most likely token after the true tokens before it. Where the answer
-is one piece at the end of the example, the exact accuracy is therefore that of greedy generation:
-up to the first mistake, both read the same tokens. The interval of the exact accuracy is Wilson's,
-with 95% confidence. Token accuracy has no interval, because the tokens of one example are not
-independent.
+An answer token is right if the model finds it most likely after the true tokens before it. If all
+answer tokens are at the end of the example, greedy generation would have the same exact accuracy,
+because it reads the same tokens up to its first mistake. The interval of the exact accuracy is
+Wilson's, with 95% confidence. Token accuracy has no interval, because the tokens of one example are
+not independent.
 
 scipy, pandas and matplotlib are imported inside the functions, so that training does not wait for
 them.
@@ -98,7 +98,8 @@ def evaluate_task(
 ) -> list[Accuracy]:
     """Measure a model at each of `lengths`, print a table, and write a CSV and a plot.
 
-    Every rank must call this function. In a pipelined job, it only says what to run instead.
+    Every rank must call this function. It cannot measure in a pipelined job: it then only prints
+    the command to run instead.
 
     Args:
         model: The model, which returns logits if it gets no targets.

@@ -6,8 +6,8 @@
     stderr(L) = std over sequences of the sequence's mean loss / sqrt(number of sequences)
 
 Here tokens is the number of target tokens, and bytes the number of their UTF-8 bytes. Each token is
-predicted from all earlier tokens of its sequence. Sequences do not overlap, and every length reads
-the same span of text. Two baselines measure the same model with short contexts of c tokens. The
+predicted from all earlier tokens of its sequence. Sequences do not overlap, and all lengths are
+measured on the same text. Two baselines measure the same model with short contexts of c tokens. The
 first splits the text into sequences of c tokens, so that each token has 1 ... c predecessors. The
 second scores single tokens that have exactly c predecessors.
 """
@@ -51,7 +51,7 @@ class MeasuredModel:
         pos: The model's positional embedding. It is plotted if it depends on query-key distances.
         tokenizer: The tokenizer with which the text was made.
         theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
-            `pos` has no learned parameters.
+            there are none.
     """
 
     loss_fn: LossFn
@@ -66,8 +66,8 @@ class Measurement:
 
     Attributes:
         loss_fn: The function that returns the loss of each target token.
-        read: A function that takes a length and returns the text in sequences, int64 [number of
-            sequences, length + 1]. The last token of each sequence is a target, but no input.
+        read: A function from a length to the text, cut into sequences: int64 [number of sequences,
+            length + 1]. The last token of a sequence is only a target, not an input.
         token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: The approximate number of tokens in a forward pass.
         groups: The job's process groups; each data-parallel rank reads a part of the sequences.
@@ -97,7 +97,7 @@ class Measurement:
     def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
         """Measure the model at each of `lengths`, and return the results in the same order.
 
-        After each length, `say` gets a line with the result. Every rank must call this method.
+        `say` prints the result of each length. Every rank must call this method.
         """
         results = []
         for length in lengths:
@@ -174,7 +174,7 @@ def evaluate_lengths(
     Every rank must call this function.
 
     Args:
-        text: The text that is read, or the length task on which the accuracy is measured.
+        text: The text, or a length task. On a length task, the accuracy is measured.
         run_dir: The folder into which the CSV and the plots are written.
 
     Raises:
@@ -219,10 +219,10 @@ def measurement_of(
     lengths: Sequence[int],
     tokens: int,
 ) -> tuple[Measurement, int]:
-    """Return the measurement of `eval_split` at `lengths`, and the number of targets at each.
+    """Return the measurement of the split `eval_split`, and the number of targets at each length.
 
     Args:
-        tokens: The largest number of targets.
+        tokens: The most targets to read at a length.
 
     Raises:
         DataError: The split `eval_split` is shorter than one sequence of the largest length.
@@ -254,10 +254,11 @@ def draw_kernels(
     run_dir: Path,
     longest: int | None = None,
 ) -> None:
-    """Plot the bias b_h(d) and the weight w_h(d) of each head h into `kernels.png` in `run_dir`.
+    """Plot the distance kernel of each head h into `kernels.png` in `run_dir`.
 
-    If layers have different kernels, there is one picture for each kernel. Its file is named after
-    the first layer with this kernel.
+    The kernel consists of the bias b_h(d) and the weight w_h(d) at query-key distance d. If layers
+    have different kernels, there is one picture for each kernel. Its file is named after the first
+    layer with this kernel.
 
     If a bias depends on the query's position, it is plotted for a query at position `longest`.
 

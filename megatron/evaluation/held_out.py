@@ -25,7 +25,8 @@ def validation(
 ) -> dict[str, float]:
     """Return the metrics of the validation after `step`. Every rank must call this function.
 
-    They are `validation/loss` and, at multiples of `eval_lengths_interval`, those by length.
+    The metrics are `validation/loss` and, if `step` is a multiple of `eval_lengths_interval`, the
+    losses by length.
     """
     t, interval = config.training, config.evaluation.eval_lengths_interval
     found = {}
@@ -45,9 +46,9 @@ def _by_length(
 ) -> dict[str, float]:
     """Return `validation/loss_at_L` for each length L of `eval_lengths`.
 
-    As many tokens are read at each length as in a validation (`eval_iters` batches), but at least
-    one sequence. The results of a length task are its exact accuracies, `validation/exact_at_L`; a
-    pipeline gives none.
+    Each length reads as many tokens as a validation (`eval_iters` batches), and at least one
+    sequence. For a length task, the results are exact accuracies, `validation/exact_at_L`. A
+    pipelined job has no results for a length task.
 
     Raises:
         DataError: The split `eval_split` is shorter than one sequence of the largest length.

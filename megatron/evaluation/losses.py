@@ -33,7 +33,7 @@ def losses_of_sequences(
         batch_tokens: The approximate number of tokens in a forward pass.
         last_only: Whether to score only the last position of each sequence.
         uncounted_after: The id of a token; targets that follow it are not scored. Each sequence's
-            result is then weighted by its number of scored targets, so that the mean over all
+            result is then multiplied by a weight, so that the mean of the results over all
             sequences is the mean over all scored targets. None scores all targets.
     """
 
@@ -62,14 +62,15 @@ def scores_of_sequences(
     width: int,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> np.ndarray:
-    """Return `width` numbers for each of n sequences, computed from its losses: float64 [n, width].
+    """Return `width` numbers for each of n sequences, computed from its losses, float64 [n, width].
 
     The data-parallel ranks divide the sequences among themselves, as in `losses_of_sequences`.
 
     Args:
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
         batch_tokens: The approximate number of tokens in a forward pass.
-        score: A function of a batch's losses (fp64) and inputs, both [B, L], to [B, width].
+        score: A function that gets a batch's losses (fp64) and inputs, both [B, L], and returns
+            the numbers [B, width].
         tick: A function that gets the number of tokens of each finished forward pass.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1

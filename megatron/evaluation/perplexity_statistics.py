@@ -54,7 +54,7 @@ def summarise(
 
     Args:
         losses: The mean loss of each of n sequences in nats, float64 [n].
-        scored: The ids of the target tokens, any shape.
+        scored: The ids of the target tokens, in any shape.
         token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
     """
     loss = float(losses.mean())

@@ -1,4 +1,4 @@
-"""Log the losses that GPT-NeoX prints with `train_iters: 0`, measured on the same batches."""
+"""Log the losses that GPT-NeoX prints with `train_iters: 0`, measured on GPT-NeoX's batches."""
 
 from __future__ import annotations
 

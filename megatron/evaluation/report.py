@@ -1,7 +1,7 @@
 """Write the results of an evaluation by length: a table, two CSV files, and two plots.
 
-matplotlib is imported inside the functions, because the import takes half a second. pyplot is not
-used, because a bare `Figure` draws with Agg, needs no display and leaves no global state.
+matplotlib is imported inside the functions, because the import takes half a second. The plots use
+`Figure` without pyplot, because `Figure` needs no display and leaves no global state.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def write_extrapolation(
 ) -> str:
     """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
 
-    Tables of an earlier evaluation stay as `extrapolation.csv.previous` and so on.
+    The CSV files of an earlier evaluation are renamed to `extrapolation.csv.previous` and so on.
 
     Args:
         rows: The result of each length, in any order.
         train_length: The sequence length in training, in tokens; the plot marks it.
         baselines: Maps descriptions to results of the same model with a short context. The table
-            and the plot show these results, and `context_baseline.csv` holds them. A model that
-            uses its long context has a lower perplexity than these baselines.
+            and the plot show these results, and `context_baseline.csv` holds them. If the model
+            uses its long context, its perplexity is lower than these.
         title: The title of the table and the plot.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Load a run's newest checkpoint, and write prompts with the continuations that it generates."""
+"""Load a run's newest checkpoint, and write prompts with the model's continuations."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _origin(saved: Saved, groups: Groups) -> str:
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    If the model's tokens attend only to their own document, only the tokens after the prompt's last
-    end-of-document token are returned.
+    If tokens of the model attend only to their own document, only the tokens of a prompt's last
+    document are returned, those after its last end-of-document token.
 
     Raises:
         DataError: There is no prompt, or no token of a prompt is left.

@@ -26,7 +26,7 @@ class Speed:
         prompt_tokens: The number of tokens in the prompts.
         prompt_seconds: The time from the start of each batch until its first new tokens.
         tokens: The number of new tokens, without the first new token of each prompt.
-        seconds: The time in which `tokens` were generated.
+        seconds: The time in which these `tokens` were generated.
     """
 
     prompt_tokens: int = 0

@@ -15,7 +15,7 @@ UNFINISHED = "\ufffd"
 class Continuation:
     """The text that follows a prompt, decoded token by token.
 
-    The end of the text is held back while it may change. This is the case if it is an incomplete
+    The end of the text is held back while it may change. It may change if it is an incomplete
     character (a part of its UTF-8 bytes), or if it may be the beginning of a stop sequence.
 
     Args:

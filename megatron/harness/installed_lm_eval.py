@@ -62,6 +62,6 @@ def harness_packages() -> Iterator[None]:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether `name` is an imported module, and one of our commands."""
+    """Return whether the imported module `name` is one of our commands."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and Path(file).resolve().parent in _OWN

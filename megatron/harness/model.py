@@ -4,8 +4,8 @@ The log-likelihood of a text t after a context c, both in tokens, is
 
     sum over i of log p(t_i | c, t_1 ... t_{i-1})   [nats]
 
-The end-of-document token stands for an empty context. p includes the ids that pad the vocabulary,
-as in the loss.
+An empty context is replaced by the end-of-document token. As in the loss, the softmax includes the
+ids that pad the vocabulary.
 
 Legend: B texts, T positions, V vocabulary.
 """
@@ -43,9 +43,9 @@ class RunModel(TemplateLM):
 
     Args:
         tp: The tensor-parallel group. It contains all ranks of the job.
-        max_length: The most tokens that the model reads. Longer contexts lose their start.
+        max_length: The most tokens that the model reads. The start of a longer context is cut off.
         batch_size: The number of texts in a forward pass.
-        info: What the results say about the model.
+        info: Facts about the model that are stored with the results.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RunModel(TemplateLM):
         return self._tokenizer.eod
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the results say about the model."""
+        """Return facts about the model, which the harness stores with the results."""
         return self._info
 
     def tok_encode(
@@ -85,8 +85,8 @@ class RunModel(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each text, after an end-of-document token.
 
-        A text of more than `max_length` tokens is cut into windows by the harness's rule: windows
-        of `max_length` tokens, of which the last overlaps the one before.
+        By the harness's rule, a text of more than `max_length` tokens is cut into windows of
+        `max_length` tokens. Only the last window overlaps the previous one.
         """
         owners, pairs = [], []
         for number, request in enumerate(requests):
@@ -113,8 +113,8 @@ class RunModel(TemplateLM):
         """Return (log-likelihood, is greedy) of each target after its context.
 
         Args:
-            greedy: Whether to find out if each token of the target is the most likely one. If
-                false, the logits are never held as a whole, and the second result means nothing.
+            greedy: Whether to compute the second result: whether each token of the target is the
+                most likely one. If false, that result means nothing, and less memory is needed.
 
         Raises:
             DataError: A target is longer than `max_length`.
@@ -195,21 +195,28 @@ class RunModel(TemplateLM):
         return answers
 
     def _prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text to continue: those of its last document, or the end token."""
+        """Return the tokens of a text to continue, or the end-of-document token if there are none.
+
+        If tokens attend only to their own document, only those of the last document are returned.
+        """
         ids, end = self.tok_encode(text), self.eot_token_id
         if self._model.documents is not None and end in ids:  # no token sees older documents
             ids = ids[len(ids) - ids[::-1].index(end) :]
         return ids or [end]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the numbers of the texts with these lengths in batches, the longest texts first."""
+        """Yield batches of indices of texts, the longest texts first.
+
+        Args:
+            lengths: The length of each text.
+        """
         order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
         for begin in range(0, len(order), self._batch_size):
             yield order[begin : begin + self._batch_size]
 
 
 def sampling_of(options: dict[str, Any]) -> Sampling:
-    """Return the settings for choosing tokens that the options of a task mean.
+    """Convert the generation options of a task to our settings for choosing tokens.
 
     Args:
         options: The task's `generation_kwargs`, after the harness's `normalize_gen_kwargs`.
@@ -229,8 +236,8 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
 def longest_context(model: GPT, config: Config) -> int:
     """Return the most tokens that the model should read at a time.
 
-    Embeddings that are made for longer texts have no limit. For rotary embeddings and position
-    vectors it is `max_position_embeddings`, as in GPT-NeoX.
+    For rotary embeddings and position vectors, this is `max_position_embeddings`, as in GPT-NeoX.
+    Positional embeddings that are made for longer texts have no limit.
     """
     table = model.embedding.position_embeddings
     if table is not None:

@@ -29,9 +29,11 @@ class ScoringOptions:
         tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
         include_path: A folder with the YAML files of more tasks, or None.
         num_fewshot: The number of examples before each question. None leaves it to the task.
-        limit: The number of questions per task, or below 1 the part of them. None scores all.
+        limit: The number of questions per task. A number below 1 is a fraction of them. None scores
+            all questions.
         batch_size: The number of texts in a forward pass.
-        max_length: The most tokens that the model reads. None stands for `longest_context`.
+        max_length: The most tokens that the model reads. None takes the result of
+            `longest_context`.
         seed: The seed of the few-shot examples and of generated texts.
         unsafe_code: Whether tasks may run the code that the model writes.
     """
@@ -113,12 +115,13 @@ class _Tasks(TaskManager):
 
 
 def find_tasks(options: ScoringOptions) -> tuple[TaskManager, list[Any]]:
-    """Return a task manager, and the names or paths of the tasks that are asked for.
+    """Return a task manager, and the names or paths of the tasks in `options`.
 
-    The harness's own tasks are listed only if `include_path` lacks a name, because that takes long.
+    The harness's own tasks are listed only if `include_path` does not contain all tasks, because
+    listing them takes long.
 
     Raises:
-        DataError: No task is named, `include_path` is no folder, or there is no task of a name.
+        DataError: No task is named, a named task does not exist, or `include_path` is no folder.
     """
     folder, names = options.include_path, [each.strip() for each in options.tasks if each.strip()]
     if not names:

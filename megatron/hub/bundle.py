@@ -26,7 +26,7 @@ from __future__ import annotations
 
 
 def bundle(terms: Iterable[str]) -> str:
-    """Return the source of a file with the model and the positional embeddings `terms`.
+    """Return the source of the file that defines the model and the positional embeddings `terms`.
 
     Args:
         terms: Names of positional embeddings, without combinations.
@@ -45,7 +45,7 @@ def bundle(terms: Iterable[str]) -> str:
 
 
 def _add(module: str, order: list[str]) -> None:
-    """Append `module` to `order`, after the modules of this project that it imports.
+    """Append the modules of this project that `module` imports to `order`, and then `module`.
 
     `megatron.positional` is left out, because `_LOAD` replaces its functions.
     """

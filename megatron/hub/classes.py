@@ -6,7 +6,8 @@
 | Llama | `rmsnorm` with epsilon inside the root (`rmsnorm_fusion: true`), a gate in the MLP |
 | Mistral | the same with a sliding window, without biases |
 
-All have rotary embeddings. `weights` names their weights, and `keys` the entries of config.json.
+All have rotary embeddings. The module `weights` defines the names of their weights, and the module
+`keys` the entries of their config.json.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class HubClass:
     """One of transformers' classes.
 
     Attributes:
-        name: The class, as `architectures` in config.json names it.
+        name: The name of the class in `architectures` in config.json.
         model_type: The value of `model_type` in config.json.
-        activations: Maps `hidden_act` to our `activation`.
+        activations: Maps values of `hidden_act` to values of our `activation`.
         defaults: The values of entries that a config.json may leave out.
-        modules: Maps our modules to theirs. Modules that have the same name are left out.
+        modules: Maps names of our modules to their names. Modules whose names are equal are left
+            out.
         layers: The prefix of the layers' names.
     """
 
@@ -93,7 +95,7 @@ def class_of(found: Mapping[str, Any]) -> HubClass:
     """Return the class that a config.json names.
 
     Raises:
-        HubError: It names a class that this project does not have.
+        HubError: The config.json names a class that is not in `CLASSES`.
     """
     by_type = {each.model_type: each for each in CLASSES}
     named = found.get("architectures") or found.get("model_type")

@@ -48,7 +48,7 @@ class HubModel:
     Attributes:
         config: The content of config.json.
         weights: The weights by their names in transformers.
-        code: The content of `CODE`.py, or "" if transformers itself has the class.
+        code: The content of the Python file that defines the class; "" if transformers has it.
     """
 
     config: dict[str, Any]
@@ -59,7 +59,7 @@ class HubModel:
 def export(run: OpenRun, folder: Path) -> list[str]:
     """Write a run's model and tokenizer to the empty folder `folder`.
 
-    The written files are loaded again, and must give this project's logits and token ids.
+    The written files are then loaded, to check that they give the same logits and token ids.
 
     Returns:
         Lines to print for the user.
@@ -81,9 +81,10 @@ def export(run: OpenRun, folder: Path) -> list[str]:
 
 
 def _hub_model(run: OpenRun) -> HubModel:
-    """Return the run's model as a class of transformers, or as our own if there is none.
+    """Return the run's model as a class of transformers, or as our class if none fits.
 
-    transformers' classes compute rotary angles in fp32, so ours is used for float64.
+    The classes of transformers compute rotary angles in fp32. Therefore, float64 models always use
+    our class.
     """
     if run.dtype is torch.float64 or misfits(run.config):
         return _own_class(run)
@@ -95,7 +96,7 @@ def _hub_model(run: OpenRun) -> HubModel:
 
 
 def _own_class(run: OpenRun) -> HubModel:
-    """Return the model as the class `KerpleForCausalLM`, whose code comes with it."""
+    """Return the model as our class `KerpleForCausalLM`, with the code of this class."""
     config, model = run.config, run.model
     if config.model.published_numerics:
         raise HubError(
@@ -161,7 +162,7 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
 
 
 def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
-    """Write all files but the tokenizer's."""
+    """Write all files except those of the tokenizer."""
     end, unused = run.tokenizer.eod, range(run.tokenizer.vocab_size, run.model.shape.vocab_size)
     generation = {"eos_token_id": end, "pad_token_id": end, "suppress_tokens": [*unused] or None}
     for name, content in (("config", hub.config), ("generation_config", generation)):
@@ -181,8 +182,9 @@ def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
 def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
     """Return the largest difference between our logits and those of the model in `folder`.
 
-    Half of a text is read with the cache of the other half. Both models compute in fp32, or in
-    float64 if the weights are float64.
+    The exported model reads the texts twice: first as a whole, and then in two halves, where the
+    second half uses the KV cache of the first half. Both models compute in fp32, or in float64 if
+    the weights are float64.
 
     Raises:
         HubError: The difference is above `TOLERANCE`.
@@ -207,7 +209,7 @@ def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
 
 
 def _prompts(run: OpenRun) -> Tensor:
-    """Return two texts of equal length, one of difficult words and one of random tokens."""
+    """Return the token ids of two texts of equal length: difficult words, and random tokens."""
     length = min(2 * run.config.model.seq_length, _LONGEST)
     embedding = run.model.embedding
     if (table := embedding.position_embeddings) is not None:

@@ -1,7 +1,7 @@
 """Import a folder of transformers into a new run folder, which our commands take.
 
-RUN/config.yml            the model's keys, and the least that a run needs
-RUN/tokenizer.json        the folder's, with tokenizer_config.json
+RUN/config.yml            the keys of the model, and those that every run needs
+RUN/tokenizer.json        copied from the folder, like tokenizer_config.json
 RUN/global_step0/         a checkpoint without an optimizer
 RUN/latest
 """
@@ -50,7 +50,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
 
     Raises:
         HubError: `source` holds no model that can be imported.
-        TokenizerError: The tokenizer.json cannot be read, or does not end documents.
+        TokenizerError: The tokenizer.json cannot be read, or has no end-of-document token.
         FileExistsError: `target` exists and is not empty.
     """
     described = read_json(source / "config.json")
@@ -95,7 +95,7 @@ def _precision(described: dict[str, Any]) -> dict[str, str]:
 
 
 def _tokenizer_keys(described: dict[str, Any], folder: Path, target: Path) -> dict[str, str]:
-    """Return the keys that name the tokenizer; empty if `folder` has no tokenizer.json."""
+    """Return the config keys of the tokenizer; {} if `folder` has no tokenizer.json."""
     if name := fileless_tokenizer(described):
         return {"tokenizer_type": name}
     if not (folder / _TOKENIZER[0]).is_file():
@@ -108,7 +108,7 @@ def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]
     """Write config.yml, and return the configuration that it describes.
 
     Raises:
-        HubError: An entry of config.json has a value that no key of ours takes.
+        HubError: An entry of config.json has a value that our config does not allow.
     """
     path = RunFolder(folder).config
     head = _HEAD.format(source=json.dumps(str(source)), run=target)

@@ -1,7 +1,8 @@
 """Translate config.json of transformers' GPTNeoX, Llama and Mistral to our config keys, and back.
 
-A window counts the query itself there, and is the largest distance here: `sliding_window` W is
-`sliding_window_width` W - 1. transformers has no `ntk`, but the same frequencies with another base.
+A `sliding_window` W of transformers is a `sliding_window_width` W - 1 of ours: the first counts the
+tokens in the window, and the second is the largest distance. transformers has no `ntk` scaling. The
+same frequencies result from another base, so an export contains that base.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def _entry(given: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], Any, Any]:
-    """Return our `rope_scaling`, `rotary_emb_base` and `rotary_pct`."""
+    """Translate the rotary entries to our (`rope_scaling`, `rotary_emb_base`, `rotary_pct`).
+
+    Args:
+        given: The content of config.json.
+    """
     scaling = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
         raise HubError("rope_parameters: only one mapping for all layers can be imported")
@@ -109,7 +114,13 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
 
 
 def _yarn(scaling: dict[str, Any]) -> None:
-    """Translate YaRN's entries that have no equivalent name, in place."""
+    """Replace the entries of YaRN that our `rope_scaling` does not have, in place.
+
+    `mscale` and `mscale_all_dim` become one `attention_factor`. `truncate` is removed.
+
+    Raises:
+        HubError: `truncate` is false, or one of the numbers is out of range.
+    """
     if scaling.pop("truncate", True) is not True:
         raise HubError("rope_parameters: truncate: false has no equivalent here")
     ratio = [scaling.pop(name, 0) for name in ("mscale", "mscale_all_dim")]
@@ -123,7 +134,7 @@ def _yarn(scaling: dict[str, Any]) -> None:
 
 
 def misfits(config: Config) -> list[str]:
-    """Return why none of `CLASSES` computes what the config's model computes; empty if one does."""
+    """Return why no class in `CLASSES` can compute the config's model; [] if one can."""
     m, windows = config.model, _windows(config)
     found = {
         f"pos_emb: {m.pos_emb}": set(values_of(m.pos_emb)) != {"rotary"},
@@ -162,10 +173,10 @@ def _windows(config: Config) -> set[int | None]:
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
-    """Return the class that computes what the config's model computes, and its config.json.
+    """Return the class that computes the config's model, and the content of its config.json.
 
-    The entries are read by transformers 5 and, with the older names of rotary angles, by 4. The
-    function requires that `misfits` finds nothing.
+    The entries of rotary angles have both their names in transformers 5 and those in transformers
+    4. Call this function only if `misfits` returns [].
     """
     m, windows = config.model, _windows(config)
     kind = LLAMA if windows == {None} else MISTRAL
@@ -209,7 +220,7 @@ def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
 
 
 def own_keys(config: Config) -> dict[str, Any]:
-    """Return the keys of the model, and its tokenizer if that needs no file."""
+    """Return the config keys of the model, and of its tokenizer if the tokenizer needs no file."""
     flat = config.to_flat_dict()
     keys = {key: flat[key] for key in _MODEL_KEYS if key in flat}
     if config.data.tokenizer_type in _FILELESS:
@@ -218,10 +229,10 @@ def own_keys(config: Config) -> dict[str, Any]:
 
 
 def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys of the model from the config.json of an export.
+    """Return our config keys of the model, which an export stores in its config.json.
 
     Raises:
-        HubError: There are none, because an earlier version of this project wrote the file.
+        HubError: The file has no such keys, because an earlier version of this project wrote it.
     """
     given = found.get(OWN_KEYS)
     if not isinstance(given, dict):
@@ -231,7 +242,7 @@ def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fileless_tokenizer(found: Mapping[str, Any]) -> str | None:
-    """Return the `tokenizer_type` of an exported run whose tokenizer needs no file, else None."""
+    """Return the `tokenizer_type` of an exported run if its tokenizer needs no file, else None."""
     given = found.get(OWN_KEYS)
     name = given.get("tokenizer_type") if isinstance(given, dict) else None
     return name if name in _FILELESS else None

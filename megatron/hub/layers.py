@@ -1,7 +1,7 @@
 """Define the configuration and the layers of an exported model (see `modeling_kerple`).
 
-The names of weights are those of `megatron.model.GPT`, and so are the formulas: norms, activations,
-heads and the attention backend `eager`. Dropout is left out.
+The weights have the names of those of `megatron.model.GPT`. Norms, activations, heads and attention
+(the backend `eager`) have the same formulas. Dropout is left out.
 
 Legend: B texts, T new tokens, S all tokens (cached ones and new ones), D hidden size, H heads, K
 key heads, E head size, G query heads per key head, N columns of theta, V padded vocabulary.
@@ -31,14 +31,15 @@ class KerpleConfig(PretrainedConfig):
             root) or `scalenorm`.
         intermediate_size: The inner width of the MLP.
         pos_emb: The positional embedding of each layer, or one name for all layers.
-        pos_emb_options: Maps names of `pos_emb` to their options.
+        pos_emb_options: Maps names of positional embeddings to their options.
         theta_per_layer: Whether each layer has its own parameters of the positional embedding.
         distance_scale: The factor on all query-key distances.
-        windows: The largest distance of a visible key (or None) in each layer. None: any distance.
+        windows: For each layer, the largest distance of a key that a query sees; None sets no
+            limit.
         document_end: The id of the token that ends a document, if tokens attend only to their own
             document.
-        restart_positions: Whether position 0 is the first token of each document.
-        position_offset: The number that is added to positions in a trained position table.
+        restart_positions: Whether positions restart at 0 with each document.
+        position_offset: The row of position 0 in a trained position table.
     """
 
     model_type = "kerple"
@@ -61,14 +62,17 @@ class KerpleConfig(PretrainedConfig):
 
 @dataclass
 class Columns:
-    """What all layers need to know about the S columns of a padded batch.
+    """Properties of the tokens in a padded batch, which all layers need.
+
+    Column s of the batch holds the s-th token of each text, padding and cached tokens included.
 
     Attributes:
-        cached: The number of columns before the new tokens.
+        cached: The number of cached columns, those before the new tokens.
         positions_BT: The position of each new token.
-        padding_BTS: Whether a key is padding, which a new token does not see.
-        starts_BS: The column at which each token's document starts, if documents are separate.
-        ended_BT: Whether each new token ends a document, if documents are separate.
+        padding_BTS: Whether the key in column s is padding, which new token t does not see.
+        starts_BS: The column in which the document of each token starts; None if tokens attend
+            across documents.
+        ended_BT: Whether each new token ends a document; None if tokens attend across documents.
     """
 
     cached: int
@@ -80,7 +84,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class PaddedCall(Call):
-    """A call of attention for texts that may be padded; see `Columns`."""
+    """A call of attention for texts that may be padded (see `Columns.padding_BTS`)."""
 
     padding_BTS: Tensor = field(kw_only=True)
 

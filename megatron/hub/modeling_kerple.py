@@ -1,11 +1,11 @@
 """Define the model as a class of `transformers` that generates with a KV cache.
 
-An export consists of the weights and one Python file. This file is the end of that file. Before it
-come the files that it imports, and the positional embeddings of the exported model (see `bundle`).
-Therefore all these files import only torch and transformers, beside each other.
+An export consists of the weights and one Python file, which `bundle` writes. The exported file
+first contains the modules that this module imports, then the positional embeddings of the model,
+and at the end this module. Therefore these modules import only torch, transformers and each other.
 
-Texts of a batch may be padded. Columns count the tokens of the padded batch. Positions are counted
-from a text's first token, and tokens do not see the padding.
+Texts of a batch may be padded. A token's column is its index in the padded text. Its position is
+counted from the first token of the text that is not padding. Tokens do not see the padding.
 
 Legend: B texts, T new tokens, S all tokens (cached ones and new ones), D hidden size, H heads, N
 columns of theta, V padded vocabulary.
@@ -53,7 +53,7 @@ class Embedding(nn.Module):
             self.position_embeddings = nn.Embedding(rows, config.hidden_size)
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
-        """Add the vectors of positions to those of tokens."""
+        """Add the vectors of the positions to the vectors of the tokens."""
         if self.position_embeddings is not None:
             rows = self.position_embeddings.num_embeddings - self.offset
             if int(positions_BT.max()) >= rows:
@@ -121,10 +121,10 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: The new tokens, int64 [B, T].
             attention_mask: 0 where a token is padding, otherwise 1, [B, S]. None: no padding.
             past_key_values: The cache with the tokens before the new ones.
-            inputs_embeds: The vectors of the new tokens instead of `input_ids`, [B, T, D].
+            inputs_embeds: The vectors of the new tokens, [B, T, D], in place of `input_ids`.
             labels: The new tokens, or -100 for tokens without a loss, [B, T].
-            use_cache: Whether to return a cache. The default is that of the config.
-            logits_to_keep: The number of last tokens whose logits to return. 0: all.
+            use_cache: Whether to return a cache. None takes the config's value.
+            logits_to_keep: For how many of the last tokens to return logits. 0: for all.
         """
         x_BTD = inputs_embeds
         if x_BTD is None:
@@ -154,7 +154,14 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
         mask_BS: Tensor | None,
         cache: DynamicCache | None,
     ) -> Columns:
-        """Describe the columns of the batch for all layers."""
+        """Compute what all layers need to know of the batch: positions, padding and documents.
+
+        Args:
+            x_BTD: The vectors of the new tokens.
+            input_ids: The new tokens; needed only if tokens attend only to their own document.
+            mask_BS: The attention mask: 0 where a token is padding, otherwise 1.
+            cache: The cache with the tokens before the new ones.
+        """
         cached = cache.get_seq_length() if cache is not None else 0
         total, device = cached + x_BTD.shape[1], x_BTD.device
         column_S = torch.arange(total, device=device)

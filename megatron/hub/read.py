@@ -45,7 +45,7 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
     """Read our weights from the safetensors of `folder`.
 
     Args:
-        layout: Maps the name of each of our weights to its parts in the files.
+        layout: Maps the name of each of our weights to the tensors in the files that form it.
 
     Raises:
         HubError: A file is missing or damaged, or the tensors are not those of the model.
@@ -77,7 +77,7 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """Return a dict from the name of each tensor to its slice, which `[...]` reads."""
+    """Return a dict from tensor name to safetensors slice. `slice[...]` reads the tensor."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -98,7 +98,7 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """Return a dict from each file to the tensors to read from it; an empty set means all."""
+    """Return a dict from file to the names of the tensors in it; an empty set means all."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return {whole: set()}
@@ -123,6 +123,6 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 
 
 def _equals_words(found: Mapping[str, Any], layout: Mapping[str, Parts], name: str) -> bool:
-    """Return whether a tied output layer is stored with the embedding's values."""
+    """Return whether the tensor `name` has the same values as the token embedding."""
     words = layout["embedding.word_embeddings.weight"].names[0]
     return words in found and torch.equal(found[name][...], found[words][...])

@@ -20,7 +20,7 @@ from megatron.engine.errors import HubError
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, which give the same ids as `tokenizer`.
 
-    Batches are padded at the start, with the token that ends a document.
+    With these files, the texts of a batch are padded at the start, by end-of-document tokens.
 
     Raises:
         HubError: The tokenizer is of a type that cannot be exported, or the written files give
@@ -54,7 +54,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _of_bytes(tokenizer: ByteLevelTokenizer) -> tuple[tokenizers.Tokenizer, str]:
-    """Return a tokenizer of single bytes, and its token that ends a document."""
+    """Return a tokenizer whose tokens are single bytes, and its end-of-document token."""
     ids = byte_of_symbol()
     end = {byte: symbol for symbol, byte in ids.items()}.get(tokenizer.eod, END_OF_DOCUMENT)
     backend = tokenizers.Tokenizer(models.BPE(vocab=ids | {end: tokenizer.eod}, merges=[]))

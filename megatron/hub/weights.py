@@ -1,7 +1,7 @@
-"""Name our weights as transformers does, and convert them.
+"""Convert our weights to the names and tensors of transformers, and back.
 
-One tensor here is one tensor there, or several whose rows alternate, so many rows of each for every
-key head. (Legend: K key heads, D hidden size.)
+A tensor of ours is one tensor in transformers, or several parts. Our tensor then holds, for each
+key head, some rows of each part. (Legend: K key heads, D hidden size.)
 
     query_key_value    [K, (q ... q | k | v), D]    q_proj, k_proj, v_proj; GPTNeoX has ours
     dense_h_to_4h      [1, (value | gate), D]       up_proj, gate_proj
@@ -27,12 +27,12 @@ from megatron.positional import PositionalEmbedding
 class Parts:
     """How transformers stores one of our tensors.
 
-    Our tensor has the rows [heads, (part 1 | part 2 | ...)]: each head's rows of all parts follow
-    each other. With one part, both tensors are the same.
+    Our tensor has the rows [heads, (part 1 | part 2 | ...)]: for each head, the rows of part 1,
+    then those of part 2, and so on. If there is only one part, our tensor is equal to it.
 
     Attributes:
         names: The names of the parts.
-        heads: The number of key heads, or 1.
+        heads: The number of heads into which the rows are divided: the key heads, or 1.
         rows: The number of rows of each part per head.
         columns: The sizes of the other dimensions.
     """
@@ -48,7 +48,7 @@ class Parts:
             yield name, (self.heads * rows, *self.columns)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Return our tensor."""
+        """Return our tensor, joined from its parts."""
         if len(parts) == 1:
             return parts[0]
         grouped = [part.unflatten(0, (self.heads, -1)) for part in parts]
@@ -61,9 +61,9 @@ class Parts:
 
 
 def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
-    """Return a dict from the name of each of our weights to the way `kind` stores it.
+    """Return a dict from the name of each of our weights to its `Parts` in the class `kind`.
 
-    Theta is left out. If `kind` is None, the weights have our names.
+    Theta is left out. If `kind` is None, each weight is one part with our name.
     """
     return {name: _parts(kind, shape, name, size) for name, size in _weights(shape, pos)}
 

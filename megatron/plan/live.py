@@ -1,7 +1,7 @@
 """Count the bytes of all tensors that exist at the same time, on any device.
 
-On the meta device, tensors have shapes and no values. There, a training step of any size takes
-seconds and no memory, and creates the same tensors as on a GPU.
+The meta device has tensors with shapes, but without values. On this device, a training step of any
+size takes seconds and no memory, and creates the same tensors as on a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts the bytes of the tensors on a device that are created inside of it.
+    """A context manager that counts the bytes of the tensors created on a device in its block.
 
-    A tensor from outside counts from the moment at which a view of it is created. A storage that
-    several tensors share counts once. Memory that an operation frees before it returns is not seen.
+    A tensor from outside counts as soon as the block creates a view of it. A storage that several
+    tensors share counts once. Memory that an operation frees before it returns is not counted.
 
     Args:
         device_type: The type of the device, such as "meta".
@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, weakref.ref] = {}
 
     def restart(self) -> int:
-        """Return the peak since the last call, and start again."""
+        """Return `peak`, and reset it to `now`."""
         peak, self.peak = self.peak, self.now
         return peak
 

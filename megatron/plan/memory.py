@@ -1,4 +1,4 @@
-"""Compute the memory of one rank: what DeepSpeed allocates, and what the model needs beside it.
+"""Compute the memory of one rank: what DeepSpeed allocates, and what the model also needs.
 
     ZeRO     weights                     optimizer    gradients    in the optimizer's step
     0        b N                         8 N, 12 N    b N          4 N, 6 N
@@ -6,12 +6,12 @@
     2        b N                         12 N / D     b N / D      8 N / D
     3        b N / D and gathered ones   12 N / D     b N / D      8 N / D
 
-Where there are two values, the first is for fp32 and the second for 16 bits. The optimizer is Adam:
-its weights in fp32 and two averages of 4 bytes. To add gradients over ranks, stage 0 copies them,
-and the other stages have a bucket of `reduce_bucket_size` numbers, or of N if N is smaller. With
-`overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients are accumulated in fp32, stage
-1 holds 4 N bytes more. `benchmarks/plan_memory.py` compares all of this with what DeepSpeed 0.19
-allocates.
+Where there are two values, the first is for fp32 and the second for 16 bits. The optimizer is Adam,
+with fp32 weights and two averages of 4 bytes per parameter. To add gradients over ranks, stage 0
+copies them. The other stages use a bucket of `reduce_bucket_size` numbers, or of N if N is smaller.
+With `overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients are accumulated in fp32,
+stage 1 holds 4 N bytes more. `benchmarks/plan_memory.py` compares these numbers with what DeepSpeed
+0.19 allocates.
 
 Legend: N parameters of this rank, D replicas of its weights (data- times context-parallel ranks), b
 bytes of a number in the training precision.
@@ -40,7 +40,9 @@ exists beside them at the worst moment, such as logits and the gradients of acti
 
 
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
-    """Return the rank of the first or the last pipeline stage that needs most memory, and when.
+    """Return the step of the rank that needs most memory, and its memory at the worst moment.
+
+    Only the first and the last pipeline stage are compared.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
@@ -53,7 +55,7 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
 
 
 def _moments(config: Config, step: Step) -> Iterator[Memory]:
-    """Yield the bytes of each kind at the moments that can be the worst of a step."""
+    """Yield the bytes of each kind of memory, at each moment of a step that can need the most."""
     p, t, size = config.parallel, config.training, step.size
     stage, zero = p.zero_stage, {k: float(p.zero.get(k, v)) for k, v in DEFAULTS.items()}
     b, sums = (DTYPES[x].itemsize for x in (t.precision, t.grad_accum_dtype or t.precision))

@@ -36,8 +36,9 @@ def plan_text(
     Args:
         load: A function from overrides such as `checkpoint_activations=true` to the config.
         gpu_name: The name of a GPU in `gpus.GPUS`.
-        efficiency: The part of the GPU's peak that the run reaches (MFU), above 0 and at most 1.
-        price: What an hour of one GPU costs, or None.
+        efficiency: The fraction of the GPU's peak rate that the run reaches (MFU), above 0 and at
+            most 1.
+        price: The price of one hour of one GPU, or None.
 
     Raises:
         StartError: The GPU is unknown, or cannot compute in the config's precision.
@@ -98,7 +99,13 @@ def sent_per_step(config: Config, step: Step) -> dict[str, float]:
 
 
 def _time_lines(config: Config, flop: float, rate: float, price: float | None) -> Iterator[str]:
-    """Yield lines about time and cost, for FLOP per token and TFLOP/s that each GPU reaches."""
+    """Yield lines about time and cost.
+
+    Args:
+        flop: The floating-point operations of one token.
+        rate: The TFLOP/s that each GPU reaches.
+        price: The price of one hour of one GPU, or None.
+    """
     b, steps, gpus = config.batch, config.training.train_iters, config.parallel.world_size
     tokens = b.train_batch_size * config.model.seq_length
     seconds = tokens * flop / (gpus * rate * 1e12)
@@ -118,9 +125,9 @@ def _time_lines(config: Config, flop: float, rate: float, price: float | None) -
 def _fitting(
     config: Config, load: Callable[..., Config], usable: float, vocab_size: int
 ) -> Iterator[str]:
-    """Yield overrides with which the run fits, with their memory, fastest training first.
+    """Yield overrides of config keys with which the run fits on the GPU, and its memory then.
 
-    With the overrides, the run has the same `train_batch_size`.
+    The overrides with the fastest training come first. None changes `train_batch_size`.
     """
     size = config.batch.train_batch_size
     batch = [f"train_batch_size={size}", "gradient_accumulation_steps=null"]
@@ -138,7 +145,7 @@ def _fitting(
 
 
 def _candidates(config: Config) -> Iterator[list[str]]:
-    """Yield overrides that need less memory: first small changes, then other layouts."""
+    """Yield overrides that need less memory: first small changes, then other parallel layouts."""
     p, micro = config.parallel, config.batch.train_micro_batch_size_per_gpu
     less = [] if config.model.checkpoint_activations else ["checkpoint_activations=true"]
     if less:

@@ -1,8 +1,8 @@
 """Compute the memory and communication of one training step, from the model itself.
 
-One rank's part of the model is built on the meta device. It trains there by DeepSpeed's own
-schedule, with collectives that do nothing. So autograd keeps the same tensors as in the real step,
-and no table of sizes can become outdated.
+One rank's part of the model is built on the meta device, where tensors have no values. It trains
+there by DeepSpeed's own schedule, with collectives that do nothing. So autograd keeps the same
+tensors as in the real step, and no table of sizes can become outdated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.plan.live import LiveBytes
 
 
 class SilentGroup:
-    """Stands for a process group. Its collectives do nothing, and `sent` counts their bytes.
+    """A stand-in for a process group. Its collectives do nothing, and `sent` counts their bytes.
 
     Attributes:
         sent: The bytes that a rank has sent, if the collectives are ring algorithms.
@@ -57,15 +57,17 @@ def _bytes(value: Any) -> int:
 
 @dataclass
 class Step:
-    """What one rank of one pipeline stage holds while it trains.
+    """The memory and communication of one rank of a pipeline stage in a training step.
 
     Attributes:
         parameters: The sizes of this rank's parameters.
-        kept: The bytes of the activations that wait for a backward pass when it begins.
-        moments: Pairs (number of parameters whose gradients are complete, the largest number of
-            bytes of all tensors beside weights and gradients until then), in order.
-        left: The bytes that are still there when the optimizer takes its step.
-        sent: Maps the name of a group to the bytes that a rank sends to it for one micro-batch.
+        kept: The bytes of the activations that exist when a backward pass begins; the largest
+            value of the step.
+        moments: Pairs (complete, bytes), in order. `complete` is the number of elements whose
+            gradients are complete. `bytes` is the peak of all tensors since the previous pair,
+            without weights and gradients.
+        left: The bytes of activations that still exist when the optimizer takes its step.
+        sent: Maps the name of a group to the bytes that this rank sends in it per micro-batch.
     """
 
     parameters: list[int]
@@ -81,7 +83,7 @@ class Step:
 
 
 def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
-    """Return the step of the pipeline stage `stage`, on the first rank of its groups.
+    """Return the step of one rank: the first rank of its groups in the pipeline stage `stage`.
 
     `peak_of` describes the other arguments.
     """
@@ -121,7 +123,7 @@ def _losses(gpt: GPT, tokens: Tensor) -> Tensor:
 
 
 class Layers(nn.Module):
-    """Layers that take and return a tensor, or a tuple of tensors, and a loss function."""
+    """Layers in sequence, and a loss function. Each layer maps tensors to tensors."""
 
     def __init__(self, layers: list[Layer], loss: Callable[[Any, Tensor], Tensor] = mean_loss):
         super().__init__()
@@ -142,7 +144,7 @@ def _train(
     tokens: Tensor,
     received: Any,
 ) -> None:
-    """Follow the schedule as DeepSpeed's engine does, and note in `step` what there is when.
+    """Follow the schedule as DeepSpeed's engine does, and record the memory in `step`.
 
     A pipeline stage has one buffer to send and receive hidden states, and makes two copies of each
     tensor that it receives. The last stage frees old logits when new ones replace them.
@@ -193,8 +195,9 @@ def _floats(flow: Any) -> list[Tensor]:
 def _backward(outputs: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run a backward pass for each output, as DeepSpeed does.
 
-    All but the last keep the graph. So where theta is sent beside the hidden states, the
-    activations of a micro-batch stay until its backward pass has ended.
+    Each pass except the last keeps the graph. If theta is sent to the next stage along with the
+    hidden states, there are several outputs. The activations of a micro-batch then stay until its
+    last pass has ended.
     """
     for left, output, gradient in zip(range(len(outputs))[::-1], outputs, gradients, strict=False):
         output.backward(gradient, retain_graph=left > 0)

@@ -1,1 +1,1 @@
-"""A pretraining job, from its config to a trained, saved and evaluated model."""
+"""Run a pretraining job: build the model that a config describes, train, save and evaluate it."""

@@ -91,7 +91,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
 
 
 class Job:
-    """One training job, which opens its text, builds its model and restores its checkpoint."""
+    """One training job. `__init__` opens the text, builds the model and restores the checkpoint."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Job:
         )
 
     def _restore(self, allow_fallback: bool) -> None:
-        """Build the engine, with the weights and the state with which the job starts."""
+        """Build the engine and load the weights and the state with which the job starts."""
         config, groups, samples = self.config, self.groups, self.data.wanted["train"]
         self.start = choose_start(config, groups, samples, allow_fallback=allow_fallback)
         self.description = replace(self.description, lineage=self.start.lineage)
@@ -220,8 +220,8 @@ class Job:
             bad: The error that the training loop raised.
 
         Raises:
-            BadLossError: `on_bad_loss` is not `roll_back`, or there is no checkpoint. The error
-                raised is `bad`.
+            BadLossError: `on_bad_loss` is not `roll_back`, or there is no checkpoint. In both cases
+                `bad` is raised again.
             DivergedError: The run has gone back to this checkpoint MOST_ROLL_BACKS times already.
         """
         c = self.config
@@ -244,7 +244,10 @@ class Job:
         )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
-        """Return the metrics of the validation after `step`; show the kernels if by length."""
+        """Return the metrics of the validation after `step`.
+
+        If it measures the loss by length, also show pictures of the distance kernels in the log.
+        """
         c, pos = self.config, self.model.pos
         found = validation(c, self.data, self.engine, self.groups, step)
         by_length = any(name.rpartition("_at_")[1] for name in found)

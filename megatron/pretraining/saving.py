@@ -12,16 +12,16 @@ from megatron.engine.training.hooks import Hook, Step, state_of
 
 
 class Saving(Hook):
-    """Writes checkpoints, and keeps the run's progress. It is the last hook after each step.
+    """Writes checkpoints, and keeps the run's progress. After each step it is called last.
 
     Args:
-        saver: What writes the files; None if the run has no folder `save`.
+        saver: The object that writes the files; None if the run has no folder `save`.
         progress: The progress with which the run starts.
         loader: The batches of the run, which count the samples that were read.
         hooks: The hooks whose state a checkpoint holds.
 
     Attributes:
-        progress: The progress after the last step that was to be saved.
+        progress: The progress after the last step that asked for a checkpoint.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ from megatron.engine.training.hooks import Hook, Step
 class Validation(Hook):
     """Logs the metrics of a validation every `interval` steps.
 
-    A job that ends before a validation is complete owes it: the resumed run validates first.
+    If a job ends before a validation is complete, the checkpoint records that it owes this
+    validation. The resumed run then validates before its first step.
 
     Args:
         measure: A function from step to the validation's metrics. If it raises `preemption.Leave`,
@@ -31,7 +32,7 @@ class Validation(Hook):
         return {"owes_validation": True} if self._owed else {}
 
     def begin(self, step: int) -> None:
-        """Validate first if the checkpoint owes the validation of its step.
+        """If the checkpoint owes the validation of its step, validate now.
 
         Raises:
             Leave: The job ends before the validation is complete.
@@ -56,5 +57,9 @@ class Validation(Hook):
 
 
 def is_owed(state: Mapping[str, Any]) -> bool:
-    """Return whether the hooks' state in a checkpoint says that its step was not validated."""
+    """Return whether the validation of a checkpoint's step is still to be done.
+
+    Args:
+        state: The state of all hooks in the checkpoint.
+    """
     return bool(state.get("owes_validation"))

@@ -1,8 +1,8 @@
 """Record the sizes and checksums of a checkpoint's files on saving; verify them on loading.
 
 `kerple.json` is written last. It holds the size and the CRC-32 of every other file, and the CRC-32
-of its own content. A CRC-32 finds torn writes and flipped bits, not forgery. All ranks see the same
-folder, so each rank computes the checksums of some of the files.
+of its own content. A CRC-32 finds incomplete writes and flipped bits, but not forgery. All ranks
+see the same folder, so each rank computes the checksums of some of the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READ_BYTES = 1 << 24
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """Return `record` as JSON text, with an added entry `checksum`, the CRC-32 of the others."""
+    """Return `record` as JSON text, with an added entry `checksum`: the CRC-32 of the others."""
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 
 
@@ -69,7 +69,7 @@ def damage(folder: Path, groups: Groups, skipped: str = "") -> str | None:
 
     Args:
         folder: The folder of one checkpoint.
-        skipped: A pattern; files with such a name are not read.
+        skipped: A pattern; files whose names match it are not read.
     """
     problem = _damage_seen_by(folder, groups.rank, groups.world_size, skipped)
     return min((found for found in groups.gather_from_job(problem) if found), default=None)

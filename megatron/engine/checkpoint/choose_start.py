@@ -8,7 +8,8 @@
 | any checkpoint, with `finetune: true` | step 0 and its weights |
 | any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
 
-`load` names one checkpoint, or a run folder. The run folder's file `latest` names its checkpoint.
+`load` names either a checkpoint or a run folder. In a run folder, the file `latest` names the
+checkpoint.
 
 With `finetune: true`, if the folder `save` holds a checkpoint, the job resumes from it instead.
 """
@@ -118,7 +119,7 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
 def _decide(
     config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
 ) -> Start:
-    """Decide where to start, by the rules in the module docstring.
+    """Return the start that the rules in the module docstring give.
 
     Args:
         usable: A function that returns the newest usable checkpoint in a folder, or None if the

@@ -1,4 +1,4 @@
-"""Import published (GPT-NeoX) checkpoints into this project's layout, and export to GPT-NeoX's.
+"""Import published (GPT-NeoX) checkpoints into this project's layout, and export them again.
 
 An import keeps the values of all weights. It also writes an entry `imported` into `kerple.json`. A
 later export uses this entry to restore the original files: all tensors have the same names, shapes,
@@ -78,7 +78,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
 
     Raises:
         CheckpointError: `source` has no checkpoint, `target` already has the new folder, or
-            neither the released KERPLE code nor gpt-neox since 2024 supports the model.
+            the model is supported neither by the released KERPLE code nor by gpt-neox since 2024.
     """
     saved = require_newest(source)
     weights, (buffers, shards) = saved.weights(), saved.imported_tensors()
@@ -124,7 +124,7 @@ def _refuse_existing(folder: Path) -> None:
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return a dict from (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensor.
+    """Return the unsharded tensors, by (position in GPT-NeoX's pipeline, GPT-NeoX's name).
 
     As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
     """
@@ -152,13 +152,14 @@ def _write_layers(
 
     XX is the position in GPT-NeoX's pipeline, and YY is the tensor-parallel rank.
 
-    Each tensor is split into as many shards as there are ranks. Some imported tensors have shards
-    that a split would not give again, for example because replicated shards differed slightly. If
-    the new checkpoint has as many ranks as the imported one, it gets those original shards.
+    Each tensor is split into as many shards as there are ranks. For some imported tensors, a split
+    would not give the original shards, for example because replicated shards differed slightly. If
+    the new checkpoint has as many ranks as the imported one, the original shards are written.
 
     Args:
         placed: The unsharded tensors, by (position in GPT-NeoX's pipeline, GPT-NeoX's name).
-        imported_shards: The original shards of such tensors, by "position.name".
+        imported_shards: The original shards of the tensors that a split would change, by
+            "position.name".
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -199,7 +200,7 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether a block has options that only gpt-neox since 2024 has, not the KERPLE code."""
+    """Return whether a block has options that gpt-neox has since 2024 and the KERPLE code lacks."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)
@@ -207,7 +208,7 @@ def _needs_head(block: BlockShape, activation: str) -> bool:
 
 
 def _not_in_head(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
-    """Return what keeps gpt-neox since 2024 from running a model; None if nothing does."""
+    """Return why gpt-neox since 2024 cannot run a model; None if it can."""
     if pos.name not in ("learned", "rotary", "sinusoidal", "rpe", "alibi", "none"):
         return f"has no pos_emb {pos.name}"
     if block.qk_norm and block.norm == "layernorm":

@@ -126,8 +126,8 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy this tensor-parallel rank's slice of each unsharded weight into `model`.
 
-    Call this function before a DeepSpeed engine is built from `model`, because the engine makes
-    the optimizer's fp32 copies of the weights when it is built.
+    Call this function before a DeepSpeed engine is built from `model`, because building the engine
+    makes the optimizer's fp32 copies of the weights.
     """
     for name, param in model.named_parameters():
         param.copy_(local_slice(param, weights[name]))

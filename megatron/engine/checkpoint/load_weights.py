@@ -35,8 +35,9 @@ def load_weights(
     its bounds, because values in checkpoints of the released KERPLE code may exceed them.
 
     Args:
-        run: The description of this run. If the checkpoint has a description of its model (which
-            published ones lack), `run.model` must be equal to it. None skips this check.
+        run: The description of this run. `run.model` must be equal to the checkpoint's description
+            of its model. None skips this check, and so does a published checkpoint, which has no
+            description.
         groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
 
@@ -78,8 +79,8 @@ def _read(
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
     """Return (weights, buffers, GPT-NeoX's names of theta's columns, problems, notes) of `saved`.
 
-    `Published` describes these values. The tuple of names is empty unless the checkpoint was
-    written by GPT-NeoX or imported from it.
+    The class `Published` describes these values. The tuple of names is empty unless the checkpoint
+    was written by GPT-NeoX or imported from it.
     """
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
@@ -100,8 +101,8 @@ def _read(
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
     """Return a list with an error line if `saved` was imported with another `gpt_j_residual`.
 
-    Otherwise the list is empty. The value matters because an import with
-    `gpt_j_residual` (parallel attention and MLP) sums the tensor-parallel shards of some biases.
+    Otherwise the list is empty. The value matters because with `gpt_j_residual` (parallel attention
+    and MLP) the import sums the tensor-parallel shards of some biases.
     """
     if saved.kind is not Kind.IMPORTED or saved.record.imported is None:
         return []
@@ -116,7 +117,7 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
 
 
 def _differences(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return one line for each stored weight that is unknown to the model or has a wrong shape."""
+    """Return one line for each stored weight that the model lacks, or has in another shape."""
     return [
         f"{name}: not in this model"
         if name not in shapes

@@ -12,7 +12,7 @@ from megatron.engine.job.lease import Confirm, unleased
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the folder of `saved` if another run wrote it, so that it is not replaced.
+    """Rename the folder of `saved` if another run wrote it, so that it is not overwritten.
 
     Args:
         lineage: The id of this run, as in `RunDescription`.
@@ -35,8 +35,9 @@ def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm =
     """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
 
     Checkpoints of later steps than `newest` are neither counted nor removed. They exist if the run
-    went back to an earlier step, for example because later checkpoints were damaged. Checkpoints of
-    other runs, damaged ones, and those in the published (GPT-NeoX) layout are not removed either.
+    went back to an earlier step, for example because later checkpoints were damaged. Three other
+    kinds are not removed: checkpoints of other runs, damaged checkpoints, and published (GPT-NeoX)
+    ones.
 
     Args:
         keep_last: The number of checkpoints to keep; None or 0 keeps all.

@@ -2,7 +2,7 @@
 
 A checkpoint is written into the folder `.unfinished-NAME`. The folder is flushed to disk and
 renamed to `NAME`. Only then is `NAME` written into the file `latest`. If an older folder `NAME`
-exists, it is renamed to `.replaced-NAME` just before the new one takes its name, and deleted at the
+exists, it is renamed to `.replaced-NAME` just before the new folder is renamed, and deleted at the
 end.
 """
 
@@ -51,7 +51,7 @@ def write_import(
     Args:
         run: The run folder, in which the checkpoint becomes a subfolder.
         step: The number of optimizer steps that the weights have been trained for.
-        state: The content of the file that holds the weights, by name in its entry `module`.
+        state: The content of the weights file. Its entry `module` maps names to weights.
         about: The entries of the checkpoint's `Record` that describe the import.
         configs: A folder that is copied into the checkpoint; None copies none.
 
@@ -111,9 +111,9 @@ def remove_unfinished(folder: Path) -> list[str]:
     A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files
     (see `megatron.files.replacing`). Two things are kept:
 
-    - `.replaced-NAME`, if there is no folder `NAME`. It is renamed to `NAME` again.
-    - The temporary file for `latest`, if the checkpoint that it names is complete. It is renamed to
-      `latest`, and the save is then complete.
+    - `.replaced-NAME`, if there is no folder `NAME`. It is renamed back to `NAME`.
+    - The temporary file for `latest`, if this file names a complete checkpoint. It is renamed to
+      `latest`, which completes the interrupted save.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)
@@ -132,7 +132,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 
 def why_not_written(folder: Path, error: Exception) -> str:
-    """Return the reason why a write into `folder` failed, and the free space of its disk."""
+    """Return a text with the reason why a write into `folder` failed, and its disk's free space."""
     why = str(error) or type(error).__name__
     if "inline_container" in why or "PytorchStreamWriter" in why:
         why = "a file could not be written to its end"  # torch reports only byte counts

@@ -57,7 +57,7 @@ class Interval(TypedDict, total=False):
 
 
 class Imported(TypedDict):
-    """The result of `Published.about`, as JSON values."""
+    """What an import from GPT-NeoX records for a later export (the result of `Published.about`)."""
 
     shape: Shape
     schedule: dict[str, Any] | None
@@ -72,7 +72,7 @@ class TrainingProgress:
         step: The number of optimizer steps taken.
         consumed_samples: The number of training samples read.
         train_samples: The number of samples for which the index of training samples was built when
-            the run began. The order of the samples depends on it, so a resumed run keeps it.
+            the run began. It determines the order of the samples, so a resumed run keeps it.
         interval: The state of the training loop, as JSON values. It holds the sums of the losses
             since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). If the
             run ended before the validation that was due after `step`, it holds `owes_validation`.
@@ -89,7 +89,8 @@ class RunDescription:
     """The description of a run, as JSON values. Every checkpoint of the run records it.
 
     Attributes:
-        model: The result of `shape.identity_of`, which is equal for models that can share weights.
+        model: The result of `shape.identity_of`. It is equal for two models if each can load the
+            other's weights.
         data: The values that determine the order of the samples.
         layout: The degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: Maps each parameter's name to its unsharded shape.
@@ -125,8 +126,8 @@ class Record(RunDescription):
         progress: The counters of the run when the checkpoint was written.
         imported: The values from which an export restores the original GPT-NeoX files
             (`Published.about`); None unless the checkpoint was imported from GPT-NeoX's format.
-        origin: The class of transformers from whose files the weights were imported; "" unless they
-            were. Such a checkpoint has no optimizer.
+        origin: The transformers class from whose files the weights were imported. Such a checkpoint
+            has no optimizer. "" if the weights were not imported from transformers.
         files: Maps each file's name to [size in bytes, CRC-32].
     """
 

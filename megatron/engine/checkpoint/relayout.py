@@ -9,7 +9,7 @@ converted.
 This module also works around three faults of DeepSpeed 0.19:
 
 - Converted ZeRO-3 files contain no shapes.
-- ZeRO-3 looks for the run's counters under another file name than ZeRO-1 and ZeRO-2 do.
+- ZeRO-3 expects the run's counters in a file of another name than ZeRO-1 and ZeRO-2 do.
 - Loading a checkpoint overwrites the norm to which gradients are clipped.
 """
 
@@ -107,8 +107,8 @@ def convert(
     Args:
         scratch: The folder for the result; its previous content is removed.
         cuts: The new sharding, as in `RunDescription.cuts`; None keeps the checkpoint's sharding.
-        workers: The number of processes to use. With 1, no new process is started. A process that
-            has threads must use 1, because such a process must not fork.
+        workers: The number of processes to use. With 1, no new process is started. If the calling
+            process has threads, it must not fork, so this number must be 1.
 
     Returns:
         The converted checkpoint's folder, `scratch/global_stepN`.
@@ -159,7 +159,7 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
 def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> None:
     """Give each converted tensor its unsharded shape, and record its sharded dimension.
 
-    If the converted files of the parameters lack the optimizer's step (ZeRO-3), write it as well.
+    If the parameters' converted files lack the optimizer's step (as with ZeRO-3), add the step.
     """
     step = None
     for name, shape in record.shapes.items():

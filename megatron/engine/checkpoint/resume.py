@@ -41,8 +41,8 @@ class Start:
         text: Lines that describe the start in the log.
         saved: The checkpoint to start from; None for initial weights.
         resumes: Whether to load the full training state of `saved`, not only the weights.
-        schedule: The learning-rate schedule that a published (GPT-NeoX) checkpoint records. It is
-            used if the config sets `use_checkpoint_lr_scheduler`.
+        schedule: The learning-rate schedule that a published (GPT-NeoX) checkpoint records. The job
+            uses it if the config sets `use_checkpoint_lr_scheduler`.
         save: The folder in which the job saves checkpoints; None if it saves none.
         lineage: The id of the run, as in `RunDescription`.
     """
@@ -59,7 +59,7 @@ class Start:
         return self.saved.record.lineage if self.saved and self.resumes else uuid.uuid4().hex
 
     def load_weights(self, model: Model, run: RunDescription, groups: Groups) -> None:
-        """Load the weights into the model, unless `finish` will load them into the engine."""
+        """Load the weights into the model, unless `finish` will load them later."""
         if self.saved is not None and not self.resumes:
             notes = load_weights(model, self.saved, run, groups)
             self.text = "\n".join([self.text, *notes])
@@ -71,7 +71,7 @@ class Start:
         groups: Groups,
         run: RunDescription,
     ) -> TrainingProgress:
-        """If `resumes`, load the full training state; otherwise only set the step.
+        """Load the full training state if `resumes` is true; otherwise only set the step.
 
         The step is set in the engine and in the learning-rate schedule. The result is `progress`.
         Every rank must call this method.

@@ -94,8 +94,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The
-        schedule is None for other checkpoints, and if the record of the schedule is incomplete.
+        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The schedule
+        is None for other checkpoints and for incomplete records.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
@@ -136,7 +136,8 @@ class Saved:
         None, because that format records neither sizes nor checksums.
 
         Args:
-            optimizer: Whether to read the optimizer's files, too. They hold the weights in ZeRO-3.
+            optimizer: Whether to check the optimizer's files, too. With ZeRO-3, they hold the
+                weights.
         """
         if is_published(self.path):
             return None
@@ -157,7 +158,7 @@ class Saved:
 
         Args:
             subjects: The fields of `RunDescription` to compare: "model", "data" or both.
-            free: The names of entries of these fields that may differ, e.g. "rope_scaling".
+            free: The names of the entries in these fields that may differ, e.g. "rope_scaling".
 
         Raises:
             CheckpointError: An entry differs. The error message names every entry that differs.
@@ -203,7 +204,7 @@ def require_newest(folder: Path) -> Saved:
     """Return the checkpoint that `folder/latest` names.
 
     Raises:
-        CheckpointError: `folder` has no checkpoints, or `newest` raises the error.
+        CheckpointError: `folder` has no checkpoints, or `newest` cannot find the one to return.
     """
     saved = newest(folder)
     if saved is None:

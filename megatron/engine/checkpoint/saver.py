@@ -4,7 +4,7 @@
     asynchronous    copy the state into a buffer, continue training; a thread writes and publishes
 
 Both ways write the same bytes. The thread holds Python's global lock (GIL) only briefly, because
-torch writes tensors without this lock. The thread's collectives have a process group of their own,
+torch writes tensors without this lock. The thread's collectives use a separate process group,
 because training's collectives run at the same time. A save begins only when the previous save is
 complete, so one buffer is enough. If a process is killed during a save, an unfinished folder
 remains, and `latest` still names the previous checkpoint (see `publish`).
@@ -80,7 +80,7 @@ class Saver:
                 self._own = replace(groups, job=job)
 
     def save(self, progress: TrainingProgress) -> None:
-        """Wait for the previous save to end. Then save a checkpoint, or let the thread save it.
+        """Wait until the previous save is complete. Then save, or let the thread save.
 
         Raises:
             CheckpointError: This checkpoint or the previous one cannot be written.
@@ -103,7 +103,7 @@ class Saver:
         self._warn_if_slow(seconds)
 
     def check(self) -> None:
-        """If the thread has completed a save since the last call, print the time that it took.
+        """If the thread has completed a save since the last call, print how long the save took.
 
         Raises:
             CheckpointError: The thread could not write the checkpoint.
@@ -152,7 +152,7 @@ class Saver:
         return files.found
 
     def _buffer_for(self, files: Files) -> Buffer | None:
-        """Return the staging buffer. The first call allocates a buffer large enough for `files`.
+        """Return the buffer for copies of the state. The first call allocates the buffer.
 
         If some machine has too little memory for its ranks' buffers, return None. From then on, all
         saves are synchronous.
@@ -216,9 +216,9 @@ class Buffer:
     def stage(self, files: Files) -> Files:
         """Copy the state in `files` into the buffer, and return `files` with the copied state.
 
-        If several tensors share a storage, it is copied once, and their copies share that copy.
-        `torch.save` then writes the same bytes as without the buffer. State that does not fit into
-        the buffer is copied into other memory.
+        If several tensors share a storage, the storage is copied once, and the copied tensors
+        share the copied storage. `torch.save` then writes the same bytes as without the buffer.
+        State that does not fit into the buffer is copied into other memory.
         """
         copies, start = {}, 0
         for key, storage in _storages(files).items():

@@ -75,10 +75,10 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
     """If the `with` block fails, remove the unfinished files of `saved` to free disk space.
 
     Raises:
-        CheckpointError: The block has raised an OSError or a RuntimeError (torch's file writer
-            raises these).
-        FailedElsewhereError: Another rank failed before and removed the files, so this rank cannot
-            write either.
+        CheckpointError: The block has raised an OSError or a RuntimeError, as torch's file writer
+            does.
+        FailedElsewhereError: This rank cannot write, because another rank has failed earlier and
+            removed the files.
     """
     try:
         yield

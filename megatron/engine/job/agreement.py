@@ -1,7 +1,7 @@
 """Check that all ranks of a job use the same configuration, text and folders.
 
-Each machine has its own copy of the configuration and of the text. If the copies differed, no other
-code would notice, and the ranks would train different models or train on different samples.
+Each machine has its own copy of the configuration and of the text. If the copies differed and this
+module did not check them, the ranks would train different models, or on different samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
     """Check that `values` are the same on all ranks. Every rank must call this function.
 
     Args:
-        subject: What the error message calls the values, such as "config".
+        subject: The name of the values in the error message, such as "config".
         values: This rank's values.
 
     Raises:
@@ -101,7 +101,7 @@ def seen_by_all(
         expected: The value to wait for; None waits until all ranks have the value of rank 0.
 
     Raises:
-        CheckpointError: After PATIENCE seconds, `look` still returns another value on some rank.
+        CheckpointError: The value of some rank is still wrong after PATIENCE seconds.
     """
     until = time.monotonic() + PATIENCE
     while True:

@@ -1,4 +1,4 @@
-"""After an error that the user can fix, end a command with exit code 1, without a traceback."""
+"""End a command with exit code 1 and without a traceback after an error that the user can fix."""
 
 from __future__ import annotations
 

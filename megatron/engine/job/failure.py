@@ -1,11 +1,11 @@
 """End all processes of a job when one rank fails, with one error message for each machine.
 
 A rank that fails writes its error into the job's key-value store (torch.distributed's `Store`, held
-by torchrun or rank 0) and ends. In every other process a thread reads the store and ends the
-process after GRACE seconds, even if the main thread is inside a collective. Otherwise a collective
-could wait half an hour for the failed rank, and Python cannot interrupt a collective of NCCL. The
-same thread ends its process if another rank gives no sign of life (see `heartbeat`), or if the
-process's launcher was killed.
+by torchrun or rank 0) and ends. In every other process a thread reads the store. When it finds an
+error, it ends the process after GRACE seconds, even if the main thread is inside a collective.
+Without this thread, a collective could wait half an hour for the failed rank, and Python cannot
+interrupt a collective of NCCL. The thread also ends its process if another rank gives no sign of
+life (see `heartbeat`), or if the process's launcher was killed.
 
     key    value
     end    the first failure, {rank, host, text, code}
@@ -73,7 +73,7 @@ _IF_WRITABLE = contextlib.suppress(OSError)
 class Failure(TypedDict):
     """The error of a rank, as written in JSON into the job's key-value store.
 
-    `code` is the exit code with which all other ranks end.
+    All other ranks end with the exit code `code`.
     """
 
     rank: int
@@ -97,7 +97,7 @@ class Watch:
 
     Args:
         silence: The seconds without a sign of life after which a rank counts as lost.
-        exchange: A function that the thread calls with the store whenever it has found no failure.
+        exchange: A function of the store, called whenever the thread has found no failure there.
             It returns whether the thread should read the store again sooner than usual.
     """
 
@@ -160,8 +160,8 @@ def end_process(
 
     Args:
         text: The error message.
-        lost: Whether the error is only a lost connection to another process. That other process
-            then reports the cause.
+        lost: Whether the error is only a lost connection to another process. If so, that other
+            process reports the cause.
         code: The exit code of this process.
         ends_all: Whether the other ranks end with `code` too; otherwise they end with 1.
     """
@@ -201,7 +201,7 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
 
     Args:
         lost: Whether the failure is only a lost connection to another process.
-        causes: A list to which another rank's failure is added if it caused this one.
+        causes: If another rank's failure caused this one, that failure is added to this list.
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.
@@ -221,7 +221,8 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
         lost: Whether the failure is only a lost connection to another process.
 
     Returns:
-        Another rank's failure that caused this one; None if it is unknown or `lost` is false.
+        The failure of another rank that caused this one. None if the cause is unknown, or if `lost`
+        is false.
     """
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
@@ -249,7 +250,7 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
 def _write_for_launcher(text: str) -> None:
     """Write the error into torchrun's error file.
 
-    torchrun's summary names the rank with the oldest error file as the root cause.
+    torchrun's summary names one rank as the root cause: the rank with the oldest error file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     when = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -284,9 +285,9 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """Print `failure` if this process is local rank 0, and not on the failed rank's machine.
+    """Print `failure` if this process is local rank 0 of a machine without the failed rank.
 
-    Each machine then shows the error once. On its own machine, the failed rank prints it.
+    So each machine shows the error once: on its own machine, the failed rank prints the error.
     """
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

@@ -4,10 +4,10 @@
     beat/RANK   "COUNT HOST"; each rank writes a new count every second
 
 If a rank's process is stopped or its machine is cut off, its count no longer changes. If the link
-to the store's machine is cut, the store no longer answers. Each rank measures the silence of
-another rank by counting its own calls of `Hearing.tick` until the other rank's count changes. So no
-rank compares the clocks of two machines, and time during which the whole job is suspended does not
-count as silence.
+to the store's machine is cut, the store no longer answers. Each rank calls its `Hearing.tick` at
+regular intervals. It measures the silence of another rank as the number of these calls since the
+other rank's count has changed. So no rank compares the clocks of two machines, and time during
+which the whole job is suspended does not count as silence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron import launch
 from megatron.engine.job.store import connect
 
 PATIENCE = 5
-"""After this many ticks without an answer of the store, `Hearing` opens another connection."""
+"""After this many calls of `tick` without an answer of the store, `Hearing` connects again."""
 BUSY_INTERVAL = 0.05
 """The seconds between two heartbeats while the ranks agree on where to leave (`preemption`)."""
 HOST = socket.gethostname()
@@ -34,8 +34,8 @@ HOST = socket.gethostname()
 class Talk(threading.Thread):
     """A thread that writes and reads heartbeats over one connection to the job's store.
 
-    The thread ends if the connection fails or the event `over` is set. If the store does not
-    answer, the thread blocks for ever. `Hearing` then starts another thread.
+    The thread ends if the connection fails, or after another thread has set the event `over`. If
+    the store does not answer, the thread blocks for ever, and `Hearing` starts another thread.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Talk(threading.Thread):
             self.refused = isinstance(error, ConnectionRefusedError)
 
     def _turn(self, store: Store) -> float:
-        """Write this rank's heartbeat. In some turns, also read the heartbeats of all ranks.
+        """Write this rank's heartbeat. On some calls, also read the heartbeats of all ranks.
 
-        Return the number of seconds to wait before the next turn.
+        Return the number of seconds to wait before the next call.
         """
         store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
         keys = [f"beat/{rank}" for rank in range(self._ranks)]
@@ -81,9 +81,9 @@ class Talk(threading.Thread):
 
 
 class Hearing:
-    """What this rank knows of the other ranks from their heartbeats.
+    """Watches the heartbeats of all ranks, and finds the ranks that are silent for too long.
 
-    Call `tick` every `interval` seconds.
+    Call `tick` every `interval` seconds. It evaluates what a thread (`Talk`) has read.
 
     Attributes:
         answered: Whether the store has ever answered.
@@ -95,7 +95,7 @@ class Hearing:
 
         Args:
             bound: The seconds of silence after which a rank counts as lost.
-            interval: The seconds between two ticks.
+            interval: The seconds between two calls of `tick`.
             exchange: A function that the thread calls with the store after each heartbeat. It
                 returns whether the next heartbeat should follow sooner than usual.
         """
@@ -109,9 +109,10 @@ class Hearing:
         self._talk = self._new_talk()
 
     def tick(self) -> None:
-        """Evaluate the heartbeats that the thread has read since the last tick.
+        """Evaluate the heartbeats that the thread has read since the last call of this method.
 
-        After PATIENCE ticks without an answer of the store, start a thread with a new connection.
+        If the store has not answered for more than PATIENCE calls, start a thread with a new
+        connection.
         """
         talk = self._talk
         new, self._answers = talk.answers > self._answers, talk.answers
@@ -144,7 +145,7 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Update each rank's seconds of silence, which are zero if its count in `beats` is new."""
+        """Update each rank's seconds of silence: 0 if its count in `beats` is new, else more."""
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

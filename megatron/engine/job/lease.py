@@ -43,7 +43,7 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing. Pass this as `Confirm` for a folder that needs no lease or is only read."""
+    """Do nothing: the `Confirm` function for a folder that needs no lease or is only read."""
 
 
 @contextmanager
@@ -51,8 +51,8 @@ def sole_writer(folder: Path) -> Iterator[Confirm]:
     """Hold the lease of `folder` during the `with` block, and yield a `Confirm` function.
 
     Call the yielded function before each change of a file that another run may need: `latest`,
-    finished checkpoints, metrics. It raises CheckpointError if this process has lost the lease. The
-    folder is created if it does not exist.
+    finished checkpoints, metrics. The yielded function raises CheckpointError if this process has
+    lost the lease. `folder` is created if it does not exist.
 
     Raises:
         CheckpointError: Another process holds the lease and is alive.
@@ -124,8 +124,8 @@ def _take(folder: Path) -> tuple[Path, str]:
 def _create(path: Path, text: str) -> None:
     """Create the lease file `path` with the content `text`.
 
-    If the disk is full, remove the file, which is still empty. Otherwise later jobs would take the
-    file for the lease of a running process, and would wait.
+    If the disk is full, the file stays empty and is removed. Later jobs would otherwise take the
+    empty file for the lease of a running process, and would wait.
 
     Raises:
         FileExistsError: Another process has created the lease.
@@ -148,7 +148,7 @@ def _wait_for_end(path: Path, content: str) -> None:
         content: The content of the lease.
 
     Raises:
-        CheckpointError: The holder is alive. It has sent a heartbeat during the wait, or its
+        CheckpointError: The holder is alive: it has sent a heartbeat during the wait, or its
             process still exists LIFETIME seconds after the last heartbeat.
     """
     first = None
@@ -206,7 +206,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def _parsed(content: str) -> dict[str, Any]:
-    """Return the holder's description from a lease's content; {} if the content is incomplete."""
+    """Return the description of the holder in a lease's content; {} if it is incomplete."""
     with suppress(ValueError):
         if isinstance(found := json.loads(content), dict):
             return found
@@ -214,7 +214,7 @@ def _parsed(content: str) -> dict[str, Any]:
 
 
 def _who(content: str) -> str:
-    """Return the text that names a lease's holder in messages."""
+    """Return a text for messages that names the holder of a lease."""
     holder = _parsed(content)
     if not holder:
         return "an unknown process"
@@ -240,7 +240,7 @@ def is_alive(content: str) -> bool | None:
 
 
 def _machine() -> str | None:
-    """Return an id of this machine's boot and container; None if the system has no `/proc`."""
+    """Return an id of this container and its machine's boot; None if there is no `/proc`."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"

@@ -26,14 +26,14 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
     """Open a new connection to the job's key-value store and return it.
 
     Args:
-        patience: The seconds for which this call tries to connect again after a failure.
-        opens: Whether this call creates the store. Rank 0 passes True to report an error that
-            occurred before torch created the store.
+        patience: The seconds during which this call tries again if it cannot connect.
+        opens: Whether this call creates the store. Rank 0 passes true if an error occurs before
+            torch has created the store, to report this error.
 
     Raises:
         ConnectionRefusedError: No process holds the store.
         OSError: The machine of the store cannot be reached.
-        RuntimeError: The connection is lost at once.
+        RuntimeError: The connection was opened and lost again.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until = time.monotonic() + patience

@@ -1,7 +1,7 @@
 """Compute the buffers that published (GPT-NeoX) checkpoints store, e.g. ALiBi's slopes.
 
-Their values follow from the configuration, so a model never loads them from a checkpoint. The
-stored values are only compared with those that follow from the configuration.
+A model computes these buffers from the configuration, and never loads them from a checkpoint. The
+stored buffers are only compared with the computed ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read the step and the learning-rate schedule of a published (GPT-NeoX) checkpoint.
 
-Both are in the file `mp_rank_00_model_states.pt`. A missing file is no error. A value of an
-unexpected type is treated as missing.
+Both are in the file `mp_rank_00_model_states.pt`. It is no error if this file is missing. A value
+of an unexpected type is treated as missing.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
 def step_of(client: dict[str, Any], checkpoint: Path) -> int:
     """Return the number of optimizer steps that the checkpoint records.
 
-    If the checkpoint records no number, return the number in its folder's name. If the name has no
-    number, return 0.
+    If the checkpoint records none, return the number in the name of its folder, or 0 if the name
+    has no number.
 
     Args:
         client: The result of `client_state`.

@@ -18,7 +18,7 @@ merged by one of these rules:
     replicated  the same in every shard
     summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 
-Since 2024, gpt-neox has other names for some tensors, and more tensors (see `neox/shape.py`).
+Since 2024, gpt-neox gives some tensors other names, and has additional tensors (`neox/shape.py`).
 
 Legend: L layers, N tensor-parallel ranks, H heads. (In `theta_HN`, N counts parameters per head.)
 """
@@ -66,7 +66,7 @@ _RULES = {
 
 
 def file_name(index: int, rank: int) -> str:
-    """Return `layer_XX-model_YY-model_states.pt` for pipeline position `index` and rank `rank`."""
+    """Return `layer_XX-model_YY-model_states.pt` with XX = `index` and YY = `rank`."""
     return f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
 
 
@@ -74,7 +74,7 @@ def positions(num_layers: int, tied: bool) -> list[int]:
     """Return the pipeline positions that have a file, for a model of `num_layers` blocks.
 
     Args:
-        tied: Whether the output projection is the embedding's weight.
+        tied: Whether the output projection shares the embedding's weight.
     """
     return [0, *range(2, num_layers + 2), num_layers + 3, *([] if tied else [num_layers + 4])]
 
@@ -85,7 +85,7 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
     The rule is "rows", "columns", "halves", "replicated" or "summed" (see the module docstring).
 
     Args:
-        name: The tensor's published (GPT-NeoX's) name.
+        name: GPT-NeoX's name of the tensor.
         geglu: Whether the MLP's activation is geglu.
         summed: Whether the model was trained with `gpt_j_residual`.
         row_output: Whether the output projection is row-parallel.
@@ -102,7 +102,7 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
 def merge(shards: Sequence[Tensor], how: str) -> Tensor:
     """Merge the shards of all tensor-parallel ranks into one tensor by the rule `how`.
 
-    If the rule is "summed" and the shards' dtype cannot hold the exact sum, the result is fp64.
+    With the rule "summed", the result is fp64 if the shards' dtype cannot hold the exact sum.
 
     Raises:
         ValueError: The shards' shapes do not fit, or shards that must be equal differ.
@@ -131,7 +131,7 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
 
 
 def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list[Tensor]:
-    """Split `tensor` into `count` tensor-parallel shards by the rule `how`; inverse of `merge`.
+    """Split `tensor` into `count` tensor-parallel shards by the rule `how`, the inverse of `merge`.
 
     Args:
         name: The tensor's name in error messages.
@@ -163,11 +163,11 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
     """Return this project's name for a tensor of GPT-NeoX, or None if there is no such name.
 
     The result is None for unknown tensors, and for the learned tensors of a distance kernel. This
-    project stores the latter as the columns of a single tensor, theta.
+    project stores a kernel's learned tensors as the columns of a single tensor, theta.
 
     Args:
-        index: The tensor's position in the published pipeline.
-        name: The tensor's published (GPT-NeoX's) name.
+        index: The tensor's position in GPT-NeoX's pipeline.
+        name: GPT-NeoX's name of the tensor.
         num_layers: The number of transformer blocks.
     """
     if index == 0:
@@ -181,7 +181,7 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
 
 
 def published_place(name: str, num_layers: int) -> tuple[int, str]:
-    """Return the pipeline position and the name that this project's tensor `name` has in GPT-NeoX.
+    """Return GPT-NeoX's pipeline position and name of the tensor that this project calls `name`.
 
     This function is the inverse of `our_name`.
     """
@@ -199,6 +199,7 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
     """Return GPT-NeoX's names of the learned tensors of `pos`, in the order of theta's columns.
 
+    Theta [heads, parameters per head] is this project's tensor of all learned parameters of `pos`.
     The result is empty unless `pos` is a distance kernel with learned parameters.
     """
     if pos.kind != "distance" or not pos.learnable:
@@ -209,14 +210,16 @@ def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Split theta, or its gradient, into the tensors that each block of GPT-NeoX stores.
 
+    GPT-NeoX stores each column of theta as its own tensor, "attention.rpe.NAME". It stores T5's
+    bias table, all columns together, as the single tensor "attention.rpe.weight".
+
     Args:
         theta_HN: Theta (the positional embedding's learned parameters) or its gradient, [heads,
             parameters per head].
-        names: The published names of theta's columns, without "attention.rpe."; ("weight",) for
-            T5's bias table, which is one tensor.
+        names: The NAME of each column; ("weight",) for T5's bias table.
 
     Returns:
-        A dict from published name, with "attention.rpe.", to tensor.
+        A dict from "attention.rpe.NAME" to tensor.
     """
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}

@@ -5,8 +5,8 @@
     SRC/global_stepN/mp_rank_YY_model_states.pt         counters, schedule, optimizer, random state
     SRC/global_stepN/configs/*.yml                      the configuration of the training run
 
-Weights and counters are read. The optimizer's state is not read, because it is one flat tensor
-whose order only GPT-NeoX defines. `safe_load` opens the files, so they cannot run code.
+Weights and counters are read. The optimizer's state is not read: it is one flat tensor, and only
+GPT-NeoX defines the order of its elements. `safe_load` opens the files, so they cannot run code.
 
 Legend: L layers, N tensor-parallel ranks.
 """
@@ -39,11 +39,12 @@ class Published:
         shape: The properties of the model, inferred from the files.
         step: The number of optimizer steps taken.
         weights: Maps this project's names to merged tensors, in the stored dtype.
-        buffers: Maps GPT-NeoX's names to stored slopes or frequencies. These values follow from the
-            configuration, so they are only checked and exported again, never trained.
-        shards: Maps "pipeline position.GPT-NeoX's name" to the original tensor-parallel shards of
-            that tensor. A tensor has an entry only if splitting its merged value would not give
-            the same shards, for example because replicated shards differ slightly.
+        buffers: Maps GPT-NeoX's names to stored slopes or frequencies. The configuration determines
+            these values, so they are only checked and exported again, never trained.
+        shards: Maps "POSITION.NAME" (pipeline position and GPT-NeoX's name of a tensor) to the
+            tensor's original tensor-parallel shards. A tensor has an entry only if splitting its
+            merged value would not give the same shards, e.g. because replicated shards differ
+            slightly.
         schedule: The recorded learning-rate schedule; None if missing.
         args: The recorded configuration values that are integers or strings.
         problems: One line for each file or tensor that is missing, unknown or inconsistent. The
@@ -62,7 +63,7 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """Return the values that an import records so that an export can restore these files."""
+        """Return the values that an import records so that an export can restore the files."""
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
@@ -155,10 +156,10 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return a dict from pipeline position to a list of dicts of tensors.
+    """Return a dict from pipeline position to the tensors of each tensor-parallel rank.
 
-    The list has one dict for each tensor-parallel rank. A position with a missing file is
-    left out. Each missing or unknown file adds a line to `out.problems`.
+    The tensors of a rank are a dict from name to tensor. A position with a missing file is left
+    out. Each missing or unknown file adds a line to `out.problems`.
     """
     shape = out.shape
     expected = {
@@ -226,7 +227,7 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 def _check_width(out: Published) -> None:
     """Add a line to `out.problems` if attention's merged output matrix is not square.
 
-    The matrix is not square if all files of some tensor-parallel rank are missing.
+    It is not square if some tensor-parallel rank has lost all of its files.
     """
     square = out.weights.get("layers.0.attention.dense.weight")
     if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
@@ -242,7 +243,7 @@ def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
     The tensors must be the same in all blocks. Otherwise a line is added to `out.problems` instead.
 
     Args:
-        kernels: Maps each block's position to a dict from published name to merged tensor.
+        kernels: Maps each block's position to the block's merged tensors, by GPT-NeoX's names.
     """
     if not any(kernels.values()):
         return

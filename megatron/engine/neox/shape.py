@@ -1,4 +1,4 @@
-"""Describe the properties of a model that determine how its published files store each tensor."""
+"""Describe what determines how published (GPT-NeoX) files store the tensors of a model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Shape:
         geglu: Whether the MLP's activation has a gate, so that its first layer has two halves.
         summed_biases: Whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
         row_output: Whether the output projection is row-parallel (`output_layer_parallelism: row`).
-        head: Whether the files are those of gpt-neox since 2024, which names the MLP's layers
-            `linear1` and `linear2` and knows more options of a block than the published code.
+        head: Whether gpt-neox since 2024 wrote the files. It names the MLP's layers `linear1` and
+            `linear2`, and has more options for a block than the published KERPLE code.
         group: The number of query heads that share a key head. If it is above 1, the rows of
             a published shard of `query_key_value` are all queries, then all keys, then all
             values.
@@ -50,7 +50,7 @@ class Shape:
     head_size: NonNegativeInt = 0
 
     def rule(self, name: str) -> str:
-        """Return the rule (see `layout`) by which shards of the tensor `name` are merged."""
+        """Return the rule by which shards of the tensor `name` are merged (see `layout`)."""
         return layout.rule(
             name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
         )
@@ -99,7 +99,7 @@ class Shape:
         return rows // width
 
     def file_name(self, name: str) -> str:
-        """Convert a tensor's name in the published KERPLE code to its name in the model's files."""
+        """Convert a tensor's name in the published KERPLE code to its name in the files."""
         for old, new in _SINCE_2024.items():
             name = name.replace(old, new) if self.head else name
         return name
@@ -108,7 +108,7 @@ class Shape:
 def published_name(name: str) -> str:
     """Convert a tensor's name in gpt-neox since 2024 to its name in the published KERPLE code.
 
-    A name of the published code is returned unchanged.
+    If `name` is already a name of the published code, it is returned unchanged.
     """
     for old, new in _SINCE_2024.items():
         name = name.replace(new, old)

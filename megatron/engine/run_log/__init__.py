@@ -1,1 +1,1 @@
-"""The log of a run: its metrics, and what shows them."""
+"""Log a run: write its metrics, and show them on the console, in TensorBoard and in wandb."""

@@ -2,13 +2,12 @@
 
 `metrics.jsonl` has one JSON object per line, `{"step": 100, "loss": 1.52, ...}`. Each line is
 flushed at once, so that a killed process loses no line that it has logged. JSON has no NaN and no
-infinity, so the file contains `null` for both; the console and the sinks (TensorBoard and wandb,
-see `sinks`) show them as they are.
+infinity, so the file contains `null` for both. The console and the sinks (TensorBoard and wandb,
+see `sinks`) show NaN and infinity.
 
-A resumed run appends to the file. The file may contain rows of steps after the checkpoint from
-which the run resumes, and an incomplete last line. The resumed run first removes both, so that each
-step occurs once. A run that starts at step 0 in a used folder renames the old file to
-`metrics.jsonl.previous`.
+A resumed run appends to the file. It first removes an incomplete last line, and the rows of steps
+after the checkpoint from which it resumes, so that each step occurs once. A run that starts at step
+0 in a used folder renames the old file to `metrics.jsonl.previous`.
 
 On a terminal, a progress line below the other lines is rewritten after each step.
 """
@@ -41,14 +40,13 @@ class RunLog:
     Args:
         run_dir: The folder for `metrics.jsonl` and wandb's files, created if it does not exist.
             None writes no `metrics.jsonl` and leaves wandb's files in wandb's default folder.
-        settings: The section that says whether metrics also go to wandb and to TensorBoard, whose
-            event files are in the folder of `tensorboard_dir` that is named like `run_dir`.
+        settings: The config section that turns wandb and TensorBoard on. TensorBoard's event files
+            are in a subfolder of `tensorboard_dir` with the name of `run_dir`.
         is_main: Whether this process is the main rank.
         config: The resolved flat configuration, which TensorBoard and wandb show with the run.
         append: Whether to continue an existing `metrics.jsonl` and its wandb run.
-        last_step: The step from which a run with `append` resumes; rows of later steps are dropped
-            from `metrics.jsonl`. With None, rows are only added, because another job may be writing
-            the file.
+        last_step: The step from which a run with `append` resumes. Rows of later steps are removed
+            from `metrics.jsonl`. None removes no rows, because another job may be writing the file.
         confirm: A function to call before each line of metrics is written. It raises an exception
             if another job has taken `run_dir` over.
 
@@ -113,7 +111,7 @@ class RunLog:
             self._bar.refresh()
 
     def progress(self, step: int, steps: int) -> None:
-        """Rewrite the progress line: `step` of `steps`, the rate, and the time that is left.
+        """Rewrite the progress line: `step` of `steps`, the steps per second, and the time left.
 
         Nothing is printed if stdout is not a terminal.
         """
@@ -128,7 +126,7 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def metrics(self, step: int, values: Mapping[str, Metric], *, text: str | None = None) -> None:
-        """Record values at a step, in `metrics.jsonl` and the sinks.
+        """Record the metrics of a step in `metrics.jsonl` and the sinks.
 
         Args:
             values: Maps each metric's name to a number, a 0-d tensor, or a nested list of these.
@@ -149,7 +147,7 @@ class RunLog:
             self._send("picture", step, path)
 
     def _send(self, method: str, *arguments: Any) -> None:
-        """Call a method of every sink. A sink whose files cannot be written is left out later."""
+        """Call a method of every sink. A sink that cannot write its files is not used any more."""
         for sink in list(self._sinks):
             try:
                 getattr(sink, method)(*arguments)
@@ -160,7 +158,7 @@ class RunLog:
     def _restart_tensorboard(self, step: int | None) -> None:
         """Make TensorBoard show what `metrics.jsonl` contains, after a start at `step`.
 
-        All events from `step` on are hidden, and the rows of `step` itself are written again.
+        The events of `step` and later steps are hidden. The rows of `step` are written again.
         """
         boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
         if not boards:
@@ -174,8 +172,8 @@ class RunLog:
         """Remove the rows of steps after `step`, because the run continues from `step`.
 
         Args:
-            validates_again: Whether to remove an earlier row with the validation loss of `step`,
-                too, because the run is about to compute this loss.
+            validates_again: Whether to remove the row with the validation loss of `step`, too. The
+                run is then about to compute this loss again.
         """
         if self._path is not None:
             again = step if validates_again else None

@@ -25,7 +25,7 @@ def plain(metric: Metric) -> Any:
 
 
 def flat(name: str, metric: Metric) -> Iterator[tuple[str, Any]]:
-    """Yield (name, number) for each number; those in lists have names such as `theta/bias_p/3`."""
+    """Yield (name, number) for each number. Numbers in lists get names such as `theta/bias_p/3`."""
     if not isinstance(metric, list):
         yield name, metric
         return
@@ -43,7 +43,7 @@ def json_line(row: Mapping[str, Metric]) -> str:
 
 
 def described(metrics: Mapping[str, float]) -> str:
-    """Return metrics as a text such as `loss 1.5000, ppl 4.482; loss_at_256 1.4900, ppl 4.437`."""
+    """Return a text such as `loss 1.5000, ppl 4.482; loss_at_256 1.4900, ppl 4.437`."""
     shown = []
     for path, value in metrics.items():
         name = path.rpartition("/")[2]
@@ -53,7 +53,7 @@ def described(metrics: Mapping[str, float]) -> str:
 
 
 def perplexities(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the perplexity of each loss: `validation/perplexity_at_64` of `loss_at_64`."""
+    """Return a perplexity for each loss, e.g. `validation/perplexity_at_64` for `loss_at_64`."""
     losses = {name: value for name, value in metrics.items() if "/loss" in name}
     return {name.replace("/loss", "/perplexity"): perplexity(x) for name, x in losses.items()}
 
@@ -65,8 +65,9 @@ def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:
 def keep_complete_rows(path: Path, last_step: int, validated_again: int | None = None) -> None:
     """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
 
-    A resumed run writes these rows again: those of steps after `last_step`, those of final results
-    and the validation loss of step `validated_again`. The file is replaced atomically.
+    A resumed run writes three kinds of rows again: rows of steps after `last_step`, rows with final
+    results, and the row with the validation loss of step `validated_again`. The file is replaced
+    atomically.
     """
     if not path.exists():
         return

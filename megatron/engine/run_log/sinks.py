@@ -8,8 +8,9 @@ offline folders with one id overwrite each other when they are uploaded. `step` 
 metric, because a resumed run may go back to an earlier step, and wandb's internal step counter
 cannot go back.
 
-TensorBoard: each start of a run writes one more event file into the same folder. Its first event
-(`purge_step`) hides the events of earlier files from that step on, so that each step occurs once.
+TensorBoard: each start of a run writes one more event file into the same folder. The first event of
+the new file has a `purge_step`: TensorBoard hides the events of this and later steps in the older
+files. So each step occurs once.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class TensorBoard:
         """Hide all events of `purge_step` and later steps, and write `rows` again.
 
         Args:
-            purge_step: The first step that is hidden; None hides nothing.
+            purge_step: The first step whose events are hidden; None hides nothing.
         """
         self.close()
         self._writer = self._create(str(self._folder), purge_step=purge_step)
@@ -105,8 +106,8 @@ class Wandb:
 
     Args:
         folder: The folder for wandb's files and `wandb_id`; None is wandb's default folder.
-        settings: The section with the keys `wandb_project`, `wandb_team` and so on. A key without
-            a value has wandb's default.
+        settings: The config section with `wandb_project`, `wandb_team` and so on. For a key without
+            a value, wandb's default is used.
         config: The resolved flat configuration, which wandb shows with the run.
         append: Whether to continue the online run that `folder` records.
 
@@ -145,7 +146,7 @@ def _location(run: Any) -> str:
 def _start_wandb(
     folder: Path | None, asked: LoggingConfig, config: dict[str, Any], append: bool
 ) -> Any:
-    """Start and return a wandb run; with `append`, continue the online run recorded in `folder`."""
+    """Start a wandb run, or continue the online run that `folder` records if `append` is true."""
     import wandb
 
     settings = {"silent": True, "console": "off"}

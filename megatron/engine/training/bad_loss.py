@@ -1,8 +1,8 @@
 """Find the steps whose loss or gradient is bad, and skip their updates.
 
 A step is bad if its loss or the norm of its gradient is not finite, or if its loss is more than
-`loss_spike_threshold` nats above the average of the good steps before it. In this average, a step
-counts 0.9 times as much as the step after it.
+`loss_spike_threshold` nats above the average loss of the earlier good steps. In this average, each
+step has 0.9 times the weight of the next step.
 
 A skipped step changes no weights, no moments and no learning rate. Only the step counter advances.
 To skip a step, the loss of its last micro-batch is multiplied by NaN. DeepSpeed then finds on every
@@ -40,12 +40,12 @@ MOST_SKIPPED = 10
 class LossGuard(Hook):
     """A check of each step's loss and gradient, which can also skip the update of a bad step.
 
-    The average of the good steps' losses is its state. A run whose checkpoint records none starts a
-    new average with the next step.
+    A checkpoint records the average loss of the good steps as this object's state. If it records
+    none, a new average starts with the next step.
 
     Args:
-        training: The section with `on_bad_loss` and `loss_spike_threshold`. Only `skip` makes this
-            class skip updates.
+        training: The config section with `on_bad_loss` and `loss_spike_threshold`. Updates are only
+            skipped if `on_bad_loss` is `skip`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LossGuard(Hook):
         return loss * math.nan if self._problem(self._mean) else loss
 
     def after_step(self, step: Step) -> None:
-        """Judge the step; if its update was skipped, log that.
+        """Check whether the step was bad. If its update was skipped, log this.
 
         Raises:
             BadLossError: The step was bad, and the run does not skip bad steps.
@@ -88,12 +88,12 @@ class LossGuard(Hook):
         step.good = False
 
     def judge(self, loss: torch.Tensor, norm: float | torch.Tensor | None) -> str:
-        """Describe the problem of the step just taken; return "" if the step is good.
+        """Return a text about what is wrong with the step just taken; "" if it is good.
 
         Every rank must call this method.
 
         Args:
-            loss: This rank's mean loss of the step, as `changed_loss` read it.
+            loss: This rank's mean loss of the step, before `changed_loss` changed it.
             norm: The norm of the step's gradient, the same on every rank; None if unknown.
 
         Raises:
@@ -139,8 +139,8 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
     """Raise an error if fp16 gradients overflow in the `with` block at the least loss scale.
 
     The block takes one training step. After an overflow, DeepSpeed skips the step and lowers the
-    loss scale. If the scale is already the least one, DeepSpeed raises an unclear error under ZeRO.
-    Without ZeRO, DeepSpeed raises no error and skips every later step.
+    loss scale. If the loss scale cannot become lower, DeepSpeed raises an unclear error under ZeRO.
+    Without ZeRO, it raises no error and skips every later step.
 
     Args:
         step: The number of the step, for the error message.

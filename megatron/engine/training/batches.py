@@ -16,8 +16,8 @@ def next_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the pair (inputs [B, T], targets [B, T]) of each of the next `count` micro-batches.
 
-    A micro-batch is read when it is asked for, never before, so that the position in the data is
-    always that of the step. On a GPU, the work on the previous micro-batch still runs then.
+    No micro-batch is read in advance. So the samples read are always the samples used, which is
+    what a checkpoint counts. While a micro-batch is read, a GPU still works on the previous one.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
@@ -32,10 +32,10 @@ def next_batches(
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the array as a tensor on `device`; on a CPU, both share their memory.
+    """Return the array as a tensor on `device`. On a CPU, the array and the tensor share memory.
 
-    The copy to a GPU is put after the work that is already queued there, and the process goes on.
-    It does so only from page-locked memory: from other memory, it may wait for the queue's end.
+    The array is first copied to page-locked memory. From there, the copy to a GPU is only queued,
+    and this process continues at once. A copy from other memory might wait for all queued work.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":

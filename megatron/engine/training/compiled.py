@@ -1,8 +1,8 @@
 """Compile the model with `torch.compile`, and count the compiled graphs.
 
-Two modes of `torch.compile` use CUDA graphs: a graph records the work of a forward or backward pass
-on the GPU, and repeats it with one launch. Its results, gradients included, lie in memory that
-belongs to the graph, and its next run overwrites them.
+Two modes of `torch.compile` use CUDA graphs. A CUDA graph records the GPU's work in a forward or
+backward pass, and repeats this work with one launch. The graph writes its results (gradients, too)
+into its own memory, and each launch overwrites the results of the launch before.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.config.choices import MODES_WITH_CUDA_GRAPHS
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """Make calls of `model` compiled ones, for each shape of its inputs.
+    """Compile `model` with `torch.compile`, once for each shape of its inputs.
 
-    With CUDA graphs, each gradient is copied before anybody keeps it. Otherwise a parameter's
-    `grad`, DeepSpeed's sum over micro-batches or a bucket that is still being sent would be the
-    graph's own memory, and the next micro-batch would overwrite it (pytorch issues 96693, 169545).
+    If the mode uses CUDA graphs, each gradient is copied as soon as it is computed. Without the
+    copy, the gradient would stay in the graph's own memory, and the next micro-batch would
+    overwrite it while it is still in use (pytorch issues 96693 and 169545).
 
     Args:
         mode: The mode of `torch.compile`.
@@ -47,9 +47,9 @@ class Compilations:
         self._newest: Any = None
 
     def metrics(self) -> dict[str, int]:
-        """Return the numbers of graphs, of those made after the first step, and of skips.
+        """Return three numbers: all graphs, the graphs made after the first step, and the skips.
 
-        A skip is a forward or backward pass that was to be recorded in a CUDA graph, and was not.
+        A skip is a forward or backward pass that torch could not record in a CUDA graph.
         """
         if not self._asked:
             return {}
@@ -63,9 +63,9 @@ class Compilations:
         }
 
     def news(self) -> str:
-        """Return why another graph was made since the last call; "" if none was.
+        """Return why another graph was made since the last call, or "" if no graph was made.
 
-        Call this after each step. The graphs of the first step are no news.
+        Call this method after each step. The graphs of the first step are not reported.
         """
         if not self._asked:
             return ""

@@ -45,17 +45,17 @@ def job_engine(
 
 
 def optimizer_of(config: Config) -> tuple[str, str]:
-    """Return the config's kind of optimizer and a remark for the log, as `optimizer_kind` does."""
+    """Return the kind of optimizer that the config selects, and a remark (see `optimizer_kind`)."""
     c = config
     return optimizer_kind(c.optimizer.type, c.training.precision, c.parallel.zero_stage)
 
 
 def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
-    """Return the settings that determine the files of a checkpoint, as JSON values.
+    """Return the settings that determine the format of a checkpoint's files, as JSON values.
 
     Only a run with the same settings can load a checkpoint's files without converting them. One
     setting is `sub_group_size`, the number of elements in one group of ZeRO-3's state. It is None
-    for other ZeRO stages and for DeepSpeed's default size.
+    for other ZeRO stages, and if DeepSpeed's default size is used.
     """
     parallel, frozen = config.parallel, config.optimizer.theta_frozen
     size = parallel.zero.get("sub_group_size", 10**9)
@@ -119,10 +119,10 @@ def build_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap model, optimizer and learning-rate scheduler in a DeepSpeed engine.
 
-    To allocate the optimizer's state, DeepSpeed takes an empty step, that is, one with zero
+    To allocate the optimizer's state, DeepSpeed takes an empty step, that is, a step with zero
     gradients. In that step the learning rate is zero, so that no weight changes. In 16-bit training
-    without ZeRO, the empty step would also count in Adam's bias correction. Adam's state is
-    therefore cleared after the empty step, unless `numerics.counts_empty_step` is set.
+    without ZeRO, the empty step would also count in Adam's bias correction. Therefore, Adam's state
+    is cleared after the empty step, unless `numerics.counts_empty_step` is true.
 
     Args:
         config: DeepSpeed's configuration, from `engine_config`.

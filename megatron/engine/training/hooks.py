@@ -1,12 +1,12 @@
-"""Define what hangs on the training loop: hooks, which the loop calls around its steps.
+"""Define hooks, the objects that the training loop calls before and after each step.
 
     open all hooks, then begin(step)
     for each step:      before_step(number), take the step, after_step(step)
     close all hooks, also after an error
 
-After a step, the loop calls the hooks in the order of its list, and before a step in the reverse
-order: the first hook of the list is the nearest to the step. Each hook saves and restores its own
-state. A checkpoint holds the values of all hooks in one dict.
+The loop has a list of hooks. After a step, it calls them in the order of the list; before a step,
+it calls them in the reverse order. Each hook saves and restores its own state. A checkpoint holds
+the states of all hooks in one dict.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Step:
         consumed_samples: The number of samples that the run has read, this step included.
         batch_size: The number of samples in a step, of all ranks.
         last: Whether this is the step `train_iters`.
-        leaves: Whether the job ends after this step, before `train_iters`. A hook may set it.
+        leaves: Whether the job ends early, after this step. A hook may set this.
         saves: Whether a checkpoint is written after this step.
-        good: Whether the step's loss counts. The guard sets it to false if it skips the update.
+        good: Whether the step's loss counts in averages. `LossGuard` sets this to false if it skips
+            the step's update.
     """
 
     number: int
@@ -54,7 +55,7 @@ class Step:
 
 
 class Hook:
-    """The base class of hooks. Each method does nothing if a hook does not define it.
+    """The base class of hooks. Its methods do nothing, so a hook defines only those that it needs.
 
     Every rank has the same hooks, so a hook may call collectives.
     """
@@ -63,26 +64,28 @@ class Hook:
         """Prepare for the steps after `step`."""
 
     def before_step(self, number: int) -> None:
-        """Act before step `number`. An error ends the run."""
+        """Called before step `number`. If this method raises an error, the run ends."""
 
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the step's last micro-batch that goes into the backward pass.
+        """Return the loss whose gradient is computed in place of `loss`.
+
+        The loop calls this method before the backward pass of the step's last micro-batch.
 
         Args:
-            loss: The loss of this micro-batch.
+            loss: The loss of the last micro-batch.
             mean: This rank's mean loss over all micro-batches of the step.
         """
         return loss
 
     def after_step(self, step: Step) -> None:
-        """Act after a step."""
+        """Called after each step."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return what a checkpoint must hold of this hook, as JSON values with names of its own."""
+        """Return this hook's state for a checkpoint, as JSON values under names of its own."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take this hook's values out of the state of all hooks; a new run's state is empty."""
+        """Restore this hook from the state of all hooks, which is empty in a new run."""
 
     def __enter__(self) -> Hook:
         return self

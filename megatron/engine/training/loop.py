@@ -43,7 +43,8 @@ def train_step(
     """Take one optimizer step, on the next `accumulation` micro-batches.
 
     Args:
-        hooks: Their `changed_loss` may change the last micro-batch's loss; a pipeline ignores them.
+        hooks: The hooks whose `changed_loss` may change the loss of the last micro-batch. In a
+            pipeline, they are ignored.
         uncounted_after: The id of a token; targets that follow it do not count in the loss.
 
     Returns:
@@ -82,7 +83,7 @@ class TrainingLoop:
     """A loop that takes training steps and calls the hooks around them.
 
     Args:
-        hooks: What else happens around the steps, in the order in which it happens.
+        hooks: The hooks, in the order in which they are called after a step.
         state: The state of the hooks, read from the checkpoint that the run resumes from (see
             `TrainingProgress.interval`). It is empty in a new run.
         uncounted_after: The id of a token; targets that follow it do not count in the loss.
@@ -119,7 +120,8 @@ class TrainingLoop:
             BadLossError: The loss or a weight is not finite, or the loss is a spike that the run
                 does not skip. No checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
-            Leave: The job ends before a validation that a checkpoint has left over.
+            Leave: The job must end, before the resumed run has made up for a validation that the
+                checkpoint still owes.
         """
         training = self.config.training
         self.engine.train()

@@ -1,6 +1,6 @@
 """Average the losses of the steps between two log lines.
 
-A meter continues after a restart, so the steps may have been taken by different processes.
+A resumed run continues its meter, so the average may contain steps of an earlier process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron.parallel.groups import Groups
 
 
 class Meter:
-    """The losses and the seconds of the steps since the last log line.
+    """The sum of the losses, and the time, of the steps since the last log line.
 
     Attributes:
         steps: The number of steps since the last log line.
-        seconds: The time that these steps took in this process.
+        seconds: The time of those steps that this process has taken.
     """
 
     def __init__(self, groups: Groups, state: Mapping[str, Any] | None = None):
@@ -48,7 +48,7 @@ class Meter:
         return self.seconds / max(1, self._timed)
 
     def mean(self) -> float:
-        """Return the mean loss over all ranks and steps. Every rank must call this method."""
+        """Return the mean loss over all ranks and these steps. Every rank must call this method."""
         total = self.groups.sum_over_data(self._total.clone())
         return total.item() / (self.groups.data_size * self.steps) if self.steps else float("nan")
 

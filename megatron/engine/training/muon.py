@@ -8,8 +8,8 @@ g is the gradient of the matrix W. As Muon's author recommends (kellerjordan.git
 AdamW trains the embeddings, the output layer, norms and biases. The factor 0.2 sqrt(...) scales the
 update of a matrix to the size of an AdamW update (arXiv 2502.16982), so Muon and AdamW use the same
 learning rate and weight decay. The formulas are those of `torch.optim.Muon` with
-`adjust_lr_fn="match_rms_adamw"`. Unlike torch's, this Muon accepts ZeRO's slices, and computes in
-fp32 on a CPU, because bf16 products are many times slower on most CPUs.
+`adjust_lr_fn="match_rms_adamw"`. Unlike torch's class, this one accepts ZeRO's slices. On a CPU it
+computes in fp32, because bf16 products are many times slower on most CPUs.
 
 Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
 But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may
@@ -52,7 +52,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """An optimizer that trains the groups with `muon` true by Muon, and the others by AdamW.
+    """An optimizer that uses Muon for parameter groups with `muon` true, and AdamW for the others.
 
     Args:
         groups: The result of `parameter_groups`.
@@ -96,7 +96,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     self._step_muon(parameter, parameter.grad, group)
 
     def _step_muon(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update a matrix, or ZeRO's flat slice of all matrices of the group."""
+        """Update a matrix or, under ZeRO, a flat slice of the group's matrices."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -129,5 +129,5 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _scale(shape: torch.Size, lr: float) -> float:
-    """Return the factor that gives an orthogonal matrix the size of an AdamW update."""
+    """Return the factor that scales an orthogonal matrix to the size of an AdamW update."""
     return -0.2 * lr * math.sqrt(max(shape))

@@ -48,11 +48,10 @@ def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str
 def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[str, Any]]:
     """Divide the trained parameters into two groups: with weight decay, and without.
 
-    If theta (the positional embedding's learned parameters) has another learning rate than the
-    rest, theta is a third group. All pipeline stages must have the same number of groups, and ZeRO
-    accepts no empty group. On a stage without theta, the third group therefore holds another
-    parameter, with the usual learning rate. For Muon, the matrices of the transformer
-    blocks are the last group.
+    If theta (the positional embedding's learned parameters) has its own learning rate, theta is a
+    third group. All pipeline stages must have the same number of groups, and ZeRO accepts no empty
+    group. On a stage without theta, the third group therefore holds another parameter, with the
+    usual learning rate. For Muon, the matrices of the transformer blocks are the last group.
 
     Returns:
         The groups in this order, each {"params", "weight_decay", "name"}. The group of theta also
@@ -126,9 +125,9 @@ HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "lr_multiplier")
 def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
     """Restore this run's hyperparameters (such as betas) and learning rate after the `with` block.
 
-    The caller loads a checkpoint inside the block. DeepSpeed then overwrites the hyperparameters
-    in the optimizer with those of the run that saved the checkpoint. Under ZeRO it also overwrites
-    the learning rate that `schedule` wrote.
+    The caller loads a checkpoint inside the block. DeepSpeed then replaces the optimizer's
+    hyperparameters by those of the run that saved the checkpoint. Under ZeRO it also replaces the
+    learning rate that `schedule` wrote.
     """
     kept = [
         {key: group[key] for key in HYPERPARAMETERS if key in group}

@@ -1,8 +1,9 @@
 """Profile some steps of a run on the main rank: a trace, the costliest operations, and memory.
 
-The keys are GPT-NeoX's: `profile` and `memory_profiling`, both for the steps `profile_step_start`
-to `profile_step_stop`. What happens between these steps (logging, saving) is part of the profile.
-The files appear in the run folder after the last of these steps, or when training ends before.
+The config keys are GPT-NeoX's. `profile` and `memory_profiling` turn profiling on, for the steps
+`profile_step_start` to `profile_step_stop`. The profile includes the logging and saving between
+these steps. The files are written into the run folder after the last of these steps, or at the end
+of training if that comes first.
 """
 
 from __future__ import annotations
@@ -86,6 +87,6 @@ class StepProfiler(Hook):
 
 
 def operations(measured: profile) -> str:
-    """Return a table of the operations, by time on the GPU, or without one on the CPU."""
+    """Return a table of the operations, sorted by GPU time, or by CPU time if there is no GPU."""
     where = "device" if torch.cuda.is_available() else "cpu"
     return measured.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=_ROWS)

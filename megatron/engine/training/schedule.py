@@ -9,9 +9,9 @@ E = lr_decay_iters, n = min(step, E - W) and m = n - W:
     exponential           start * exp(-0.693 m / E)
     constant              start
 
-After the warm-up, the learning rate is at least min_lr. With these styles the learning rate is
-constant from step E - W on, so a cosine ends slightly above zero. The released KERPLE checkpoints
-were trained with this cosine.
+After the warm-up, the learning rate is at least min_lr. With the styles above, it is constant from
+step E - W on, so a cosine ends slightly above zero. The released KERPLE checkpoints were trained
+with this cosine.
 
 With `wsd` (warm-up, stable, decay; arXiv 2404.06395), the learning rate is start until step
 (1 - R) E, with R = wsd_decay_ratio. Then it decays to min_lr, which it reaches at step E:
@@ -57,8 +57,8 @@ class Schedule:
         warmup_iter: The number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
         decay_style: One of `STYLES`.
         min_lr: The least learning rate after the warm-up.
-        wsd_decay_ratio: With `wsd`, the learning rate decays in this last fraction of `end_iter`.
-        wsd_decay_style: With the style `wsd`, the curve of the decay, such as `cosine`.
+        wsd_decay_ratio: The fraction of `end_iter`, at its end, in which `wsd` decays.
+        wsd_decay_style: The curve of the decay with `wsd`, such as `cosine`.
     """
 
     start_lr: float

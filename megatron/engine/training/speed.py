@@ -1,10 +1,12 @@
-"""Count a training step's arithmetic, and compare it with what the device can do.
+"""Count the floating-point operations of training, and compare them with the device's peak rate.
 
-The floating-point operations of a token, forward and backward, as in appendix B of PaLM (arXiv
-2204.02311): 6 for each weight of a matrix product, and 12 L H E T for the attention of L layers of
-H heads of size E over T tokens. The causal mask does not halve the latter. Blocks that are computed
-again in the backward pass do not count, so the model FLOPs utilization (MFU) is that of useful
-work.
+The forward and backward pass of one token cost, as in appendix B of PaLM (arXiv 2204.02311),
+
+    6 for each weight of a matrix product + 12 L H E T for attention
+
+for L layers, H heads of size E, and T tokens. The causal mask does not halve the cost of attention.
+Blocks that are computed again in the backward pass do not count twice. The model FLOPs utilization
+(MFU) is the rate of these operations, divided by the peak rate.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from megatron.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class Speed:
-    """What turns tokens per second into TFLOP/s and MFU.
+    """The numbers with which tokens per second are converted into TFLOP/s and MFU.
 
     Attributes:
         flops_per_token: The floating-point operations of one token, forward and backward.
@@ -43,7 +45,7 @@ class Speed:
 
 
 def speed_of(config: Config, shape: GPTShape, groups: Groups) -> Speed:
-    """Return what a run's tokens cost, and what its devices can do."""
+    """Return the operations of one token of a run, and the peak rate of its devices."""
     return Speed(
         flops_per_token=flops_per_token(shape, config.model.seq_length),
         devices=groups.world_size,
@@ -70,7 +72,7 @@ def known_peak(device: torch.device, precision: str) -> float | None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the largest memory that this process has used, in GB: tensors on a GPU, or all."""
+    """Return the peak memory of this process in GB: of its tensors on a GPU, otherwise of all."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -28,9 +28,10 @@ STEEP = 3.0
 
 
 class StepLog(Hook):
-    """Logs the mean loss of the good steps since the last log line, and what the steps cost.
+    """Logs the mean loss of the good steps since the last log line, the speed, and theta.
 
-    The loss is checked at each log line, and loss and weights before each checkpoint.
+    At each log line it checks that the loss is finite. Before each checkpoint, it checks the loss
+    and the weights.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class StepLog(Hook):
         self._start = time.monotonic()
 
     def after_step(self, step: Step) -> None:
-        """Add the step to the mean loss; log if it is time.
+        """Add the step to the mean loss. After every `log_interval` steps, write a log line.
 
         Raises:
             BadLossError: The loss or a weight is not finite.
@@ -80,8 +81,8 @@ class StepLog(Hook):
         """Return the mean loss of the good steps since the last log line, over all ranks.
 
         Raises:
-            BadLossError: The loss is not finite. Under fp16 there is no error, because DeepSpeed
-                skips steps that are not finite.
+            BadLossError: The loss is not finite. In fp16 training there is no error, because
+                DeepSpeed skips steps with a loss or gradient that is not finite.
         """
         steps, mean = self._meter.steps, self._meter.mean()
         if steps and not math.isfinite(mean) and self.config.training.precision != "fp16":

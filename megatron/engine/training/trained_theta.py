@@ -29,9 +29,9 @@ from megatron.positional import PositionalEmbedding, bounds
 class TrainedTheta:
     """Theta of the model that a DeepSpeed engine trains.
 
-    Every method is a collective: all ranks of the pipeline stage must call it. The first stage
-    holds theta. On the ranks of other stages, and if the embedding has no trained parameters, the
-    methods do nothing.
+    Every method is a collective: all ranks of the pipeline stage must call it. Only the first stage
+    holds theta. On other stages the methods do nothing, and also if the embedding has no trained
+    parameters.
 
     Args:
         engine: The engine that trains theta.
@@ -86,9 +86,9 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return theta of all heads after the last `project`, as `named_theta` groups it.
+        """Return theta of all heads after the last call of `project`, as `named_theta` groups it.
 
-        The dict is empty on a rank without theta, and before the first `project`.
+        The dict is empty on a rank without theta, and before the first call of `project`.
         """
         theta_HN = self._of_all_heads(self._projected)
         return {} if theta_HN is None else named_theta(self.pos, theta_HN)

@@ -31,7 +31,7 @@ from megatron.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Judge:
-    """The model that chooses the key tokens."""
+    """The model that chooses the key tokens: those whose prediction gains from long context."""
 
     name: str
     subject: Subject
@@ -51,10 +51,10 @@ def run_suite(
     Call this function in a single process, or in every process of a torchrun job.
 
     Args:
-        lengths: The sequence lengths; the longest one decides which documents are long enough.
+        lengths: The sequence lengths. Only documents of at least the longest length are read.
         out: The folder for the report; None means `load/suite`.
-        judge: Config and run folder of the model that chooses the key tokens; None means that the
-            model chooses them itself.
+        judge: Config and run folder of the model that chooses the key tokens. With None, the
+            measured model chooses them itself.
 
     Raises:
         CheckpointError: A checkpoint is missing or does not fit its config, or the judge has
@@ -101,7 +101,7 @@ def run_suite(
 def measure_with_progress(
     subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Judge | None = None
 ) -> list[Measure]:
-    """Run all measures, with a progress bar that knows how many tokens they will read."""
+    """Run all measures, and show a progress bar of the tokens that they read."""
     counts: list[int] = []
     for each in (subject, judge.subject if judge else subject):
         each.tick, each.loss_fn = counts.append, lambda inputs, targets: torch.zeros(inputs.shape)

@@ -1,4 +1,4 @@
-"""Measure what far context is worth: the windowed twin, far-swap and the receptive field."""
+"""Measure what far context is worth, in three ways: windowed twin, far-swap, receptive field."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ NATS = "nats per token"
 def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
     """Measure the gain over the windowed twin, on tokens beyond the training length.
 
-    The twin is the same model, with every layer limited to a window of the training length. (Text
-    can still reach further through several layers; the receptive field has no such leak.)
+    The twin is the same model, with every layer limited to a window of the training length.
+    (Information can still come from further away through several layers. The measure "receptive
+    field" has no such leak.)
 
     Args:
         full_nT, twin_nT: The losses of the model and of its twin.
@@ -42,10 +43,10 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
 
 
 def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure how the last tokens' loss changes when far text is that of another document.
+    """Measure how the loss of the last tokens changes when the far text is replaced.
 
-    The last `tail` tokens of a sequence keep the text of the training length before them. What is
-    further away is replaced by text of another document, of the same length.
+    The last `tail` tokens of each sequence are scored. They keep the nearest text before them, of
+    the training length. The text further away is replaced by as much text of another document.
     """
     title, name = "Far-swap", "far_swap"
     far = sample.longest + 1 - sample.tail - sample.train_length
@@ -66,10 +67,10 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 
 
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the last tokens' loss by the number of tokens that the model reads before them.
+    """Measure the loss of the last tokens by the number c of tokens that are read before them.
 
-    The model gets only these tokens, so the limit is exact at any number of layers. Up to c // 4
-    neighbouring tokens are scored together, so their context is at least c and below 1.25 c.
+    The model gets no other tokens, so the limit is exact at any number of layers. Up to c // 4
+    neighbouring tokens are scored together, so each has a context of at least c and below 1.25 c.
     """
     losses: dict[int, np.ndarray] = {}
     context, full = 1, full_nT[:, -sample.tail :]
@@ -91,7 +92,7 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 
 
 def field_of(rows: list[Row]) -> tuple[int, int]:
-    """Return (receptive field, context with the lowest loss) from `receptive_field`'s rows."""
+    """Return (receptive field, context with the lowest loss) from the rows of `receptive_field`."""
     losses = {row.at["context"]: row.estimate.value for row in rows}
     best = min(losses, key=lambda context: losses[context])
     within = (c for c, loss in losses.items() if loss - losses[best] <= MARGIN * losses[best])
@@ -99,7 +100,7 @@ def field_of(rows: list[Row]) -> tuple[int, int]:
 
 
 def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray:
-    """Return the losses of the last `tail` tokens [n, tail] after about `context` tokens."""
+    """Return the losses [n, tail] of the last `tail` tokens, each after about `context` tokens."""
     tail, end = sample.tail, sample.longest + 1
     step = min(max(1, context // 4), tail)
     losses = np.empty((len(sample.sequences_nT), tail))
@@ -114,10 +115,11 @@ def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray
 
 
 def _of_other_documents(documents: np.ndarray) -> np.ndarray:
-    """Return, for each sequence, the number of a sequence of another document.
+    """Return for each sequence the index of a sequence from another document.
 
     Args:
-        documents: [n], the document of each sequence, in ascending order; at least 2 different.
+        documents: [n], the document of each sequence, in ascending order. At least two documents
+            must occur.
     """
     count = len(documents)
     later = np.searchsorted(documents, documents, side="right")

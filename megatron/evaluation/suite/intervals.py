@@ -35,12 +35,12 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether a difference is shown: its interval excludes 0, and it is not rounding."""
+        """Whether a difference is shown: its interval excludes 0, and it is more than rounding."""
         return (self.low > 0 or self.high < 0) and abs(self.value) >= ROUNDING
 
     @property
     def perplexity(self) -> Estimate:
-        """The perplexity of a loss, with the perplexities at the ends of its interval."""
+        """The perplexity of this mean loss, with the perplexities of the interval's two ends."""
         ends = (perplexity(self.low), perplexity(self.high))
         return Estimate(perplexity(self.value), *ends, self.documents)
 
@@ -55,8 +55,8 @@ def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> E
 
     Args:
         totals: [n], a total for each of n sequences, such as a sum of losses.
-        counts: [n], by what to divide, such as a number of tokens. Documents without any count are
-            left out.
+        counts: [n], the divisor of each total, such as a number of tokens. Documents whose counts
+            are all 0 are left out.
         documents: [n], the document to which each sequence belongs.
     """
     _, which = np.unique(documents, return_inverse=True)

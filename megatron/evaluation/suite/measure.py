@@ -23,8 +23,8 @@ class Row:
     """One result of a measure.
 
     Attributes:
-        at: Where it was measured, such as {"length": 128}. The first value is the plot's x axis,
-            and each combination of the others is a curve.
+        at: Where the result was measured, such as {"length": 128, "depth": 0.5}. The plot has the
+            first entry as its x axis, and one curve for each combination of the other entries.
         also: Further numbers for the tables.
     """
 
@@ -33,7 +33,7 @@ class Row:
     also: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
-        """Return the row as one dict: a line of the CSV."""
+        """Return the result as one flat dict, a line of the CSV file."""
         return {**self.at, **asdict(self.estimate), **self.also}
 
 
@@ -42,8 +42,8 @@ class Measure:
     """A measure with its results.
 
     Attributes:
-        name: The name of its files.
-        unit: What `Estimate.value` is, for tables and axes.
+        name: The name of the measure's files.
+        unit: The quantity and unit of the results, for tables and axes.
         says: One sentence about the results.
     """
 
@@ -59,10 +59,10 @@ class Sample:
     """The text that the suite reads.
 
     Attributes:
-        sequences_nT: int64 [n, longest + 1], sequences that lie inside of one document each.
+        sequences_nT: int64 [n, longest + 1], sequences. Each is part of a single document.
         documents: [n], the document of each sequence, in ascending order.
         train_length: The length at which the model was trained.
-        lengths: The lengths at which it is measured, ascending, the last being the longest.
+        lengths: The lengths at which it is measured, in ascending order.
         tokens: The approximate number of tokens that a measure reads for each of its results.
     """
 
@@ -78,19 +78,20 @@ class Sample:
 
     @property
     def tail(self) -> int:
-        """The tokens at the end of a sequence that far-swap and the receptive field score."""
+        """The number of tokens at a sequence's end that far-swap and the receptive field score."""
         return max(1, min(128, self.longest // 8))
 
     @property
     def too_short(self) -> str:
-        """What a measure says if it needs longer sequences."""
+        """The sentence of a measure that cannot be made because the sequences are too short."""
         length = self.train_length
         return f"Not measured: {self.longest:,} tokens are too few after training at {length:,}."
 
     def bins(self, first: int) -> list[tuple[int, int]]:
-        """Return bins (c, end) of numbers of tokens read, c to end - 1, from c = `first` on.
+        """Return bins (c, end) of context lengths. A bin holds the lengths c to end - 1.
 
-        Each bin is twice as wide as the one before it, and the last one is at most that wide.
+        The first bin begins at `first`. Each bin is twice as wide as the previous one; the last bin
+        may be narrower.
         """
         starts = [first]
         while 2 * starts[-1] < self.longest:
@@ -98,7 +99,7 @@ class Sample:
         return list(zip(starts, [*starts[1:], self.longest + 1], strict=True))
 
     def random(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Return random tokens [shape], each equally likely, out of those that the text has."""
+        """Return random tokens [shape]. All tokens that occur in the text are equally likely."""
         return rng.choice(np.unique(self.sequences_nT), shape)
 
 
@@ -113,9 +114,9 @@ def read_sample(
 ) -> Sample:
     """Cut sequences of the longest length out of the documents that are long enough.
 
-    Shorter documents are left out: a sequence that runs over the end of a document would measure
-    how the model reads a stranger's text. If there are few documents, several sequences come from
-    each one. At least 16 sequences are read, if there are as many.
+    Shorter documents are left out, because a sequence across the end of a document would contain
+    unrelated text. If there are few documents, each gives several sequences. At least 16 sequences
+    are read if the documents have so many.
 
     Args:
         documents: (start, end), the range of documents [start, end).
@@ -157,7 +158,7 @@ class Subject:
 
     Args:
         model: The model whose attention `losses` can limit.
-        loss_fn: The function that returns the loss of each target; `model` itself, or a stand-in.
+        loss_fn: The function that returns the loss of each target. None takes `model` itself.
         tick: A function that gets the number of tokens of each finished batch.
     """
 
@@ -177,8 +178,8 @@ class Subject:
 
         Args:
             sequences_nT: int64 [n, T].
-            window: Each layer sees only so many tokens, the current one included. None sets no
-                limit beyond the model's own.
+            window: The number of tokens that each layer sees, the current one included. None sets
+                no limit beyond the model's own.
 
         Raises:
             DivergedError: A loss is infinite or not a number.

@@ -25,7 +25,8 @@ def by_length(
 ) -> Measure:
     """Measure perplexity and bits per byte at each length, on the same text.
 
-    Each sequence is cut into pieces of the length. What is left over is left out at the start.
+    Each sequence is cut into pieces of that length. A remainder at the sequence's start is not
+    measured.
 
     Args:
         full_nT: The losses of the uncut sequences.
@@ -59,7 +60,7 @@ def by_length(
 
 
 def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss by the number of tokens read (the token's own input included), in bins.
+    """Measure the loss in bins of the number of tokens that the model reads before a target.
 
     Args:
         full_nT: The losses of the uncut sequences.
@@ -80,14 +81,16 @@ def key_tokens(
 ) -> Measure:
     """Measure the loss on key tokens, those whose prediction gains from long context.
 
-    A token is a key token if the judge's loss falls by more than `KEY_GAIN` when it sees the full
-    context instead of a window of the training length, and is then below `KEY_LOSS` (LongPPL,
-    arXiv 2410.23771). Only tokens with more context than the training length can be key tokens.
+    The judge is the model that chooses the key tokens. A token is a key token on two conditions
+    (LongPPL, arXiv 2410.23771). The judge's loss falls by more than `KEY_GAIN` if the judge sees
+    the full context instead of a window of the training length. And its loss with the full context
+    is below `KEY_LOSS`. Only tokens with more context than the training length can be key tokens.
 
     Args:
         full_nT, twin_nT: The losses of the model and of its windowed twin.
-        gain_nT: The judge's gain at each token, and -inf where its loss is above `KEY_LOSS`.
-        judge: Who the judge is, for the report.
+        gain_nT: The amount by which the judge's loss of each token falls; -inf where the loss with
+            the full context is above `KEY_LOSS`.
+        judge: A text for the report that names the judge.
     """
     name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"
     if sample.longest <= sample.train_length:
@@ -112,5 +115,5 @@ def key_tokens(
 
 
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
-    """Return a judge's gain at each token for `key_tokens`, from its losses and its twin's."""
+    """Return `gain_nT` for `key_tokens`, from the losses of the judge and of its windowed twin."""
     return np.where(full_nT < KEY_LOSS, twin_nT - full_nT, -np.inf)

@@ -1,8 +1,8 @@
-"""Measure what the model finds again: random tokens repeated, copied, and passkeys.
+"""Measure whether the model finds earlier tokens again: repeated tokens, copies and passkeys.
 
-Nothing is generated. The right tokens are given, and their losses are compared with those in a
-control where the context does not hold them. So the measures work for every vocabulary, and a
-small gain shows long before a model would write the whole answer.
+Nothing is generated. The model reads the right answers, and their losses are compared with the
+losses in a control, where the earlier context does not contain the answer. So the measures work for
+every vocabulary, and show a small gain long before a model would write the whole answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTICEABLE = 0.05
 
 @dataclass(frozen=True)
 class Needle:
-    """What is hidden in a text: `cue answer end`. The text later ends with `cue answer`."""
+    """Tokens that are hidden in a text: `cue answer end`. The text then ends with `cue answer`."""
 
     cue: np.ndarray
     answer: np.ndarray
@@ -34,11 +34,11 @@ class Needle:
 
 
 def induction(subject: Subject, sample: Sample) -> Measure:
-    """Measure the gain of random tokens that repeat what came d tokens earlier.
+    """Measure how much better random tokens are predicted when they repeat those d tokens earlier.
 
     A model reads d random tokens twice. The second copy is scored without its first token. In the
-    control, d other random tokens precede it, so that the position is the same. The difference to
-    the first copy, which has a shorter context, is in the table too.
+    control, d other random tokens precede the second copy, so that its position is the same. The
+    table also has the difference to the first copy, which has a shorter context.
     """
     rng, rows, distance = np.random.default_rng(1), [], 8
     while 2 * distance <= sample.longest:
@@ -68,7 +68,7 @@ def _noticeable(row: Row) -> bool:
 
 
 def copying(subject: Subject, sample: Sample) -> Measure:
-    """Measure whether random tokens are copied: 24 of them, of which the first 8 are the cue."""
+    """Measure whether the model copies 16 random tokens after a cue of 8 random tokens."""
 
     def needle(rng: np.random.Generator, cue: np.ndarray | None) -> Needle:
         tokens = sample.random(rng, (1, 24))[0]
@@ -78,7 +78,7 @@ def copying(subject: Subject, sample: Sample) -> Measure:
 
 
 def passkey(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
-    """Measure whether five digits that the text names somewhere are known at its end."""
+    """Measure whether the model knows, at the end of a text, five digits that the text contains."""
     cue, end = (tokenizer.encode(text) for text in ("\nThe pass key is", ". Remember it.\n"))
 
     def needle(rng: np.random.Generator, _: np.ndarray | None) -> Needle:
@@ -97,11 +97,12 @@ def _retrieval(
 ) -> Measure:
     """Hide a needle in texts, and measure the gain in the loss of its answer.
 
-    The gain is the loss of the answer in a control minus its loss here. In the control, the needle
-    in the text has the same cue and another answer.
+    The gain is the loss of the answer in a control minus the loss in the text with the needle. In
+    the control, the needle has the same cue and another answer.
 
     Args:
-        needle: A function that draws a needle, with the given cue if it is not fixed.
+        needle: A function that draws a random needle. Its second argument is the cue to use, or
+            None for a random cue. It has no effect if the cue is fixed.
     """
     middle = sample.lengths[len(sample.lengths) // 2]
     rows = []
@@ -130,7 +131,7 @@ def _cell(
     depth: float,
     needle: Callable[[np.random.Generator, np.ndarray | None], Needle],
 ) -> Row | None:
-    """Measure one length and depth; return None if needle and question fill half of the length."""
+    """Measure one length and depth; return None if needle and question exceed half the length."""
     rng, count = np.random.default_rng(2), max(8, sample.tokens // (4 * length))
     spread = np.unique(np.linspace(0, len(sample.documents) - 1, count).astype(int))
     texts, documents = sample.sequences_nT[spread, : length + 1], sample.documents[spread]
@@ -166,7 +167,11 @@ def _size(needle: Needle) -> int:
 def _with_needle(
     text: np.ndarray, needle: Needle, depth: float, question: np.ndarray
 ) -> np.ndarray:
-    """Return the text with needle and question. It keeps its size and loses its last tokens."""
+    """Return the text with needle and question in place of its last tokens, in the same size.
+
+    The question is at the end. The needle is at `depth`: 0 is the start of the text, 1 is just
+    before the question.
+    """
     room = len(text) - _size(needle) - len(question)
     split = round(depth * room)
     parts = (text[:split], needle.cue, needle.answer, needle.end, text[split:room], question)

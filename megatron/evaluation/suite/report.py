@@ -21,9 +21,9 @@ class Report:
     """The results of one model.
 
     Attributes:
-        title: The model, in words.
-        facts: What was measured on what, for the head of the page.
-        verdict: What follows from all measures; the first sentence is about the context.
+        title: A text that names the model.
+        facts: Lines for the head of the page, about the model and the text that were measured.
+        verdict: Sentences about all measures together. The first is about the context used.
     """
 
     title: str
@@ -91,7 +91,10 @@ def _shown(value: Any) -> str:
 
 
 def _picture(measure: Measure, train_length: int) -> bytes:
-    """Draw the values with their intervals over the first label, one curve for each of the rest."""
+    """Plot the values with their intervals, and return the PNG.
+
+    The first entry of `Row.at` is the x axis. Each combination of the other entries is a curve.
+    """
     import pandas as pd
     from matplotlib.figure import Figure
 

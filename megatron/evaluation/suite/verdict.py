@@ -10,7 +10,8 @@ from megatron.readable_numbers import told_apart
 def verdict(measures: list[Measure]) -> list[str]:
     """Return sentences about the measures of one model. The first is about the context used.
 
-    The field is the shortest context whose loss is within `MARGIN` of the best (`context`).
+    The receptive field is the shortest context whose loss is at most `MARGIN` above the lowest loss
+    (see `context`).
     """
     found = {measure.name: measure for measure in measures}
     rows = found["receptive_field"].rows
