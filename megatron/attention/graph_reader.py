@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import sympy
 
 HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1.0, 2000.0)
-"""The inputs with which a formula is traced: queries at positions d + FURTHER."""
+"""A formula is traced with HEADS heads, at DISTANCES d and at query positions d + FURTHER."""
 
 
 class Unreadable(ValueError):

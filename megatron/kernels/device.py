@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED: bool = knobs.runtime.interpret
-"""Whether `@triton.jit` makes functions for Triton's interpreter, fixed at Triton's import."""
+"""Whether `@triton.jit` makes functions for Triton's interpreter. Triton's import decides this."""
 
 LOG2_ZERO = tl.constexpr(-1e30)
 """A finite replacement L of lg2(0), such that 2^(p L) = 0 and 2^(p L) L = 0 for p > 0."""
@@ -176,12 +176,13 @@ def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def add_columns(sums, x, dtype: tl.constexpr):
-    """Return `sums` [M, W] plus the columns of the tile `x` [M, N], column n to column n mod W.
+    """Return `sums` [M, W], with each column n of the tile `x` [M, N] added to column n mod W.
 
-    With W = 8, a thread has all columns of a tensor core's tile that it adds up. With W = 1, or if
-    q's `dtype` is fp32, threads exchange sums. In fp32, the number that a thread exchanges can be
-    one product. If a thread fused its own product with a sum, its result would differ from that of
-    the thread to which it sent the product, rounded. So the products are hidden.
+    With W = 8, each thread adds up only columns that it holds, because a tensor core's tile has 8
+    columns. With W = 1, or if q's `dtype` is fp32, threads exchange sums. In fp32, an exchanged
+    number can be a single product, rounded. The thread that computed the product could fuse it with
+    the addition, unrounded, and its result would then differ from that of the other thread.
+    Therefore the products are hidden from the compiler (`opaque`).
     """
     if dtype == tl.float32:
         x = opaque(x)

@@ -16,7 +16,7 @@ GATES = {
     "glu": "sigmoid",
     "bilinear": "identity",
 }
-"""Maps an activation with two halves, value and gate, to the function of the gate (2002.05202)."""
+"""Maps each gated activation to its function f in f(gate) * value (arXiv 2002.05202)."""
 
 
 def stepwise_tanh_gelu(x: Tensor) -> Tensor:
