@@ -85,7 +85,10 @@ class Call:
         return self.absolute_positions() - self.starts_BS[:, first:end]
 
     def absolute_positions(self) -> Tensor:
-        """Return the position of each query for a temperature, [B or 1, T]."""
+        """Return the position of each query, [B or 1, T], for a temperature.
+
+        Positions are counted from the first key, unless the call has `positions_BT`.
+        """
         if self.positions_BT is not None:
             return self.positions_BT
         end = self.query_offset + self.q_BHTE.shape[2]

@@ -108,7 +108,7 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
     - y is a number, and x is never negative;
     - y > 0, x depends only on d, and x is 0 only at d = 0.
 
-    In the last two cases, the generated code replaces log2 0 by a finite number.
+    If x may be 0 at d = 0, the generated code replaces log2 0 by a finite number.
 
     Raises:
         NotExpressible: None of the conditions holds.

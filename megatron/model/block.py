@@ -138,10 +138,10 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
-    """Limit every layer of `model` to the last `tokens` tokens, the query's own included.
+    """Hide all but the last `tokens` tokens from each query, within the `with` block.
 
-    The limit holds inside the `with` block. A layer whose own window is shorter keeps it. None
-    sets no limit.
+    The query's own token is one of them. Layers with a shorter window keep theirs. None sets no
+    limit.
     """
     layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
     before = [layer.window for layer in layers]
