@@ -40,10 +40,9 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return the constants `value`, such as slopes or frequencies, in their dtype.
+        """Return the constant tensor `value` (slopes, frequencies), rounded if the rules round it.
 
-        `PublishedNumerics` rounds the constants to 16 bits in 16-bit training. The default rules
-        return them as they are.
+        The result has the dtype of `value`. The default rules do not round constants.
         """
         return value
 

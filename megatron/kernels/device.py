@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED: bool = knobs.runtime.interpret
-"""Whether `@triton.jit` makes functions for Triton's interpreter. Triton's import decides this."""
+"""Whether `@triton.jit` makes functions for Triton's interpreter, fixed at Triton's import."""
 
 LOG2_ZERO = tl.constexpr(-1e30)
 """A finite replacement L of lg2(0), such that 2^(p L) = 0 and 2^(p L) L = 0 for p > 0."""
