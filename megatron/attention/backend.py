@@ -1,6 +1,7 @@
 """Define attention backends, and check the inputs of a call.
 
-A backend computes attention for a `Call`, and may refuse requests.
+A backend computes attention for a `Call`. A `Request` describes the calls of a model, and a backend
+may refuse it.
 
 Legend: see `choice`.
 """
@@ -26,7 +27,7 @@ class AttentionError(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """The conditions under which a backend is requested.
+    """The properties of a model's attention calls, by which a backend is chosen.
 
     Attributes:
         pos: The positional embedding.
@@ -56,8 +57,8 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the output [batch, heads, queries, head size] of a `Call` that
-            `call.lowered` has returned. In such a call, the last key is at the last query's
+        function: Computes the output [batch, heads, queries, head size] of a call that was
+            simplified by `call.lowered`. In such a call, the last key is at the last query's
             position, and `pos` is a distance kernel or has no effect (see `tempers`).
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log about a served request. The text may be empty.
@@ -98,10 +99,10 @@ def constant(function: F) -> F:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Makes second derivatives raise an error instead of being zero.
+    """Autograd function that makes second derivatives raise an error instead of being zero.
 
     `apply(run, *tensors)` returns the gradients that `run()` computes. Autograd treats them as
-    functions of `tensors`, so differentiating them again raises an error.
+    functions of `tensors`. To differentiate them, it calls `backward`, which raises the error.
     """
 
     @staticmethod

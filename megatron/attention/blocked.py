@@ -13,15 +13,15 @@ This backend is pure torch and written for CPUs. Nearly all of its time is spent
 and the scores of keys after a block's last query are never computed. The embedding's formula
 computes b and w before the call, as vectors over distances in at least fp32. Therefore autograd
 propagates db and dw to the kernel's parameters. If b also depends on the query's position, it is
-computed tile by tile (`row_bias`). `toeplitz` explains why queries are reversed here. With a
-window, b is -inf at distances longer than the window. Keys that no query of a block sees, because
-of the window or because they are in an earlier document, are skipped.
+computed tile by tile (`row_bias`). The order of queries is reversed (`toeplitz` gives the reason).
+With a window, b is -inf at distances longer than the window. A block skips keys that none of its
+queries sees because of the window, or because the keys are in an earlier document.
 
 In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
 the size of one tile's scores (see `tiles`). The forward pass needs one such buffer, and the
 backward pass needs two. With a factor w or with dropout, the forward pass needs one more. The
 backward pass needs one more for w, and one more for dropout or a sink. For long sequences, the
-backward pass computes P again. For short sequences, where P is hardly larger than the inputs, P is
+backward pass computes P again. For short sequences, P is hardly larger than the inputs. P is then
 kept (`blocked_call.KEPT_SHARE`), which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of

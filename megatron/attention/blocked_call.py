@@ -80,12 +80,12 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Return a buffer to keep the attention probabilities of all tiles for the backward pass.
+        """Return a buffer that keeps the attention probabilities for the backward pass, or None.
 
-        Return None if they are not kept. They are kept only if they are small, the distance kernel
-        has no factor and there is no sink. With a factor, the backward pass must compute the
-        query-key products again anyway. With a sink, the backward pass also needs the softmax
-        weights of the sink, which are not in the buffer.
+        Probabilities are kept only if they need little memory, if the distance kernel has no factor
+        and if there is no sink. With a factor, the backward pass must compute the query-key
+        products again anyway. With a sink, it also needs the softmax weights of the sink, which the
+        buffer does not hold.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if (
@@ -107,10 +107,10 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return contiguous views [sequences * heads, rows, keys] of buffers, sized for this tile.
+        """Return one contiguous view [sequences * heads, rows, keys] of each buffer for this tile.
 
-        There is one view of each tensor of `buffers`. If `kept` (see `new_kept`) is not None, a
-        view of `kept` comes first. The caller stores the attention probabilities in the first view.
+        If `kept` (see `new_kept`) is not None, a view of this tile's part of `kept` comes first.
+        In either case, the caller stores the attention probabilities in the first view.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]

@@ -55,7 +55,8 @@ class Call:
     def first_keys(self) -> Tensor | None:
         """Return the index of the first key that each query sees, int64 [B or 1, T].
 
-        Return None without documents and a window. The indices never decrease along the sequence.
+        The indices never decrease along the sequence. The result is None if there are neither
+        documents nor a window.
         """
         if not self.masked:
             return None
@@ -84,7 +85,10 @@ class Call:
         return self.absolute_positions() - self.starts_BS[:, first:end]
 
     def absolute_positions(self) -> Tensor:
-        """Return the position of each query for a temperature, [B or 1, T]."""
+        """Return the position of each query, [B or 1, T], for a temperature.
+
+        Positions are counted from the first key, unless the call has `positions_BT`.
+        """
         if self.positions_BT is not None:
             return self.positions_BT
         end = self.query_offset + self.q_BHTE.shape[2]
@@ -119,13 +123,14 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return an equivalent call that is simpler to compute for a backend.
 
     The temperature is multiplied into q, and the sink is computed from theta. The returned call's
-    `pos` is the distance kernel alone, and `theta_HN` has only its columns. Keys after the last
-    query are removed.
+    `pos` is the distance kernel alone, and its `theta_HN` has only the kernel's columns. Keys after
+    the last query are removed.
 
     Args:
         grouped: Whether k and v may keep fewer heads than q. Otherwise their heads are repeated.
-        tempered: Whether the temperature stays a part of `pos`. In 16 bits, its product with q is
-            rounded, and the error of theta's gradient would be several percent.
+        tempered: Whether the temperature stays a part of `pos` instead of being multiplied into q.
+            In 16 bits, that product would be rounded, which would make theta's gradient wrong by
+            several percent.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]

@@ -9,8 +9,8 @@ w and b are the factor and the bias of the distance kernel, which depend on the 
 decay. Documents and a window limit the keys that a query sees. A sink adds a null key to the
 softmax. Each of these terms may be absent.
 
-If a backend does not serve a request (a combination of embedding, dtype, device, training and
-dropout), an error names the backends that do. No backend silently falls back to another one.
+A request is a combination of embedding, dtype, device, training, dropout and so on. If a backend
+does not serve it, an error names the backends that do. No backend silently falls back to another.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
 of theta, the distance kernel's parameters.
@@ -254,7 +254,7 @@ def _layout(call: Call) -> tuple:
 
 
 def _conditions(call: Call) -> dict[str, Any]:
-    """Return the properties of the call that a backend may refuse, as arguments of `choose`."""
+    """Return the properties of the call by which a backend is chosen, as arguments of `choose`."""
     return {
         "device_type": call.q_BHTE.device.type,
         "dtype": call.q_BHTE.dtype,

@@ -30,7 +30,7 @@ from megatron.attention.tiles import QueryTile
 
 
 class Decay:
-    """The decay of one call, and `grad_NS`, its gradient summed over the tiles so far.
+    """The decay of one call, and its gradient `grad_NS`, summed over the tiles so far.
 
     Args:
         c_BHS: The decay of each position.

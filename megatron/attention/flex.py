@@ -1,13 +1,13 @@
 """Compute attention by torch's FlexAttention, with a score_mod made from the embedding's formula.
 
 A distance kernel is a bias b or a factor w that depends only on the query-key distance. A score_mod
-is a function that FlexAttention applies to each score. The embedding's torch formula is read as an
-expression (`trace`). The score_mod evaluates the expression at the score's distance, with the
-parameters theta of the score's head. If the formula has no expression, the values of the formula
-are tabulated over distances, and the score_mod looks up the entry for the score's distance. The
-score_mod also looks up the decay. FlexAttention's block mask excludes keys outside a window or in
-other documents. Without documents, the block mask is cached for later calls. With a sink, the
-output is multiplied by 1 - p, where p is the softmax weight of the null key.
+is a function that FlexAttention applies to each score. The embedding's torch formula is read as a
+symbolic expression (`trace`). The score_mod evaluates the expression at the score's distance, with
+the parameters theta of the score's head. If the formula has no expression, its values are tabulated
+over distances, and the score_mod looks up the entry for the score's distance. The score_mod also
+looks up the decay. FlexAttention's block mask excludes keys outside a window or in other documents.
+Without documents, the block mask is cached for later calls. With a sink, the output is multiplied
+by 1 - p, where p is the softmax weight of the null key.
 
 On CUDA this backend is compiled. It adds up theta's gradient with one atomic addition per score,
 which is slow and not repeatable bit for bit. Prefer the backend `fused`. `flex` is for comparison

@@ -91,7 +91,7 @@ def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
 
 @constant
 def tempers(pos: PositionalEmbedding) -> bool:
-    """Return whether the Triton kernels apply the embedding's temperature; a table cannot."""
+    """Return whether the Triton kernels apply the temperature, as they do without a table."""
     return not functions_of(pos.kernel_part(None, tempered=True)[0])[0].tabulated
 
 

@@ -1,4 +1,4 @@
-"""Translate a graph of operations, recorded by torch's tracer, to sympy; see `trace`."""
+"""Translate to sympy the graph of operations that torch's tracer has recorded; see `trace`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import sympy
 
 HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1.0, 2000.0)
-"""The inputs with which a formula is traced: queries at positions d + FURTHER."""
+"""A formula is traced with HEADS heads, at DISTANCES d and at query positions d + FURTHER."""
 
 
 class Unreadable(ValueError):
@@ -25,15 +25,18 @@ class Unreadable(ValueError):
 
 
 class Columns(tuple):
-    """A tuple of symbols. It stands for the tensor [heads, columns] of some columns of theta."""
+    """Some columns of theta, as a tuple with one sympy symbol per column.
+
+    It replaces the tensor [heads, columns] that holds the values of these columns.
+    """
 
 
 class Reader:
-    """Translates a graph of operations, recorded by torch's tracer, to sympy.
+    """Translates to sympy the graph of operations that torch's tracer has recorded.
 
     The tensor that a node of the graph computes is replaced by one of these values:
 
-    - a sympy expression, which holds for all heads and distances;
+    - a sympy expression, one for all heads and distances;
     - `Columns` of theta, the distance kernel's parameters;
     - a list of expressions;
     - a plain Python value.

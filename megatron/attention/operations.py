@@ -4,9 +4,9 @@
     kerple::blocked_backward  kerple::fused_backward
 
 A compiled graph contains these operations as they are. torch knows the shapes of their results and
-their gradients, and does not trace into them. The operations have no hidden state: random numbers
-depend on the argument `seed` alone. Eager calls bypass these operations, which would add some 20
-microseconds to each call.
+how to differentiate them, and does not trace into them. The operations have no hidden state: random
+numbers depend on the argument `seed` alone. Eager calls bypass these operations, because each would
+add some 20 microseconds to a call.
 
 `kerple::blocked` reads documents and seeds on the host. A CUDA graph cannot record that, so torch
 leaves these operations out of its CUDA graphs and divides the graph around them.

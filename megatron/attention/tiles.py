@@ -28,8 +28,8 @@ class QueryTile:
     Attributes:
         index: The number of the tile in the order of `walk`. It determines the tile's dropout mask.
         start: The offset of the tile in a buffer that holds the scores of all tiles.
-        batch: The number of sequences.
-        heads: The heads, as a slice of the H heads. They are the same in each sequence.
+        batch: The number of sequences in the tile.
+        heads: The tile's heads, as a slice of the H heads. They are the same in each sequence.
         items: The pairs of sequence and head, as a slice of the flattened dimension B H.
         rows: The query rows, as a slice of the T queries in reversed order.
         first: The first key. None of the rows sees an earlier key.
@@ -75,9 +75,9 @@ class QueryTile:
 def block_rows(queries: int, keys: int) -> int:
     """Return the number R of query rows of a tile.
 
-    R is usually 32 to 128, so that matrix products are efficient. R is at most half of the number
-    of queries (if this half is at least 32), so that the scores of some future keys are never
-    computed. If there are very many keys, R is smaller.
+    R is usually 32 to 128, so that matrix products are efficient. With at least 64 queries, R is at
+    most half of their number, rounded up. Then a tile of early queries leaves out some future keys,
+    whose scores are not computed. If there are very many keys, R is smaller.
     """
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))

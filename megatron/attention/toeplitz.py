@@ -12,10 +12,10 @@ which depends only on r + c. Therefore two operations need neither an index tens
   followed by R - 1 entries -inf for distances < 0 (future keys). The matrix is a view of this
   vector with strides (1, 1), and it is also the causal mask.
 - Summing the entries of a matrix at each distance. Let a contiguous [R, n] matrix be zero at future
-  keys. Skip its first entry, which is the only one at distance n - 1. Read the other entries as R
-  rows of n - 1 entries; the R - 1 entries that remain are for future keys. Then column n - 2 - d
-  contains all entries at distance d, and otherwise zeros. So one plain sum over rows gives the sums
-  for all distances.
+  keys. Skip its first entry, which is the only one at distance n - 1. Read the entries that follow
+  as R rows of n - 1 entries. (The last R - 1 entries are left over. They are for future keys.) Then
+  column n - 2 - d contains all entries at distance d, and apart from them only zeros. So one plain
+  sum over rows gives the sums for all distances.
 
 (Reversing the keys instead of the queries would be less exact. A row would then start with its
 nearest keys, and in the softmax's running sum their large weights would absorb the small weights
@@ -57,7 +57,7 @@ class DistanceVector:
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Sum a block over the batch, separately for each distance, and add the sums to `reversed_HS`.
+    """Sum a block over batch and equal distances, and add the sums to `reversed_HS`.
 
     The order of summation depends only on the shapes, so the result is repeatable bit for bit.
 

@@ -6,9 +6,9 @@ recorded operations to sympy. The result has one symbol for the distance and one
 theta. From this expression `megatron.kernels.codegen` generates Triton device functions with their
 derivatives, and `flex` makes FlexAttention's score_mod.
 
-A bias may also depend on the query's position i, a further symbol. So may the factor, if there is a
-temperature. A layer of hidden units (as in
-FIRE) becomes a single sympy function.
+Some biases also depend on the query's position i, and so does the factor if there is a temperature.
+The expression then has a symbol for i. A layer of hidden units (as in FIRE) becomes a single sympy
+function.
 
 A formula has a symbolic expression only if it treats each distance and each head separately. A
 lookup in a table, as in T5's bias, has none. Before an expression is used, it is evaluated at other
@@ -83,7 +83,7 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 
 def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ...]:
-    """Return the functions of (theta, distances d, positions i) that compute bias and factor."""
+    """Return two functions of (theta, distances d, positions i), for the bias and the factor."""
     return pos.bias_at, pos.weight_at
 
 
@@ -97,9 +97,9 @@ def assumed(low: float) -> dict[str, bool]:
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
-    In fp64, the formula's values and gradients of theta (the kernel's parameters) must equal those
-    of the embedding. In fp32, the errors of the formula's values may be at most 8 times those of
-    the embedding's values, plus 1e-5 max(1, |value|).
+    In fp64, the formula and the embedding must give equal values and equal gradients with respect
+    to theta (the kernel's parameters). In fp32, the error of a formula's value may be at most 8
+    times the error of the embedding's value, plus 1e-5 max(1, |value|).
 
     Raises:
         Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.
@@ -135,8 +135,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Evaluate `function` in `dtype`. Return its values and a gradient, both as fp64.
 
-    The gradient with respect to theta (the kernel's parameters) is that of a weighted sum of the
-    values at the first four distances.
+    The gradient is that of a weighted sum of the values at the first four distances, with respect
+    to theta (the kernel's parameters).
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.

@@ -12,12 +12,12 @@ theta (the distance kernel's parameters). ds_ij is the gradient with respect to 
 registers and writes its sums for theta to one row of the tensor `sums`. `launch` adds up these rows
 in fixed order. `query_pass` also computes delta.
 
-In 16 bits, o is rounded, and the error of do_i . o_i would be most of the error of dtheta. The true
-delta_i is sum_j p_ij do_i . v_j. If ds_ij is computed with do_i . o_i instead, sum_j ds_ij is not 0
-but excess_i, the true delta_i minus do_i . o_i. excess_i is known only after the loop over j.
-Therefore the loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij = dx_ij/dtheta_k.
-After the loop, `query_pass` subtracts excess_i times the second sum from the first sum. It stores
-do_i . o_i + excess_i as delta_i for the other Triton kernels.
+In 16 bits, o is rounded, and the error of do_i . o_i would cause most of the error of dtheta. The
+true delta_i is sum_j p_ij do_i . v_j. Let excess_i be the true delta_i minus do_i . o_i. It is the
+sum over j of the ds_ij that are computed with do_i . o_i. Hence it is known only after the loop
+over j. Therefore this loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij is
+dx_ij/dtheta_k. After the loop, `query_pass` subtracts excess_i times the second sum from the first
+sum. It stores do_i . o_i + excess_i as delta_i for the other Triton kernels.
 
 `key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
 share these keys.
@@ -132,8 +132,8 @@ def query_pass(
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
     Theta is the distance kernel's parameters. Each program writes its part to a row of `sums`
-    [programs, THETA], for the THETA columns of theta that need a gradient. delta is corrected for
-    the rounding of `out` if LEARNS: theta needs a gradient, or there is a sink or a decay.
+    [programs, THETA], for the THETA columns of theta that need a gradient. With LEARNS (theta needs
+    a gradient, or there is a sink or a decay), delta is corrected for the rounding of `out`.
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

@@ -99,7 +99,8 @@ def device_functions(
     """Generate the device functions for a bias (None means 0) and a factor (None means 1).
 
     Args:
-        position: The symbol of the query's position in its document, if one of both may contain it.
+        position: The symbol of the query's position in its document, or None if neither the bias
+            nor the factor contains it.
 
     Raises:
         NotExpressible: The bias or the factor cannot be expressed in the generated code.
@@ -137,7 +138,8 @@ def device_functions(
 class Writer:
     """Collects the statements of the generated functions `prepare` and `evaluate`.
 
-    `prepare` computes scalars, and `evaluate` computes tiles.
+    `prepare` computes scalars, and `evaluate` computes tiles. "The code of" an expression is Triton
+    source text that evaluates it.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class Writer:
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
     def row(self) -> str:
-        """Return the code of a pointer to the head's row of theta."""
+        """Return the source text, such as "c[2]", of a pointer to the head's row of theta."""
         if "theta" not in self.prepared:
             self.prepared.append("theta")
         return f"c[{self.prepared.index('theta')}]"
@@ -268,7 +270,10 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code of `base` to the power `exponent`, a nonzero integer, 1/2 or -1/2."""
+    """Return the code of a power, given the code of its base and that of 1 / x, with {} for x.
+
+    The exponent is a nonzero integer, 1/2 or -1/2.
+    """
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
     text = "(" + " * ".join([base] * abs(int(exponent))) + ")"

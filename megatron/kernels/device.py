@@ -176,12 +176,13 @@ def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def add_columns(sums, x, dtype: tl.constexpr):
-    """Return `sums` [M, W] plus the columns of the tile `x` [M, N], column n to column n mod W.
+    """Return `sums` [M, W], with each column n of the tile `x` [M, N] added to column n mod W.
 
-    With W = 8, a thread has all columns of a tensor core's tile that it adds up. With W = 1, or if
-    q's `dtype` is fp32, threads exchange sums. In fp32, the number that a thread exchanges can be
-    one product. If a thread fused its own product with a sum, its result would differ from that of
-    the thread to which it sent the product, rounded. So the products are hidden.
+    With W = 8, a thread holds all columns that it adds up, because columns of a tensor core's tile
+    are distributed over threads in a pattern of 8. With W = 1, or if q's `dtype` is fp32, threads
+    exchange sums. In fp32, an exchanged number can be a single product, rounded. The thread that
+    computed this product could fuse it with the addition, unrounded, and its result would then
+    differ from that of the other thread. So the products are hidden from the compiler (`opaque`).
     """
     if dtype == tl.float32:
         x = opaque(x)

@@ -1,11 +1,12 @@
 """Evaluate a layer of hidden units in the Triton kernels: f(u) = sum_k v_k relu(w_k u + b_k).
 
-f is piecewise linear (see `megatron.positional.hidden_layer`). `launch` passes one row of numbers
-per head. This row holds the columns of theta, then the K knees in rising order, then the slopes and
-then the offsets of the K + 1 lines between the knees. In most tiles, all inputs u lie between the
-same two knees, so f costs one product per score. If knees lie between the smallest and the largest
-u of a tile, a loop over these knees selects the line of each u. The condition around this loop
-hides it from Triton, which does not load tiles ahead in a loop that directly contains another loop.
+f is piecewise linear (see `megatron.positional.hidden_layer`): a line, slope * u + offset, between
+neighbouring knees, the inputs u at which the slope changes. `launch` passes one row of numbers per
+head. This row holds the columns of theta, then the K knees in rising order, then the slopes and
+then the offsets of the K + 1 lines. In most tiles, all inputs u lie between the same two knees, so
+f costs one product per score. If knees lie between the smallest and the largest u of a tile, a loop
+over these knees selects the line of each u. The loop is inside a condition, which hides it from
+Triton. (Triton does not load tiles ahead in a loop that directly contains another loop.)
 
 Let ds be the gradient of the loss with respect to a logit. The gradient of a line's slope is the
 sum of ds u over the scores whose u lies on this line, and the gradient of its offset is the sum of
@@ -32,11 +33,11 @@ from megatron.kernels.terms import first_keys, lost, open_decay, positions_of
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of hidden units in the bias of a distance kernel.
+    """A layer of hidden units, sum_k v_k relu(w_k u + b_k), in the bias of a distance kernel.
 
     Attributes:
-        first: The index of the first knee in a head's row of numbers. As the row begins with all
-            columns of theta, this is also their number.
+        first: The number of columns of theta. The row of numbers that the Triton kernels read for a
+            head starts with these columns, and the layer's knees, slopes and offsets follow.
         columns: Three tuples of indices of columns of theta: those of w, of b and of v.
     """
 
@@ -82,7 +83,10 @@ def step(x):
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return (begin, end): knees begin ... end - 1 lie between a tile's smallest and largest u."""
+    """Return (begin, end), the range of knees between the smallest and the largest u of a tile.
+
+    `knees` points to the K inputs, in rising order, at which the slope of the layer changes.
+    """
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
     at = tl.load(knees + k, mask=k < K, other=float("inf"))
@@ -92,7 +96,10 @@ def knees_within(u, knees, K: tl.constexpr):
 
 @triton.jit
 def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the layer's output f(u) for a tile of inputs u."""
+    """Return the layer's output f(u) for a tile of inputs u.
+
+    `row` points to the head's numbers: `first` columns of theta, K knees, then slopes and offsets.
+    """
     knees, slopes, offsets = row + first, row + first + K, row + first + 2 * K + 1
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -106,7 +113,7 @@ def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the derivative of the layer's output f(u) for a tile of inputs u."""
+    """Return the derivative of `hidden_layer` with respect to u, for a tile of inputs u."""
     knees, slopes = row + first, row + first + K
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -119,9 +126,10 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add each ds to `sums` [R] and each ds u to `slopes` [R], at the index of the line of this u.
+    """Sum ds and ds u over each line of the layer. Return `sums` and `slopes` [R] plus these sums.
 
-    u and ds are tiles: the layer's inputs and the gradients of the logits.
+    u and ds are tiles: the layer's inputs and the gradients of the logits. Entry m of the results
+    belongs to line m, on which u lies between the knees m - 1 and m.
     """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
@@ -147,10 +155,10 @@ def hidden_pass(
     R: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of offsets and slopes, one tile of query rows of one head per program.
+    """Sum the gradients of the offsets and slopes of the layer's lines.
 
-    Each program writes its sums of ds (for offsets) and of ds u (for slopes) to `sums` [programs,
-    2, R].
+    Each program handles one tile of query rows of one head. It writes its sums of ds (for offsets)
+    and of ds u (for slopes) to `sums` [programs, 2, R].
     """
     tiles = tl.cdiv(queries, M)
     item = tl.program_id(0) // tiles

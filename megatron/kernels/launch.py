@@ -115,7 +115,7 @@ def launch(
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return how many tiles of `size` elements cover `count` elements."""
+    """Return the number of tiles of `size` elements that cover `count` elements."""
     return -(-count // size)
 
 

@@ -33,11 +33,11 @@ class relu(sympy.Function):
 
 
 class hidden_slope(sympy.Function):
-    """The derivative of `hidden_layer` with respect to u, with the same arguments."""
+    """The derivative of `hidden_layer` with respect to u. The arguments are the same."""
 
 
 class hidden_layer(sympy.Function):
-    """sum_k v_k relu(w_k u + b_k), with the arguments u, all w, all b, all v."""
+    """sum_k v_k relu(w_k u + b_k). The arguments are u, then all w, all b and all v."""
 
     @property
     def columns(self) -> tuple[tuple[Any, ...], ...]:
@@ -76,13 +76,13 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
-    """Find the layer of hidden units in `expr`: its input u and its columns of theta.
+    """Find the layer of hidden units, sum_k v_k relu(w_k u + b_k), in a distance kernel's `expr`.
 
     Returns:
-        (u, columns of w, columns of b, columns of v), or None if there is no layer.
+        (u, indices of all w in theta, of all b, of all v), or None if there is no layer.
 
     Raises:
-        NotExpressible: There are several layers, or a layer's columns are also used elsewhere.
+        NotExpressible: There are several layers, or `expr` also uses a w, b or v elsewhere.
     """
     found = list(expr.atoms(hidden_layer))
     if not found:
@@ -95,16 +95,20 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether `expr` has d in an exponent. If so, its reciprocal needs `rcp_any`."""
+    """Return whether `expr` has d in an exponent. If so, 1 / `expr` is computed by `rcp_any`."""
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
     """Check that a power x^y may be computed as 2^(y log2 x) for every theta and distance d.
 
-    One of these conditions must hold: x is always positive; or y is a number and x is never
-    negative; or y > 0, x depends only on d, and x is 0 only at d = 0. (The generated code replaces
-    log2 0 by a finite number.)
+    One of these conditions must hold:
+
+    - x is always positive;
+    - y is a number, and x is never negative;
+    - y > 0, x depends only on d, and x is 0 only at d = 0.
+
+    If x may be 0 at d = 0, the generated code replaces log2 0 by a finite number.
 
     Raises:
         NotExpressible: None of the conditions holds.

@@ -162,7 +162,7 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Sum, at each query-key distance, the parts of the gradients of the tables of b and of w.
+    """Compute the gradients of the tables of b and w, as sums over scores at the same distance.
 
     Each program handles the tiles of one head whose upper left corners are at the same distance.
     """

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = tl.constexpr(128)
-"""How many rows share a reference for the decay: a multiple of each tile's M."""
+"""The number of rows that share c_r, their reference for the decay. A multiple of each tile's M."""
 LEAST = tl.constexpr(-1e30)
 """The running maximum of a row before its first key: finite, because -inf - -inf is NaN."""
 
@@ -238,9 +238,9 @@ class Terms:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the sink and of the decay.
 
-        With the null key's softmax weight p and delta (see `backward`), the gradient ds of the null
-        key's logit is -p delta. The other ds of a row add up to p delta. This sum is also what the
-        row adds to the gradient of the decay at its own position.
+        In each row, the gradient ds of the null key's logit is -p delta, where p is the softmax
+        weight of the null key (see `backward` for delta). The ds of all other keys add up to
+        p delta. The row adds this sum to the gradient of the decay at the row's position.
 
         Args:
             ddecay_BHS: The gradient of the decay at the positions of keys. The gradient at the

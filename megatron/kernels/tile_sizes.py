@@ -27,7 +27,7 @@ from megatron.kernels.device import INTERPRETED
 class Tile:
     """The tile of a Triton kernel, M query rows by N keys, with its warps and pipeline stages.
 
-    The tiles of the Triton kernel `table` are square. This kernel ignores N.
+    The kernel `table_pass` has square tiles of M rows and M keys, whatever N is.
     """
 
     M: int
@@ -195,8 +195,8 @@ def look_up(
 ) -> TileSizes:  # fmt: skip
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
-    `TABLE` has separate entries for calls with `heavy` or `dropout`. If there is none for this head
-    size, use the entry for calls without both.
+    `TABLE` has separate entries for calls with `heavy` or `dropout`. A head size without such an
+    entry gets the sizes for calls without both.
 
     Args:
         family: The GPU family, a key of `TABLE`.

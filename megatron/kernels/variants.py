@@ -5,12 +5,12 @@ properties of the run-time arguments: dtypes, whether addresses and strides are 
 strides and numbers that are 1, and whole numbers beyond 32 bits. At each launch, Triton examines
 the arguments for these properties, which takes longer than the launch.
 
-With `cache_launches(True)`, a variant keeps the compiled kernel that Triton chose, and launches it
-again when the same arguments come back. The key has the strides, and the addresses modulo 16, as
-they are, so it distinguishes more than Triton does. The current device and stream and Triton's
-launch hooks are looked up at each launch. Changes of Triton's other settings are noticed only by
-the first launch with a key. Nothing is allocated, and the host waits for nothing, so launches can
-be captured in a CUDA graph.
+With `cache_launches(True)`, a variant keeps each compiled kernel that Triton chose, under a key
+made of the arguments' properties, and launches it again for arguments with the same key. The key
+contains the exact strides, and the addresses modulo 16, so it distinguishes more cases than Triton
+does. The current device and stream and Triton's launch hooks are looked up at each launch. If other
+settings of Triton change, only the first launch with a key notices. Nothing is allocated, and the
+host waits for nothing, so launches can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ NUMBERS = ("heads", "group", "queries", "keys", "offset", "width", "scale", "thr
 """The numeric arguments of all Triton kernels, in order."""
 
 LARGEST = 4096
-"""The number of variants, and of compiled kernels of a variant, at which all are forgotten."""
+"""The largest number of variants, and of compiled kernels of each variant, that are kept.
+
+When a number is reached, all variants (or all compiled kernels of the variant) are forgotten."""
 
 VARIANTS: dict[tuple, Variant] = {}
 """All variants that this process has launched."""
@@ -62,10 +64,10 @@ class Variant:
     Attributes:
         function: The Triton kernel.
         functions: The device functions of the distance kernel.
-        constants: The compile-time arguments, which come after all others.
+        constants: The compile-time arguments. A launch passes them after all other arguments.
         options: The options of the compiler.
-        exact: For each of `NUMBERS`, whether Triton compiles other kernels for other values.
-            If not, it only distinguishes 32 and 64 bits.
+        exact: For each of `NUMBERS`, whether the choice of the compiled kernel depends on the exact
+            value. If not, it depends only on whether the value fits into 32 bits.
         compiled: The compiled kernels, by the properties of the run-time arguments.
     """
 
@@ -97,7 +99,7 @@ class Variant:
             self.compiled[key] = compiled
 
     def key(self, pointers: Sequence[Any], strides: Sequence[int], numbers: Sequence[Any]) -> tuple:
-        """Return the properties of the run-time arguments on which Triton's choice depends."""
+        """Return the properties of the run-time arguments by which a compiled kernel is chosen."""
         tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
         values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
         return pointers[0].get_device(), *tensors, *strides, *values
@@ -135,7 +137,7 @@ def variant_of(
 
 @lru_cache
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of a Triton kernel's tensors, of those with strides, and of its constants.
+    """Return three lists of names: a Triton kernel's tensors, those with strides, its constants.
 
     A tensor named x is the argument `x_ptr`. If it has four dimensions, the strides of the first
     three are the arguments `x_b`, `x_h` and `x_t`. All pointers come first, then all strides, then

@@ -16,7 +16,7 @@ GATES = {
     "glu": "sigmoid",
     "bilinear": "identity",
 }
-"""Maps an activation with two halves, value and gate, to the function of the gate (2002.05202)."""
+"""Maps each gated activation to its function f in f(gate) * value (arXiv 2002.05202)."""
 
 
 def stepwise_tanh_gelu(x: Tensor) -> Tensor:
@@ -45,11 +45,14 @@ ACTIVATIONS: Functions = {
 def activate(
     x: Tensor, name: str, *, tanh: bool = False, functions: Functions = ACTIVATIONS
 ) -> Tensor:
-    """Apply the activation `name`, which halves the last dimension of `x` if it has a gate.
+    """Apply the activation `name` to `x`.
+
+    A gated activation (such as `swiglu`) splits the last dimension of `x` into value and gate, so
+    its result has half the size.
 
     Args:
         tanh: Whether `gelu` means its tanh approximation.
-        functions: The functions by name.
+        functions: Maps names to the functions without a gate.
     """
     if name in GATES:
         value, gate = x.chunk(2, dim=-1)

@@ -138,9 +138,10 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
-    """Limit every layer of `model` to the last `tokens` tokens, the query's own included.
+    """Hide all but the last `tokens` tokens from each query, within the `with` block.
 
-    The limit holds inside the `with` block. A layer's shorter window stays. None sets no limit.
+    The query's own token is one of them. Layers with a shorter window keep theirs. None sets no
+    limit.
     """
     layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
     before = [layer.window for layer in layers]
@@ -158,7 +159,7 @@ class MLP(nn.Module):
     """The feed-forward layers of a block, from x [batch, positions, hidden size] to the same shape.
 
     The inner width is `BlockShape.mlp_size`. In a gated MLP (such as `swiglu`), the first layer
-    computes a value and a gate of this width each, and the second layer gets f(gate) * value.
+    computes a value and a gate, each of this width, and the second layer gets f(gate) * value.
     """
 
     def __init__(self, plan: Plan):

@@ -1,11 +1,11 @@
-"""Build the norms of a model: with apex's kernels, and sharded over tensor-parallel ranks.
+"""Define the norm of the blocks, which may use apex's kernels and shards its weights by heads.
 
 With `fused_norm`, layernorm and rmsnorm call apex's kernels. If apex is not installed, they call
 torch's functions instead, which compute the same values. As in GPT-NeoX, the fused rmsnorm has eps
 INSIDE the root.
 
-`copy_to` sums the gradients of the weights over ranks that use the same weights for different
-vectors.
+If tensor-parallel ranks apply the same weights to different vectors, the gradients of the weights
+are summed over these ranks (`copy_to`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class BlockNorm(Norm):
 
     Args:
         tp: The tensor-parallel group.
-        by_head: Whether the norm is that of queries or keys [..., this rank's heads, head size].
+        by_head: Whether the input is queries or keys [..., this rank's heads, head size] instead
+            of hidden states.
 
     Raises:
         ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.

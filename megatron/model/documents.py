@@ -15,12 +15,14 @@ from megatron.attention.call import document_starts
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents in the sequences of a model whose tokens attend only to their own document.
+    """The rule by which sequences of tokens are divided into documents.
+
+    A model has this rule only if each token attends only to tokens of its own document.
 
     Attributes:
         end: The id of the end-of-document token.
-        restart_positions: Whether position 0 is the first token of each document. Otherwise it is
-            the first token of the sequence.
+        restart_positions: Whether positions are counted from the first token of each document.
+            Otherwise they are counted from the first token of the sequence.
     """
 
     end: int
@@ -36,11 +38,13 @@ class Documents:
     def positions(
         self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Return positions in documents, int64 [B, T], or None without `restart_positions`.
+        """Convert positions in the sequence to positions in each token's document, int64 [B, T].
+
+        Return None if `restart_positions` is false.
 
         Args:
             starts_BS: The result of `starts` for the full sequences.
-            positions_T: The positions in the sequence to convert. None means all positions.
+            positions_T: The positions in the sequence. None means all positions.
         """
         if not self.restart_positions:
             return None

@@ -36,8 +36,8 @@ class EmbeddingLayer(StoredTheta):
             sequence's first token.
 
     Args:
-        words: Whether this layer embeds the tokens. If False, the input is the embedded tokens. In
-            a pipeline, a separate layer embeds the tokens.
+        words: Whether this layer embeds the tokens. If False, its input is the token vectors
+            instead of the tokens (in a pipeline, where a separate layer embeds the tokens).
     """
 
     def __init__(self, plan: Plan, words: bool = True):
@@ -90,7 +90,7 @@ class EmbeddingLayer(StoredTheta):
         return F.embedding(rows, table)
 
     def require_positions(self, length: int) -> None:
-        """Check that the position table, if there is a trained one, has at least `length` rows.
+        """Check that a trained position table, if the model has one, has at least `length` rows.
 
         Raises:
             PositionalError: The table has fewer rows.

@@ -1,8 +1,8 @@
 """Divide the output of the projection `query_key_value` into heads.
 
-The output is interleaved per key head: [K, (q ... q k v), E]. With one query head for each key
-head, this is the order of GPT-NeoX's checkpoints. Exports contain this file (see
-`megatron.hub.bundle`).
+For each key head, the output holds the queries of its G query heads, then its key, then its value:
+[K, (q ... q k v), E]. With G = 1, this is the order of GPT-NeoX's checkpoints. Exports contain this
+file (see `megatron.hub.bundle`).
 
 Legend: B batch, T positions, H heads, K key heads, G query heads per key head, E head size.
 """
@@ -18,14 +18,14 @@ from torch import Tensor
 def by_key_heads(
     qkv_BTW: Tensor, group: int, size: int, norm: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the projection's output by key heads, [B, K, T, (G + 2) E].
+    """Return the projection's output, divided into key heads, [B, K, T, (G + 2) E].
 
     Args:
         group: The number G of query heads that share a key head.
         size: The head size E.
         norm: A norm of queries and keys [B, T, H, E] with different weights for each query head, or
-            None. If there is one, each query head gets its own copy of its key head (G = 1), as in
-            gpt-neox.
+            None. With a norm, each query head gets its own copy of its key head, as in gpt-neox.
+            The result then has K = H and G = 1.
     """
     qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
     if norm is not None:

@@ -46,7 +46,7 @@ Flow = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (x, theta, starts) from a layer's input. A tensor that is missing becomes None.
+    """Divide a layer's input into (x, theta, starts), with None for each missing tensor.
 
     `starts` is recognised by its integer dtype.
     """
@@ -100,10 +100,11 @@ class PipeWords(VocabEmbedding):
 
 
 class PipeEmbedding(EmbeddingLayer):
-    """The layer after the token embedding, which adds any position vectors to the token vectors.
+    """The second pipeline layer, from token vectors to the hidden states x.
 
-    The layer returns the sum x. It also returns the distance kernel's trained parameters theta and
-    the starts of documents, if there are any.
+    x is the sum of token and position vectors, or the token vectors alone if the model adds no
+    position vectors. If the model has trained theta (parameters of the distance kernel) or starts
+    of documents, the layer returns them after x.
     """
 
     def __init__(self, plan: Plan):
@@ -179,9 +180,10 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
 
 
 def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the function of (logits [B, T, V], targets [B, T]) that ends the last stage.
+    """Return the loss function with which the last pipeline stage ends.
 
-    It returns the mean loss, or under `torch.no_grad` the losses [B, T].
+    It maps (logits [B, T, V], targets [B, T]) to the mean loss, or under `torch.no_grad` to the
+    losses [B, T].
     """
     logits_tp = logits_group(plan)
 

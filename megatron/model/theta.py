@@ -77,9 +77,11 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return a dict from THETA and SHARED_THETA to the columns of theta that they store.
+    """Divide theta's trained columns into the tensors that the model stores, a dict by tensor name.
 
-    The dict is empty if no column is trained. It has no SHARED_THETA if the heads share no column.
+    THETA holds the columns with a value for each head, and SHARED_THETA [1, columns] those that all
+    heads share. The dict is empty if no column is trained. It has no SHARED_THETA if no column is
+    shared.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
     parts = {THETA: theta_HN[:, own]} if own or shared else {}
@@ -90,7 +92,7 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
     """Return the trained columns of theta [heads, columns], in the order of the parameters.
 
     Args:
-        parts: The values of `divided_theta`, as the model's `theta_parts` returns them.
+        parts: The stored tensors, in the order of `divided_theta` (the model's `theta_parts`).
     """
     if len(parts) == 1:
         return parts[0]
@@ -100,19 +102,23 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
-    """Return the columns of both parts in the order of their indices in theta."""
+    """Join two parts of theta, and order the columns by their indices in theta.
+
+    Args:
+        first, second: The indices in theta of the columns of the first and of the second part.
+    """
     order = [*first, *second]
     return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
 
 
 def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return a dict from parameter name to its values, as the log of a run shows them.
+    """Return a dict from parameter names to values, as the log of a run shows them.
 
-    The values of a parameter are [heads]. They are [1] if all heads share it. If several layers
-    with the same embedding have their own parameters, the layers come first: [layers, heads]. If
-    different embeddings have a parameter of the same name, the embedding's name is put before it.
+    A parameter has the values [heads], or [1] if all heads share it. If each layer has its own
+    parameters, layers with the same embedding are stacked: [layers, heads]. If different embeddings
+    have parameters of the same name, the name is preceded by the embedding's name and a dot.
 
-    If there are more than MOST_COLUMNS names, the dict has other entries: "table" [heads, columns]
+    If there would be more than MOST_COLUMNS names, the dict instead holds "table" [heads, columns]
     and, if heads share parameters, "shared" [columns].
 
     Args:
@@ -172,13 +178,13 @@ class FixedTheta(nn.Module):
 class StoredTheta(nn.Module):
     """The base class of the model's first layer, which stores theta of this rank's heads.
 
-    It is a base class and not a layer of its own, because the names of theta's parts in checkpoints
-    are those of parameters of the first layer.
+    It is a base class and not a layer of its own, because checkpoints name theta's parts as
+    parameters of the first layer.
 
     Attributes:
         theta, shared_theta, fixed_theta: The parts of theta by kind (see the module's docstring).
             None if there is no column of the kind.
-        frozen_N: Whether each trained column is frozen. None if no column is.
+        frozen_N: For each trained column, whether it is frozen. None if no column is frozen.
     """
 
     frozen_N: Tensor | None
@@ -207,7 +213,7 @@ class StoredTheta(nn.Module):
         return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def theta_in(self, dtype: torch.dtype) -> Tensor | None:
-        """Return theta [heads, columns] in `dtype`, or in fp32 if that is wider.
+        """Return theta [heads, columns] in `dtype` or in fp32, whichever is wider.
 
         The result is None if the distance kernel has no parameters.
         """

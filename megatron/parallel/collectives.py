@@ -144,11 +144,11 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return hidden states of all positions, as input of a layer that is sharded by outputs.
+    """Return the hidden states of all positions. A layer that is sharded by outputs reads them.
 
     Under sequence parallelism, `x_BTD` holds only this rank's positions, and the positions of all
-    ranks are gathered. Otherwise `x_BTD` is returned as it is. The backward pass sums the ranks'
-    gradients.
+    ranks are gathered. Otherwise the result is `x_BTD` itself. The backward pass sums the gradients
+    of all ranks.
     """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 
@@ -163,9 +163,9 @@ def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
 
 
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
-    """Return `x` plus the tensors `partial`, which are summed over all ranks of `tp`.
+    """Return `x` plus the sum of the tensors `partial` over all ranks of `tp`.
 
-    Each rank first adds its own tensors `partial`, so that only one tensor is reduced over the
+    Each rank first adds up its own tensors `partial`, so that only one tensor is reduced over the
     ranks. Under sequence parallelism, `x` and the result hold only this rank's positions.
     """
     first, *others = partial

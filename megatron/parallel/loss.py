@@ -56,10 +56,10 @@ def losses_in_pieces(
     ranks: int = 1,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """Return the loss of each target in nats, [batch, positions], piece by piece of the sequence.
+    """Return the loss of each target in nats, [batch, positions], computed piece by piece.
 
-    Under sequence parallelism, a piece takes the same number of positions from every rank's slice
-    of the sequence.
+    A piece is a range of positions of the sequences. Under sequence parallelism, it has the same
+    number of positions from every rank's slice of the sequence.
 
     Args:
         logits_of: A function from a piece of `x_BTD` to the piece's logits for this rank's slice of
@@ -125,9 +125,9 @@ def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor
 class _ShardedCrossEntropy(torch.autograd.Function):
     """Cross-entropy over logits that are sharded by vocabulary.
 
-    The gradient d loss / d logit_v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the target,
-    where lse is the logsumexp of the logits and z_loss is the factor of the loss term lse^2.
-    Each rank computes the gradient of its own slice of the vocabulary.
+    The gradient d loss / d logit_v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the target.
+    Here lse is the logsumexp of the logits, and z_loss is the factor of the loss term lse^2. Each
+    rank computes the gradient of its own slice of the vocabulary.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Multiply by a weight matrix with the faster of torch's two libraries for a CPU.
 
 torch computes fp32 products on a CPU with MKL, and convolutions with oneDNN. On AMD processors, MKL
-leaves AVX-512 unused. There, a product is written as a 1 x 1 convolution, which takes half the time
-(`benchmarks/host/linear_time.py`). Both libraries compute in fp32.
+does not use AVX-512. On such processors this module computes a product as a 1 x 1 convolution,
+which takes half the time (`benchmarks/host/linear_time.py`). Both libraries compute in fp32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether oneDNN multiplies fp32 matrices faster than MKL: on AMD with AVX-512.
 
     Args:
-        processors: Linux's description of the processors. Elsewhere the file does not exist.
+        processors: Linux's description of the processors. Other systems do not have this file.
     """
     return (
         torch.backends.mkldnn.is_available()

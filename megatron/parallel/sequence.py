@@ -1,8 +1,8 @@
 """Describe how the positions of a sequence are split over ranks.
 
 The context group `cp` splits the sequence into context slices. Under sequence parallelism, the
-tensor-parallel group `tp` splits each context slice further. This holds for all hidden states from
-the embedding to the output layer.
+tensor-parallel group `tp` splits each context slice further. All hidden states from the embedding
+to the output layer are split in this way.
 """
 
 from __future__ import annotations

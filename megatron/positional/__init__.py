@@ -54,7 +54,7 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     the embedding rounds numbers.
 
     Raises:
-        PositionalError: Two terms of a combination have the same kind (not `distance`).
+        PositionalError: Two terms of a combination have the same kind, other than `distance`.
         PositionalError: No file of this package has the name `name`. The error message suggests
             the nearest name.
         PositionalError: The file does not define exactly one embedding.

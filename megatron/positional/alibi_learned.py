@@ -2,7 +2,7 @@
 
 Press, Smith, Lewis, ICLR 2022 (arXiv 2108.12409) fix the slopes. Here each slope starts at ALiBi's
 and is trained. The bias is conditionally positive definite for m_h >= 0. With m_h = 0 the head sees
-no positions. The slope's gradient is not 0 there, so training can raise the slope again. Adam
+no positions. The slope's gradient is not 0 even then, so training can raise the slope again. Adam
 changes every slope by about the learning rate in each step. So small slopes (from 2^-8) change much
 faster, relative to their size, than large ones.
 """

@@ -50,9 +50,9 @@ class ThetaParameter:
 
     Attributes:
         name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
-        low, high: The closed bounds. A bound of +-inf means that there is none. Theta is projected
-            into the bounds after each optimizer step.
-        scale: Initial values are drawn as `scale * U(0, 1)` and projected into the bounds.
+        low, high: The smallest and the largest allowed value, or infinite for no bound. Theta is
+            clamped to these bounds after each optimizer step.
+        scale: Initial values are drawn as `scale * U(0, 1)` and clamped to the bounds.
         trained: Whether training changes the column.
         shared: Whether all heads have the same number. The model then stores and logs it once.
     """
@@ -116,7 +116,7 @@ class PositionalEmbedding:
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
-        """The terms of a combination; for any other embedding, this embedding alone."""
+        """The embeddings that a combination joins. For any other embedding, itself alone."""
         return (self,)
 
     def has(self, kind: Kind) -> bool:
@@ -125,7 +125,7 @@ class PositionalEmbedding:
 
     @property
     def has_distances(self) -> bool:
-        """Whether the embedding depends on query-key distances, which `scaled` can multiply."""
+        """Whether the embedding depends on query-key distances. `scaled` can multiply them."""
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
@@ -150,7 +150,7 @@ class PositionalEmbedding:
     def scaled(self, distance_scale: float) -> PositionalEmbedding:
         """Return a copy of this embedding that multiplies every distance by `distance_scale`.
 
-        `columns` does this. A subclass that does not use `columns` must do it, or raise an error.
+        `columns` does so. A subclass that does not use `columns` must do so, or raise an error.
 
         Raises:
             PositionalError: The embedding has no distances that can be scaled.

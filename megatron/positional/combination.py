@@ -24,7 +24,8 @@ class Combination(PositionalEmbedding):
         terms: The embeddings. Only the kind `distance` may occur more than once.
 
     Raises:
-        PositionalError: An embedding occurs twice, or two have the same kind (not `distance`).
+        PositionalError: An embedding occurs twice, or two have the same kind, other than
+            `distance`.
     """
 
     def __init__(self, terms: Sequence[PositionalEmbedding]):
@@ -99,7 +100,10 @@ class Combination(PositionalEmbedding):
         return self._only("input").table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the terms of these kinds alone, and the indices of their columns in theta."""
+        """Return an embedding of only the terms of these kinds, and the indices of their columns.
+
+        The indices are those of columns of theta.
+        """
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:
@@ -121,7 +125,7 @@ class Combination(PositionalEmbedding):
         return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
 
     def _with_theta(self, theta_HN: Tensor) -> dict[PositionalEmbedding, Tensor]:
-        """Map each term to its columns of theta."""
+        """Return a dict from each term to its columns of theta."""
         sizes = [len(term.parameters) for term in self._terms]
         return dict(zip(self._terms, theta_HN.split(sizes, dim=1), strict=True))
 

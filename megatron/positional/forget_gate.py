@@ -1,4 +1,4 @@
-"""Define the forget gate, which lets a head forget a key, depending on the tokens after it.
+"""Define the forget gate, by which each token decides how far a head forgets the keys before it.
 
 Lin et al. 2025 (arXiv 2503.02130, Forgetting Transformer). Each layer computes a gate f in (0, 1)
 per token and head, f = sigmoid(w . x + b). x is the token's hidden state, and w and b are trained.

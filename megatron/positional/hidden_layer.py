@@ -1,9 +1,10 @@
-"""Define a layer of hidden units with input u, sum_k v_k relu(w_k u + b_k), as a torch operation.
+"""Define a layer of hidden units as a torch operation.
 
-The sum is a piecewise linear function of u, with knees at u = -b_k / w_k. Between two neighbouring
-knees it is a line, slope * u + offset. So its value at one u takes one search among the knees and
-one product, whatever the number of units. The operation is registered with torch, so that
-`megatron.attention.trace` sees it as one node.
+For an input number u, the layer's output is f(u) = sum_k v_k relu(w_k u + b_k). f is a piecewise
+linear function. Its slope changes only at the knees u = -b_k / w_k. Between two neighbouring knees
+f is a line, slope * u + offset. So f(u) takes one search among the knees and one product, whatever
+the number of units. The operation is registered with torch, so that `megatron.attention.trace` sees
+it as one node.
 
 Legend: H heads, K hidden units, X numbers u per head.
 """
@@ -18,13 +19,15 @@ from torch import Tensor
 
 
 def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lines that form the layer's output as a function of u, in rising order of u.
+    """Return the lines that form f(u) = sum_k v_k relu(w_k u + b_k), in rising order of u.
+
+    Each line is slope * u + offset. Neighbouring lines meet at a knee, a number u = -b_k / w_k.
 
     Returns:
-        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]): line m goes from knee m - 1 to knee
+        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]). Line m goes from knee m - 1 to knee
         m. Line 0 starts at -infinity, and line K ends at infinity. Knees are constants for
-        autograd. The gradient through slopes and offsets is complete, because neighbouring lines
-        meet at the knee between them.
+        autograd. The gradient through slopes and offsets is complete, because f has no jump at a
+        knee.
     """
     with torch.no_grad():
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)
@@ -59,7 +62,7 @@ def hidden_layer(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
 
 
 class _HiddenLayer(torch.autograd.Function):
-    """Autograd function that computes the layer again in the backward pass."""
+    """Autograd function that saves only the inputs, and computes the layer again for gradients."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from megatron.positional.base import PositionalEmbedding, PositionalError, Theta
 class LogN(PositionalEmbedding):
     """Temperature with one learned factor s_h per head, initially 1 / log(length).
 
-    So the initial temperature at position length - 1 is 1.
+    So the initial temperature is 1 at position length - 1, where a query sees `length` keys.
 
     Args:
         length: The number of keys (at least 2) at which the initial temperature is 1.
