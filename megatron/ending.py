@@ -16,9 +16,9 @@ LONGEST = 5.0
 class EndJob(Protocol):
     """A function that ends all processes of a job with an error message.
 
-            This process ends with the exit code `code`. The other processes end with 1, or also with `code`
-        if `ends_all` is true.
-        """
+    This process ends with the exit code `code`. The other processes also end with `code` if
+    `ends_all` is true, otherwise with 1.
+    """
 
     def __call__(self, text: str, *, code: int, ends_all: bool = False) -> NoReturn: ...
 
