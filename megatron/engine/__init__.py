@@ -1,4 +1,4 @@
-"""The training engine: the only package that imports DeepSpeed.
+"""The training engine: with `megatron.plan`, the only package that imports DeepSpeed.
 
 When this package is imported, it sets environment variables. DeepSpeed and torch read them when
 they are imported afterwards.
