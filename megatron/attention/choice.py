@@ -245,7 +245,7 @@ def attend(
 
 
 def _layout(call: Call) -> tuple:
-    """Return the properties of the call on which its check depends, such as shapes and dtypes."""
+    """Return the properties of `call` that its backend checks, such as shapes and dtypes."""
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
     tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)

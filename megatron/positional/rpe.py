@@ -28,7 +28,8 @@ class Rpe(PositionalEmbedding):
         num_buckets: The number K of buckets, at least 2.
         max_distance: All distances of at least `max_distance` share the last bucket. Some shorter
             distances may be in the last bucket, too. `max_distance` must be above K // 2.
-        scale: The factor on the table. sqrt(head size) reproduces GPT-NeoX.
+        scale: The factor by which the learned biases are multiplied. sqrt(head size) reproduces
+            GPT-NeoX.
     """
 
     kind = "distance"

@@ -100,5 +100,8 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both sides of an endpoint. Each side names a value for every axis, and a `length`."""
+    """Return the two groups of runs that a claim compares.
+
+    Each group is a dict with one value for every axis of the grid, and a `length`.
+    """
     return endpoint.of, endpoint.of | endpoint.than

@@ -29,7 +29,7 @@ def by_length(
     measured.
 
     Args:
-        full_nT: The losses of the uncut sequences.
+        full_nT: The losses of all targets, each with its whole sequence as context.
     """
     rows = []
     for length in sample.lengths:
@@ -60,10 +60,10 @@ def by_length(
 
 
 def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss in bins of the number of tokens that the model reads before a target.
+    """Measure the loss by context: targets with about as many tokens before them form a group.
 
     Args:
-        full_nT: The losses of the uncut sequences.
+        full_nT: The losses of all targets, each with its whole sequence as context.
     """
     rows = [
         Row({"context": start}, mean_of(full_nT[:, start - 1 : end - 1], sample.documents))
