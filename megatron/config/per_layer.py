@@ -52,7 +52,7 @@ def values_of(value: Any) -> list[Any]:
     """Return the distinct values of the layers, in order of first occurrence.
 
     Args:
-        value: A result of the function that `per_layer` returns.
+        value: One value for all layers, or the checked groups of layers.
     """
     if not isinstance(value, tuple):
         return [value]
@@ -63,8 +63,8 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
     """Return a list with the value of each layer.
 
     Args:
-        value: A result of the function that `per_layer` returns. It must fit `num_layers`
-            (`problem_of` must return None).
+        value: One value for all layers, or the checked groups of layers, whose sum must be
+            `num_layers`.
     """
     if not isinstance(value, tuple):
         return [value] * num_layers
@@ -76,7 +76,7 @@ def problem_of(value: Any, num_layers: int) -> str | None:
     """Return an error text if the groups do not add up to `num_layers` layers, otherwise None.
 
     Args:
-        value: A result of the function that `per_layer` returns.
+        value: One value for all layers, or the checked groups of layers.
     """
     if not isinstance(value, tuple):
         return None

@@ -205,13 +205,13 @@ class PositionalEmbedding:
         return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return the factor t_h(i) [heads, *position.shape], at least fp32, of a temperature.
+        """Return the temperature t_h(i) of queries at i: [heads, *position.shape], at least fp32.
 
         Args:
             position: The positions i, whole numbers >= 0.
 
         Raises:
-            NotImplementedError: The embedding has another kind.
+            NotImplementedError: This embedding is not of the kind `temperature`.
         """
         raise NotImplementedError(f"{self.name} has no temperature")
 

@@ -12,7 +12,7 @@ from megatron.engine.training.hooks import Hook, Step, state_of
 
 
 class Saving(Hook):
-    """Writes checkpoints, and keeps the run's progress. After each step it is called last.
+    """Writes checkpoints, and keeps the progress that the newest one holds.
 
     Args:
         saver: The object that writes the files; None if the run has no folder `save`.
@@ -21,7 +21,8 @@ class Saving(Hook):
         hooks: The hooks whose state a checkpoint holds.
 
     Attributes:
-        progress: The progress after the last step that asked for a checkpoint.
+        progress: The progress after the last step that was to be saved. A run without a folder
+            `save` writes no file then.
     """
 
     def __init__(

@@ -208,7 +208,7 @@ def _needs_head(block: BlockShape, activation: str) -> bool:
 
 
 def _not_in_head(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
-    """Return why gpt-neox since 2024 cannot run a model; None if it can."""
+    """Return why versions of gpt-neox from 2024 on cannot run this model; None if they can."""
     if pos.name not in ("learned", "rotary", "sinusoidal", "rpe", "alibi", "none"):
         return f"has no pos_emb {pos.name}"
     if block.qk_norm and block.norm == "layernorm":
