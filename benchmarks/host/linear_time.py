@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.report import facts, write
-from megatron.parallel import linear as products
+from megatron.parallel import matmul_library as products
 
 PASSES = ("forward", "forward and backward")
 

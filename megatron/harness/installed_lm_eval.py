@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron.data.errors import DataError
 
 NAMES = ("lm_eval", "evaluate")
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _OWN = (_ROOT, _ROOT / "tools")
 
 

@@ -1,7 +1,8 @@
-"""Test that the engine reads every field of the configuration, as an attribute of its section.
+"""Test that the code reads every field of the configuration, as an attribute of its section.
 
 Reads such as `config.model.norm` are found in the syntax tree, also through local names
-(`c = config`, `m = config.model`). `READ_OTHERWISE` lists fields that are read in other ways.
+(`c = config`, `m = config.model`), and reads of a whole group of keys, such as `keys["fp16"]`.
+`READ_OTHERWISE` lists fields that are read in other ways.
 """
 
 import ast
@@ -10,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from megatron.config.fields import key_of
 from megatron.config.schema import SECTIONS
 from tests.helpers.paths import ROOT
 
@@ -20,7 +22,9 @@ READ_OTHERWISE = {
 }
 FIELDS = [(name, field) for name, section in SECTIONS.items() for field in section.model_fields]
 CLASSES = {"Config": "config", **{section.__name__: name for name, section in SECTIONS.items()}}
-SOURCES = sorted([*(ROOT / "megatron" / "engine").rglob("*.py"), *ROOT.glob("*.py")])
+ROOMS = ("engine", "evaluation", "generation", "harness", "hub", "plan", "pretraining")
+FILES = (path for room in ROOMS for path in (ROOT / "megatron" / room).rglob("*.py"))
+SOURCES = sorted([*FILES, *ROOT.glob("*.py")])
 TEXTS = {path: path.read_text() for path in SOURCES}
 
 
@@ -54,15 +58,9 @@ def local_names(function):
     return names
 
 
-def strings(expression, tree):
-    """Return the strings in a tuple, which is written in place or named at the top of the file."""
-    if isinstance(expression, ast.Name):
-        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-        named = [node.value for node in assigned if ast.unparse(node.targets[0]) == expression.id]
-        return strings(named[0], tree) if named else []
-    return [
-        item.value for item in getattr(expression, "elts", []) if isinstance(item, ast.Constant)
-    ]
+def group_of(section, field):
+    """Return `fp16` for a field with the key `fp16.loss_scale`; a key without a dot as it is."""
+    return (key_of(SECTIONS[section], field) or "").partition(".")[0]
 
 
 @cache
@@ -76,9 +74,9 @@ def reads(text):
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute):
                 found.add((kind_of(node.value, names), node.attr))
-            elif isinstance(node, ast.DictComp) and ast.unparse(node.value).startswith("getattr("):
-                section = kind_of(node.value.args[0], names)
-                found |= {(section, field) for field in strings(node.generators[0].iter, tree)}
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "keys":
+                group = getattr(node.slice, "value", None)  # of `config.to_flat_dict()`
+                found |= {each for each in FIELDS if group_of(*each) == group}
     return found
 
 
@@ -101,8 +99,7 @@ def test_every_field_is_read():
 )
 def test_a_field_that_nothing_reads_is_found(section, field):
     """If all reads of a field are removed from the source text, the field is reported."""
-    texts = [
-        re.sub(rf"(?<=\.){field}\b|(?<=\"){field}(?=\")", "removed", text)
-        for text in TEXTS.values()
-    ]
+    group = group_of(section, field)
+    pattern = rf"(?<=\.){field}\b|(?<=\"){field}(?=\")|(?<=keys\[\"){group}(?=\"\])"
+    texts = [re.sub(pattern, "removed", text) for text in TEXTS.values()]
     assert (section, field) in unread(texts)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.host import linear_time as benchmark
-from megatron.parallel import linear as module
+from megatron.parallel import matmul_library as module
 from megatron.parallel.matmul_library import linear, prefers_onednn
 
 AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"

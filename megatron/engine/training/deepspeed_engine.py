@@ -103,8 +103,9 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
         "flops_profiler": keys["flops_profiler"],
         "communication_data_type": communication,
     }
+    if "data_types" in keys:
+        settings["data_types"] = keys["data_types"]
     # DeepSpeed takes a missing entry for its default, but not one without a value.
-    settings |= {name: keys[name] for name in ["data_types"] if name in keys}
     return {name: value for name, value in settings.items() if value is not None}
 
 
