@@ -11,7 +11,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from megatron import entry, launch
+from megatron import entry, launcher
 from megatron.config import ConfigError, load_config
 from megatron.config.command_line import (
     config_parser,
@@ -51,7 +51,7 @@ def main() -> int:
     if args.lengths is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", args.lengths):
         parser.error(f"--lengths {args.lengths}: write whole numbers, e.g. 512,1024,2048")
     overrides = asked(args)
-    if not launch.is_alone():
+    if not launcher.is_alone():
         import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     # Each rank holds the full model, even if the model was trained with another parallel layout.
     config = load_or_exit(args, *sharing_layout(1), *overrides)
@@ -63,12 +63,12 @@ def main() -> int:
         missing.append(LENGTHS if args.suite else f"{LENGTHS} or {TASKS}")
     if missing or not load:
         entry.refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
-    if lengths and tasks and int(launch.world_size()) > 1:
+    if lengths and tasks and int(launcher.world_size()) > 1:
         text = "of several processes measures one of both: give --lengths or --eval_tasks"
         entry.refuse(f"error: the config has eval_lengths and eval_tasks, and a job {text}", 2)
     out = args.out or Path(load)
     require_writable(out, makes=args.out is not None)
-    from megatron.engine.job.exit_codes import user_errors
+    from megatron.engine.job.error_messages import user_errors
 
     with user_errors():
         if args.suite:
@@ -121,7 +121,7 @@ def measure_suite(args, config, load):
         try:
             overrides = sharing_layout(1)
             judge = load_config(
-                [RunFolder(args.judge).config], overrides, world_size=launch.world_size()
+                [RunFolder(args.judge).config], overrides, world_size=launcher.world_size()
             )
         except ConfigError as error:
             entry.refuse(f"error: --judge {args.judge}: {error}", 2)

@@ -6,7 +6,7 @@ Example: `python train.py a.yml b.yml -o key=value`.
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from megatron import entry, launch, preemption
+from megatron import entry, launcher, preemption
 from megatron.config import ConfigError
 from megatron.config.command_line import config_parser, load_for, load_or_exit
 from megatron.config.describe import describe
@@ -34,18 +34,18 @@ def main() -> int:
     if args.check:
         print(describe(load_or_exit(args, joins=False)))
         return 0
-    if launch.is_alone():
+    if launcher.is_alone():
         import torch
 
         gpus = torch.cuda.device_count()
         if gpus > 1:
             print(f"starting {gpus} processes, one for each visible GPU", flush=True)
-            return launch.start_ranks(gpus)
-    if not launch.is_alone():
+            return launcher.start_ranks(gpus)
+    if not launcher.is_alone():
         import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     config = load_or_exit(args)
     preemption.listen(config.training.preemption_exit_code, config.training.exit_duration_in_mins)
-    from megatron.engine.job.exit_codes import user_errors
+    from megatron.engine.job.error_messages import user_errors
     from megatron.pretraining.run import train
 
     with user_errors():
@@ -66,10 +66,10 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 def _plan(args: Namespace) -> int:
     """Print the plan of the run without starting the run or reading data, and return 0."""
-    load = partial(load_for, args.gpus or launch.world_size(), args)
+    load = partial(load_for, args.gpus or launcher.world_size(), args)
     from megatron.attention import AttentionError
     from megatron.engine.errors import StartError
-    from megatron.plan.report import plan_text
+    from megatron.plan.plan_text import plan_text
 
     try:
         print(plan_text(load, args.gpu, args.mfu, args.price))

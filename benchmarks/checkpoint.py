@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from megatron.config import load_config
+from megatron.engine.checkpoint.async_save import Saver
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
-from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.job.join import join_job
 from megatron.engine.local_model import build_local_model, count_parameters

@@ -107,13 +107,13 @@ def row(name: str, known: dict[str, float] | None) -> dict[str, float]:
 
 def measure(config: Path, folder: Path) -> None:
     """Train as one rank, and write the largest number of bytes that tensors had."""
-    from megatron import launch
+    from megatron import launcher
     from megatron.config import load_config
     from megatron.engine.job.join import joined_job
     from megatron.plan.live import LiveBytes
     from megatron.pretraining.run import Job
 
-    launch.join()
+    launcher.join()
     os.chdir(folder)
     with joined_job() as groups:
         before = _resident("VmRSS")

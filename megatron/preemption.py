@@ -38,7 +38,7 @@ import threading
 import time
 from typing import Any
 
-from megatron import ending, launch
+from megatron import ending, launcher
 from megatron.entry import INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -240,8 +240,8 @@ def _outlive_launcher() -> None:
     the store ends together with the launcher, and without the store the ranks cannot agree on a
     safe point.
     """
-    if _ranks() == 1 or not launch.launcher_has_store():
-        launch.outlive_launcher()
+    if _ranks() == 1 or not launcher.launcher_has_store():
+        launcher.outlive_launcher()
 
 
 def _ranks() -> int:

@@ -1,7 +1,7 @@
 """A run folder: its files, the checkpoints in it, and the metrics that the run has logged.
 
     RUN/config.yml                      the resolved configuration
-    RUN/global_stepN/                   a checkpoint (`engine/checkpoint/saved.py` reads it)
+    RUN/global_stepN/                   a checkpoint (see `engine/checkpoint/saved_checkpoints.py`)
     RUN/latest                          the name of the newest complete checkpoint
     RUN/.lease-N                        names the job that writes the folder (`engine/job/lease.py`)
     RUN/metrics.jsonl, RUN/wandb_id     what the run has logged, and its id in wandb

@@ -58,7 +58,7 @@ SLOW_FILES = [
     "test_uneven_ranks",
     "test_data_download",
     "test_attention_benchmark",
-    "test_saver",
+    "test_async_save",
     "test_install",
     "test_theta_bounds",
     "test_one_fails",

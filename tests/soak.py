@@ -162,7 +162,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        from megatron.engine.checkpoint.saved import newest
+        from megatron.engine.checkpoint.saved_checkpoints import newest
 
         saved = newest(self.save) if self.save.is_dir() else None
         return saved.record.progress.step if saved else 0

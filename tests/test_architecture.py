@@ -53,7 +53,7 @@ SHELVES = {
     },
     "engine": {
         "errors": 0,
-        "safe_load": 1, "shape": 1, "gpus": 1,
+        "safe_load": 1, "model_shape": 1, "gpus": 1,
         "build": 2,
         "local_model": 3, "run_log": 3,
         "job": 4, "training": 4, "neox": 4,
@@ -247,7 +247,7 @@ ALLOWED = [
     ("megatron/model/a.py", "if TYPE_CHECKING:\n    from megatron.config import Config"),
     ("megatron/engine/a.py", "def f():\n    import matplotlib, wandb"),
     ("train.py", "import pydantic\nfrom megatron.pretraining.run import train"),
-    ("megatron/a.py", "from megatron import launch"),
+    ("megatron/a.py", "from megatron import launcher"),
     ("tests/a.py", "import deepspeed\nimport wandb"),
     ("runs/a.py", "import deepspeed"),
     (".venv/lib/a.py", "import deepspeed"),

@@ -23,7 +23,7 @@ from typing import Any
 from megatron import entry
 
 # isort: split
-from megatron import launch
+from megatron import launcher
 from megatron.version import __version__
 from tools.checkup import machine, software
 from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding
@@ -72,11 +72,11 @@ def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
     report: list[tuple[str, Finding]] = []
     gpus = _gpu_count()
     ranks = max(gpus, 1)  # as many as `train.py` alone would start
-    if not launch.is_alone():
+    if not launcher.is_alone():
         try:
-            launch.join()
-            ranks = int(launch.world_size())
-        except (launch.LaunchError, ValueError) as error:  # wrong environment variables
+            launcher.join()
+            ranks = int(launcher.world_size())
+        except (launcher.LaunchError, ValueError) as error:  # wrong environment variables
             report.append(("launcher", _failure(error)))
     several = ranks > int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     config = _loaded(paths, ranks, report) if paths else None

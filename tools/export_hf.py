@@ -26,7 +26,7 @@ from megatron import entry
 # isort: split
 import torch
 
-from megatron.engine.job.exit_codes import USER_ERRORS
+from megatron.engine.job.error_messages import USER_ERRORS
 from megatron.engine.open_run import open_run
 from megatron.files import new_folder
 from megatron.parallel.groups import build_groups

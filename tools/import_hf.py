@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron import entry
-from megatron.engine.job.exit_codes import USER_ERRORS
+from megatron.engine.job.error_messages import USER_ERRORS
 from megatron.hub.importing import import_folder
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron import entry
 from megatron.config.reader import read_file
 from megatron.engine.checkpoint.exchange import import_checkpoint
-from megatron.engine.checkpoint.saved import Kind, newest
+from megatron.engine.checkpoint.saved_checkpoints import Kind, newest
 from megatron.engine.errors import CheckpointError
 from megatron.run_folder import is_published
 

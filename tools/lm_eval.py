@@ -31,7 +31,7 @@ def main() -> int:
     """
     args = parse_arguments()
     config, out = load_for_use_or_exit(args, args.run), sys.stdout
-    from megatron.engine.job.exit_codes import user_errors
+    from megatron.engine.job.error_messages import user_errors
     from megatron.harness.installed_lm_eval import harness_packages
 
     # Libraries print to standard output, too.

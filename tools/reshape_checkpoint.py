@@ -21,7 +21,7 @@ import torch
 
 from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.publish import UNFINISHED
-from megatron.engine.checkpoint.saved import Kind, Saved, require_newest
+from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved, require_newest
 from megatron.engine.errors import CheckpointError
 from megatron.parallel.groups import build_groups
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.config import ConfigError
-from tools.experiments import moved_theta, report, results
+from tools.experiments import grid_report, moved_theta, results
 from tools.experiments.claims import verdicts
 from tools.experiments.description import METRICS
 from tools.experiments.grid import read_grid
@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     if metric not in measured:
         entry.refuse(f"error: no finished run has measured {metric}; {'; '.join(remarks)}", 1)
     moved, unknown = moved_theta.of_runs(found)
-    parts = report.sections(found, moved, rows, metric, grid, args.against == "paper")
+    parts = grid_report.sections(found, moved, rows, metric, grid, args.against == "paper")
     title = args.runs[0].stem if grid else "Runs"
     tables = {"results.csv": found, "theta.csv": moved}
-    written = report.write(args.out, title, parts, judged, [*remarks, *unknown], tables)
+    written = grid_report.write(args.out, title, parts, judged, [*remarks, *unknown], tables)
     print((args.out / "tables.md").read_text(), end="")
     print(f"written: {', '.join(map(str, written))}")
     return 0

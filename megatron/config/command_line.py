@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron import entry, launch
+from megatron import entry, launcher
 from megatron.config.errors import ConfigError
 from megatron.config.load import load_config
 from megatron.config.schema import Config
@@ -72,9 +72,9 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
         text = "-H: torchrun, srun or deepspeed start the processes, e.g. deepspeed --hostfile "
         entry.refuse(f"error: {text}{arguments.hostfile} train.py ... (docs/cluster.md)", 2)
     try:
-        launch.join() if joins else launch.stay_out()
-        return load_for(launch.world_size(), arguments, *overrides)
-    except (ConfigError, launch.LaunchError) as error:
+        launcher.join() if joins else launcher.stay_out()
+        return load_for(launcher.world_size(), arguments, *overrides)
+    except (ConfigError, launcher.LaunchError) as error:
         entry.refuse(str(error), 2)
 
 
@@ -129,4 +129,4 @@ def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: s
             text = f"{run} has no config.yml; name the config files: {command} FILE.yml ..."
             entry.refuse(f"error: {text}", 1)
     arguments.overrides.insert(0, "attention_backend=auto")  # the run may have used another device
-    return load_or_exit(arguments, *sharing_layout(launch.world_size()), *overrides)
+    return load_or_exit(arguments, *sharing_layout(launcher.world_size()), *overrides)

@@ -23,7 +23,7 @@ from megatron.config.derived import derive
 from megatron.config.errors import ConfigError, Problem
 from megatron.config.fields import show
 from megatron.config.neox.dialect import translate
-from megatron.config.neox.keys import KEY_OF
+from megatron.config.neox.known_keys import KEY_OF
 from megatron.config.neox.translation import Translation
 from megatron.config.reader import Given, Settings, merge, read_file, read_override
 from megatron.config.rules.relation import broken

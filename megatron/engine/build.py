@@ -20,7 +20,7 @@ from megatron.data.tasks.base import Task
 from megatron.data.tasks.registry import build_task
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.engine.shape import DTYPES, numerics_of, shape_of
+from megatron.engine.model_shape import DTYPES, numerics_of, shape_of
 from megatron.model import Documents, LayerAttention, Plan
 from megatron.numerics import Numerics
 from megatron.parallel.groups import ALONE, TensorGroup

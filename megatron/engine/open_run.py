@@ -14,10 +14,10 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import plan_of, tokenizer_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Saved, require_newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, require_newest
 from megatron.engine.errors import CheckpointError
-from megatron.engine.job.with_or_without_launcher import alone
-from megatron.engine.shape import DTYPES, identity_of
+from megatron.engine.job.job_or_alone import alone
+from megatron.engine.model_shape import DTYPES, identity_of
 from megatron.model import GPT
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups

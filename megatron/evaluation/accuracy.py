@@ -26,8 +26,8 @@ from megatron.config import Config
 from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import examples_at
 from megatron.engine.training.pipeline import PipelineLosses
+from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
 from megatron.evaluation.losses import losses_of_sequences
-from megatron.evaluation.report import csv_of, figure_png, mark_training_length
 from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets

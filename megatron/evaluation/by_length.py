@@ -29,10 +29,10 @@ from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.job.with_or_without_launcher import job_or_alone
+from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.engine.text import Text, open_text
-from megatron.evaluation import report
+from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
 from megatron.evaluation.losses import LossFn, losses_of_sequences
 from megatron.evaluation.perplexity_statistics import LengthResult, summarise
@@ -203,7 +203,7 @@ def evaluate_lengths(
         train_length = config.model.seq_length
         stretched = "" if scale == 1.0 else f", distances x {scale:g}"
         title = f"{model.pos.name}, trained at {train_length}{stretched}"
-        say(report.write_extrapolation(results, run_dir, train_length, baselines, title))
+        say(length_report.write_extrapolation(results, run_dir, train_length, baselines, title))
         if model.pos.has("distance"):
             draw_kernels(model.pos, model.theta_HN, config, run_dir, max(lengths))
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
@@ -282,7 +282,7 @@ def draw_kernels(
             continue
         bias = kernel.bias_at(kernel_HN, distances, position)
         weight = kernel.weight(kernel_HN, distances)
-        report.write_kernels(
+        length_report.write_kernels(
             None if bias is None else bias.numpy(),
             distances.numpy(),
             None if weight is None else weight.numpy(),

@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.checkpoint.saved import Kind, Saved
-from megatron.engine.job.with_or_without_launcher import job_or_alone
+from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved
+from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.generation.loop import Speed, continue_texts
 from megatron.generation.sampling import Sampling

@@ -15,7 +15,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from megatron.config import Config
 from megatron.data.errors import DataError
-from megatron.engine.job.with_or_without_launcher import job_or_alone
+from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.files import write_text
 from megatron.harness.model import RunModel, longest_context

@@ -22,7 +22,7 @@ from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.errors import HubError
 from megatron.engine.open_run import OpenRun
 from megatron.hub.bundle import bundle
-from megatron.hub.keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
+from megatron.hub.config_keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
 from megatron.hub.tokenizer import write_tokenizer
 from megatron.hub.weights import layout_of
 from megatron.model import GPT

@@ -19,10 +19,10 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import positional_of, tokenizer_of
 from megatron.engine.checkpoint.publish import write_import
 from megatron.engine.errors import HubError
-from megatron.engine.shape import identity_of, shape_of
+from megatron.engine.model_shape import identity_of, shape_of
 from megatron.files import new_folder
 from megatron.hub.classes import class_of
-from megatron.hub.keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
+from megatron.hub.config_keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
 from megatron.hub.read import read_json, read_weights
 from megatron.hub.weights import Parts, layout_of
 from megatron.model.theta import divided_theta

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config import Config
-from megatron.engine.shape import DTYPES
+from megatron.engine.model_shape import DTYPES
 from megatron.engine.training.deepspeed_engine import REDUCE_BUCKET_SIZE
 from megatron.plan.step import Step, measured_step
 

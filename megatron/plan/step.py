@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.config import Config
 from megatron.engine.build import plan_of
-from megatron.engine.shape import DTYPES
+from megatron.engine.model_shape import DTYPES
 from megatron.model import GPT
 from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers, pipeline_loss
 from megatron.parallel.groups import TensorGroup

@@ -14,12 +14,12 @@ from megatron.config import Config
 from megatron.config.describe import how_to_go_on
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
+from megatron.engine.checkpoint.async_save import Saver
 from megatron.engine.checkpoint.choose_start import choose_start
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import restore
-from megatron.engine.checkpoint.saved import Saved, newest
-from megatron.engine.checkpoint.saver import Saver
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
@@ -27,8 +27,8 @@ from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
 from megatron.engine.job_data import JobData
 from megatron.engine.local_model import build_local_model
+from megatron.engine.model_shape import identity_of
 from megatron.engine.run_log.log import RunLog
-from megatron.engine.shape import identity_of
 from megatron.engine.training.bad_loss import LossGuard
 from megatron.engine.training.deepspeed_engine import job_engine, layout_of
 from megatron.engine.training.hooks import Hook

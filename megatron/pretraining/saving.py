@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.data.samples.loader import TrainLoader
+from megatron.engine.checkpoint.async_save import Saver
 from megatron.engine.checkpoint.record import TrainingProgress
-from megatron.engine.checkpoint.saver import Saver
 from megatron.engine.training.hooks import Hook, Step, state_of
 
 

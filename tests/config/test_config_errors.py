@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.config import ConfigError, load_config
 from megatron.config.describe import describe
-from megatron.config.neox.keys import KNOWN_KEYS
+from megatron.config.neox.known_keys import KNOWN_KEYS
 
 Problems = Callable[..., list[str]]
 TOPS = {key.split(".")[0] for key in KNOWN_KEYS}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, load_config
-from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
+from megatron.config.neox.known_keys import FIELD_OF, KNOWN_KEYS
 from tests.helpers.paths import FIXTURES
 
 CONFIG_FIXTURES = FIXTURES / "config"

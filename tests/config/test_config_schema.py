@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from megatron.config import Config, load_config
 from megatron.config.describe import describe
-from megatron.config.neox.keys import FIELD_OF, KEY_OF, KNOWN_KEYS
+from megatron.config.neox.known_keys import FIELD_OF, KEY_OF, KNOWN_KEYS
 from megatron.config.neox.no_effect import CHECKS, NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.config.schema import SECTIONS

@@ -12,7 +12,7 @@ from megatron.attention import choose
 from megatron.engine.checkpoint import full_weights, relayout
 from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.groups import build_groups

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.engine.errors import CheckpointError, RunLogError
 from megatron.engine.job import failure, join
-from megatron.engine.job.exit_codes import user_errors
+from megatron.engine.job.error_messages import user_errors
 from tests.helpers.loose import SOON, run, wait_for_heartbeats
 
 HOST = socket.gethostname()

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from tests.helpers.jobs import digest, write_config, write_shards
 from tests.helpers.launch import free_port
 from tests.helpers.paths import ROOT
@@ -38,7 +38,8 @@ come seconds apart at most, even on a busy machine."""
 PATIENCE = 400
 """Seconds for all that happens here, on a busy machine. An idle one with two cores needs 80."""
 ALONE = (
-    "import sys; from megatron.launch import start_ranks; del sys.argv[0]; sys.exit(start_ranks(2))"
+    "import sys; from megatron.launcher import start_ranks; del sys.argv[0]; "
+    "sys.exit(start_ranks(2))"
 )
 
 

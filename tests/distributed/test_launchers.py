@@ -23,8 +23,8 @@ from tests.helpers.paths import ROOT
 TASK = """
 import os, sys, time
 from datetime import timedelta
-from megatron import launch
-launch.join()
+from megatron import launcher
+launcher.join()
 from megatron.engine.job import failure
 watch = failure.Watch()
 import torch, torch.distributed as dist
@@ -38,9 +38,9 @@ with open("rank" + os.environ["RANK"], "a") as file:
 """
 ALONE = """
 import sys
-from megatron import launch
+from megatron import launcher
 sys.argv = ["task.py"]
-sys.exit(launch.start_ranks(2))
+sys.exit(launcher.start_ranks(2))
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.engine.checkpoint.record import TrainingProgress
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from tests.helpers.jobs import (
     PRECISIONS,
     STAGES,

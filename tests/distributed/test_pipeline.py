@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config import load_config
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.parallel import loss
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import STAGES, cell, digest, rewind, rows, write_config, write_shards

@@ -14,10 +14,10 @@ import time
 import psutil
 import pytest
 
-from megatron import launch, preemption
+from megatron import launcher, preemption
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint import relayout, write
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.job import failure
 from megatron.engine.job_data import JobData
 from megatron.engine.training import pipeline
@@ -151,7 +151,7 @@ def test_leaving_a_conversion_leaves_the_checkpoint_as_it_was(tmp_path, prefix, 
 def told_with_its_shell(rank, config):
     """Send SIGTERM to a rank in a save, and to the shell between the rank and its launcher."""
     shell = subprocess.Popen(["sleep", "60"])
-    launch._parents = lambda _mark: [psutil.Process(shell.pid)]
+    launcher._parents = lambda _mark: [psutil.Process(shell.pid)]
     written = write.describe_files
 
     def told(*args):

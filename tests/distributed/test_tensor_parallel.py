@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.attention import choose
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel import loss
 from megatron.parallel.groups import ALONE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from tests.helpers.jobs import (
     cell,
     digest,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
 from tests.helpers.launch import run_ranks
 

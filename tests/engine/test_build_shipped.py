@@ -6,9 +6,10 @@ import torch
 from megatron.config import load_config
 from megatron.config.schema import Config
 from megatron.engine.build import plan_of
-from megatron.engine.shape import padded_vocab_size, shape_of
+from megatron.engine.model_shape import shape_of
 from megatron.kernels.variants import SWITCHES
 from megatron.model import GPT
+from megatron.model.padded_vocab import padded_vocab_size
 from tests.helpers.paths import CONFIGS, SHIPPED
 
 BASE = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml", "cluster/cpu.yml")

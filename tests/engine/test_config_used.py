@@ -15,7 +15,7 @@ from megatron.config.fields import key_of
 from megatron.config.schema import SECTIONS
 from tests.helpers.paths import ROOT
 
-INNER = "config/sections/model.py computes inner_width from it, which engine/shape.py reads"
+INNER = "config/sections/model.py computes inner_width from it, which engine/model_shape.py reads"
 READ_OTHERWISE = {
     ("model", "intermediate_size"): INNER,
     ("model", "mlp_multiple_of"): INNER,

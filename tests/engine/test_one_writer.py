@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron.engine.checkpoint.saved import finished
+from megatron.engine.checkpoint.saved_checkpoints import finished
 from megatron.engine.job import lease
 from tests.helpers.jobs import digest, rows, write_run_config, write_shards
 from tests.helpers.launch import call, run_script

@@ -20,7 +20,7 @@ from megatron.data.samples.loader import TrainLoader
 from megatron.data.tasks.registry import build_task
 from megatron.data.tasks.samples import TaskSamples, examples_at
 from megatron.engine.build import plan_of
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.job_data import JobData
 from megatron.engine.training.batches import next_batches
 from megatron.engine.training.pipeline import PipelineLosses

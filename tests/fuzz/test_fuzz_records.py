@@ -11,7 +11,7 @@ from hypothesis import example, given
 
 from megatron.engine.checkpoint import checksums
 from megatron.engine.checkpoint.record import Record
-from megatron.engine.checkpoint.saved import Saved, finished
+from megatron.engine.checkpoint.saved_checkpoints import Saved, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.run_log.log import RunLog
 from megatron.run_folder import RunFolder

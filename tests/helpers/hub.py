@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.config import load_config
 from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.model import GPT
 
 SIZES = {

@@ -15,7 +15,7 @@ import yaml
 
 from megatron.config import load_config
 from megatron.engine.checkpoint.checksums import describe_files, write_record
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.parallel.groups import Groups, build_groups
 from megatron.pretraining.run import Job
 from tests.helpers.shards import write_documents

@@ -24,8 +24,8 @@ from unittest import mock
 import torch.multiprocessing as mp
 
 from megatron.engine.job import join
-from megatron.evaluation import report
-from megatron.launch import PORTS
+from megatron.evaluation import length_report
+from megatron.launcher import PORTS
 from tests.helpers.paths import ROOT
 
 PRELOADED = [
@@ -98,7 +98,7 @@ def _rank(rank, world_size, port, results, function, args):
         MASTER_PORT=str(port),
     )
     # Drawing takes a third of such a short run; tests/evaluation tests the pictures.
-    report.write_kernels = report.extrapolation_figure = mock.Mock()
+    length_report.write_kernels = length_report.extrapolation_figure = mock.Mock()
     try:
         groups = join.join_job()
         value = function(groups, *args)

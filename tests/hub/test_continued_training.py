@@ -14,11 +14,11 @@ from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.exchange import import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job_data import JobData
+from megatron.engine.model_shape import identity_of
 from megatron.engine.open_run import open_run
-from megatron.engine.shape import identity_of
 from megatron.hub.export import export
 from megatron.hub.importing import import_folder
 from megatron.model import GPT

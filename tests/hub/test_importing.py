@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import evaluate
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.hub.importing import import_folder
 from tests.helpers.hub import Wide, hub_model, imported_model, write_tokenizer
 from tests.helpers.shards import write_documents

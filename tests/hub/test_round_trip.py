@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import HubError
 from megatron.engine.open_run import open_run
+from megatron.hub.config_keys import misfits
 from megatron.hub.export import export
 from megatron.hub.importing import import_folder
-from megatron.hub.keys import misfits
 from megatron.parallel.groups import build_groups
 from tests.helpers.hub import hub_model, write_tokenizer
 from tests.hub.test_export_hf import run_of

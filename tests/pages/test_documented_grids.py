@@ -10,7 +10,7 @@ import pytest
 
 from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
 from tools.experiments.claims import Verdict
-from tools.experiments.report import change_of
+from tools.experiments.grid_report import change_of
 
 HAND_SCALE = [
     ("The paper's comparison at hand-scale", "code"),

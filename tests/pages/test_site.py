@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megatron.config.fields import key_of
-from megatron.config.neox.keys import KNOWN_KEYS
+from megatron.config.neox.known_keys import KNOWN_KEYS
 from megatron.config.schema import SECTIONS
 from tools.pages import reference
 

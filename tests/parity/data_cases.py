@@ -33,7 +33,7 @@ from megatron.data.samples.split import SPLITS, split_documents
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.engine.shape import padded_vocab_size
+from megatron.model.padded_vocab import padded_vocab_size
 from tests.parity.case_files import read_arrays, read_manifest
 from tests.parity.result import Result
 

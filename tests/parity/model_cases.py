@@ -25,10 +25,10 @@ from torch import Tensor
 from megatron.attention import AttentionError
 from megatron.engine.build import attention_of, positional_of
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
+from megatron.engine.model_shape import shape_of
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
-from megatron.engine.shape import shape_of
 from megatron.model import GPT, Plan
 from megatron.model.theta import BY_HEADS
 from megatron.numerics import PublishedNumerics

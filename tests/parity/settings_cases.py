@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.config import Config, ConfigError, load_config
 from megatron.config.choices import positional_name
-from megatron.config.neox.keys import FIELD_OF, KNOWN_KEYS
+from megatron.config.neox.known_keys import FIELD_OF, KNOWN_KEYS
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.engine.job_data import samples_of_run

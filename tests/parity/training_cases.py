@@ -28,7 +28,7 @@ from megatron.attention import AttentionError
 from megatron.config import Config
 from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.training.deepspeed_engine import job_engine
 from megatron.engine.training.loop import train_step
 from megatron.engine.training.optimizer import parameter_groups

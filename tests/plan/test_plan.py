@@ -13,7 +13,7 @@ from megatron.engine.build import plan_of
 from megatron.engine.gpus import gpu_of_device
 from megatron.plan.live import LiveBytes
 from megatron.plan.memory import peak_of
-from megatron.plan.report import sent_per_step
+from megatron.plan.plan_text import sent_per_step
 from megatron.plan.step import measured_step
 from tests.helpers.jobs import BASE, run_job, write_shards
 from tests.helpers.launch import run_ranks

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
-from tools.experiments import report
+from tools.experiments import grid_report
 from tools.experiments.claims import holm, p_value, significant, verdicts
 from tools.experiments.description import Description, Endpoint
 from tools.experiments.grid import Grid
@@ -152,7 +152,7 @@ def test_each_row_of_a_picture_has_a_line_of_its_own(monkeypatch):
     results = pd.DataFrame(
         [{"embedding": f"e{i}", "length": n, "value": 9.0} for i in range(15) for n in (8, 16)]
     )
-    report.by_length(results, "embedding", "perplexity")
+    grid_report.by_length(results, "embedding", "perplexity")
     (axes,) = drawn[0].axes
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 15
     assert axes.get_legend() is None and len(drawn[0].legends) == 1

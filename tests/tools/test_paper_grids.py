@@ -16,7 +16,7 @@ from tests.helpers.paths import CONFIGS, FIXTURES, GRIDS, ROOT
 from tools import sweep, table, train_tokenizer
 from tools.experiments import runner
 from tools.experiments.grid import Cell, filled, read_grid
-from tools.experiments.report import PAPER
+from tools.experiments.grid_report import PAPER
 
 COUNTS = {
     "table3.yml": 90, "xl.yml": 45, "table5.yml": 45, "table6.yml": 75, "released.yml": 6,

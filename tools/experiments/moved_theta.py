@@ -98,7 +98,7 @@ def _start(folder: Path) -> dict[str, np.ndarray]:
     """
     # These imports take seconds, and runs without learned parameters need none of them.
     from megatron.engine.build import plan_of
-    from megatron.engine.shape import DTYPES
+    from megatron.engine.model_shape import DTYPES
     from megatron.model.theta import columns_of, initial_theta, named_theta
 
     config = load_config(

@@ -1,14 +1,14 @@
 """Translate config keys of GPT-NeoX, and of KERPLE's fork of it, into fields of `config/schema.py`.
 
 Each key belongs to one of five groups: keys that set a field, keys that are read together with
-other keys (`spellings.py`, `zero.py`), keys without effect (`no_effect.py`), refused keys
+other keys (`keys_read_together.py`, `zero.py`), keys without effect (`no_effect.py`), refused keys
 (`refused.py`) and unknown keys. The values of fields are validated later, by `load_config`.
 """
 
 from __future__ import annotations
 
-from megatron.config.neox import spellings, zero
-from megatron.config.neox.keys import (
+from megatron.config.neox import keys_read_together, zero
+from megatron.config.neox.known_keys import (
     FIELD_OF,
     GROUPS,
     KNOWN_KEYS,
@@ -36,12 +36,12 @@ def translate(settings: Settings) -> Translation:
             out.notes.append(f"{again} ({given.mark})")
     others = _sort_keys(_by_key(settings), out)
     zero.read_zero(others, out)
-    spellings.read_precision(others, out)
-    spellings.read_intervals(others, out)
-    spellings.read_width(others, out)
-    spellings.read_vocabulary(out)
-    spellings.read_attention(others, out)
-    spellings.note_dape(out)
+    keys_read_together.read_precision(others, out)
+    keys_read_together.read_intervals(others, out)
+    keys_read_together.read_width(others, out)
+    keys_read_together.read_vocabulary(out)
+    keys_read_together.read_attention(others, out)
+    keys_read_together.note_dape(out)
     return out
 
 
@@ -71,7 +71,7 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
 
     The value of a key that sets a field is written into `out.given`. A refused or unknown key adds
     a problem to `out`, and a key without effect adds a note. The functions in
-    `spellings.py` read the returned keys, because these must be read together.
+    `keys_read_together.py` read the returned keys, because these must be read together.
     """
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}

@@ -23,7 +23,7 @@ from megatron.config import Config
 from megatron.engine.checkpoint.publish import remove_unfinished
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.resume import Start
-from megatron.engine.checkpoint.saved import Kind, Saved, finished
+from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.agreement import require_one_folder, seen_by_all
 from megatron.parallel.groups import Groups

@@ -24,13 +24,13 @@ from megatron.config.mlp_width import GATED
 from megatron.engine.build import positional_of
 from megatron.engine.checkpoint.publish import new_folder, write_import
 from megatron.engine.checkpoint.record import Record
-from megatron.engine.checkpoint.saved import Kind, require_newest
+from megatron.engine.checkpoint.saved_checkpoints import Kind, require_newest
 from megatron.engine.errors import CheckpointError
+from megatron.engine.model_shape import DTYPES, shape_of
 from megatron.engine.neox import layout
 from megatron.engine.neox.buffers import implied_buffers
 from megatron.engine.neox.read import Published, read
 from megatron.engine.neox.shape import Shape
-from megatron.engine.shape import DTYPES, shape_of
 from megatron.model import BlockShape
 from megatron.model.theta import THETA
 from megatron.positional import PositionalEmbedding

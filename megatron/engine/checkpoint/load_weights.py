@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.engine.checkpoint.full_weights import Weights, fill, full_shapes
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Kind, Saved
+from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers

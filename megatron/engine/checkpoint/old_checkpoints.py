@@ -6,7 +6,7 @@ import shutil
 import time
 
 from megatron.engine.checkpoint.publish import UNFINISHED
-from megatron.engine.checkpoint.saved import Saved, finished
+from megatron.engine.checkpoint.saved_checkpoints import Saved, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.lease import Confirm, unleased
 

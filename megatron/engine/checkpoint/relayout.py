@@ -36,7 +36,7 @@ from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 
 from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.checkpoint.record import Record, RunDescription
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.parallel.groups import Groups

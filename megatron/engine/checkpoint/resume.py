@@ -17,7 +17,7 @@ from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.publish import UNFINISHED
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.engine.training.optimizer import keep_hyperparameters

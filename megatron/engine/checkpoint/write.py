@@ -24,7 +24,7 @@ from megatron.engine.checkpoint.publish import (
 )
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
 from megatron.engine.checkpoint.relayout import conversion_info
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError, FailedElsewhereError
 from megatron.engine.job.lease import Confirm, unleased
 from megatron.parallel.groups import Groups

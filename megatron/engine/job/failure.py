@@ -32,7 +32,7 @@ from typing import NoReturn, TypedDict
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented
 
-from megatron import launch
+from megatron import launcher
 from megatron.ending import end_now, is_member, register
 from megatron.engine.job.heartbeat import Hearing
 from megatron.engine.job.store import connect
@@ -120,7 +120,7 @@ class Watch:
         hearing = Hearing(self._silence, POLL_INTERVAL, self._listen) if is_member() else None
         until, orphaned = time.monotonic() + OPEN_TIMEOUT, False
         while not self._over.wait(POLL_INTERVAL):
-            orphaned, was_orphaned = launch.launcher_has_ended(), orphaned
+            orphaned, was_orphaned = launcher.launcher_has_ended(), orphaned
             if orphaned and was_orphaned:  # a signal that ended the launcher would be here by now
                 end_process(ORPHAN_TEXT)
             if hearing is None:
@@ -205,7 +205,7 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.
-        if is_member() and not (launch.launcher_has_store() and launch.launcher_has_ended()):
+        if is_member() and not (launcher.launcher_has_store() and launcher.launcher_has_ended()):
             cause = _report_to_store(failure, lost)
             causes += [cause] if cause else []
             return
@@ -228,8 +228,8 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
         print_if_elsewhere(_received[0])
         return _received[0]
     is_main = failure["rank"] == 0
-    opens = is_main and not (dist.is_initialized() or launch.launcher_has_store())
-    store = connect(0 if launch.launcher_has_ended() else CAUSE_WAIT, opens)
+    opens = is_main and not (dist.is_initialized() or launcher.launcher_has_store())
+    store = connect(0 if launcher.launcher_has_ended() else CAUSE_WAIT, opens)
     if lost and (first := _wait_for(store, "end")):
         print_if_elsewhere(first)
         return first

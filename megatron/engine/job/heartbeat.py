@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented
 
-from megatron import launch
+from megatron import launcher
 from megatron.engine.job.store import connect
 
 PATIENCE = 5
@@ -129,7 +129,7 @@ class Hearing:
     def lost(self) -> str | None:
         """Return an error message if a rank or the store is silent for too long, otherwise None."""
         if self._unanswered > self._bound and self.answered:
-            holder = "torchrun" if launch.launcher_has_store() else "rank 0"
+            holder = "torchrun" if launcher.launcher_has_store() else "rank 0"
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             far = [rank for rank in range(len(self._beats)) if self._host(rank) != HOST]
             return self._text(far or [0], f"; {holder} does not answer at {where}")

@@ -40,7 +40,7 @@ def joined_job(
 
     While the block runs, the failure of one rank ends all ranks. After an error in a job of several
     processes, the process groups stay open, because all ranks would have to close them together.
-    The caller must then end the process, as `exit_codes.user_errors` does.
+    The caller must then end the process, as `error_messages.user_errors` does.
 
     Args:
         backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.

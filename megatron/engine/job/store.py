@@ -19,7 +19,7 @@ from torch.distributed import (  # documented, but not in its `__all__`
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from megatron import launch
+from megatron import launcher
 
 
 def connect(patience: float = 0.0, opens: bool = False) -> Store:
@@ -50,5 +50,5 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
     )
     # torchrun's store survives a restart of the job, so there the key needs the restart count.
     # Other stores end with the job, and there each machine's agent may count differently.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if launch.launcher_has_store() else "only"
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if launcher.launcher_has_store() else "only"
     return PrefixStore(f"failures/{attempt}", store)

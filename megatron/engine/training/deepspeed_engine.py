@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from megatron.config import Config
-from megatron.engine.shape import numerics_of
+from megatron.engine.model_shape import numerics_of
 from megatron.engine.training.compiled import compile_model
 from megatron.engine.training.optimizer import (
     build_optimizer,

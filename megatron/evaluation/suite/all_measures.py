@@ -18,12 +18,12 @@ from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.errors import CheckpointError
-from megatron.engine.job.with_or_without_launcher import job_or_alone
+from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.text import open_text
 from megatron.evaluation.suite import context, perplexity, recall
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
-from megatron.evaluation.suite.report import PAGE, Report, write_report
+from megatron.evaluation.suite.suite_report import PAGE, Report, write_report
 from megatron.evaluation.suite.verdict import verdict
 from megatron.parallel.groups import Groups
 from megatron.run_folder import RunFolder

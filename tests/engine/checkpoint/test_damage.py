@@ -11,7 +11,7 @@ from megatron.config import load_config
 from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.choose_start import choose_start, usable
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.parallel.groups import build_groups

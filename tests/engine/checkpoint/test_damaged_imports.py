@@ -9,7 +9,7 @@ import torch
 from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.choose_start import usable
 from megatron.engine.checkpoint.exchange import import_checkpoint
-from megatron.engine.checkpoint.saved import Kind, newest
+from megatron.engine.checkpoint.saved_checkpoints import Kind, newest
 from megatron.engine.errors import CheckpointError
 from megatron.hub.importing import import_folder
 from megatron.parallel.groups import build_groups

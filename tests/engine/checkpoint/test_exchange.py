@@ -14,11 +14,11 @@ from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.checksums import sealed
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.errors import CheckpointError
+from megatron.engine.model_shape import DTYPES
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.layout import EMBEDDINGS
-from megatron.engine.shape import DTYPES
 from megatron.model import GPT
 from megatron.positional import names
 from megatron.run_folder import is_published, tag_of

@@ -17,7 +17,7 @@ from megatron.config import load_config
 from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.checksums import describe_files, sealed
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
-from megatron.engine.checkpoint.saved import Kind, newest
+from megatron.engine.checkpoint.saved_checkpoints import Kind, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads
 from megatron.evaluation.by_length import evaluate_checkpoint

@@ -20,7 +20,7 @@ from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.choose_start import choose_start
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.record import RunDescription, TrainingProgress
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job_data import JobData
 from megatron.engine.training.schedule import AnnealingLR, schedule_of

@@ -5,9 +5,9 @@ import pytest
 from megatron.config import load_config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import CheckpointError
-from megatron.engine.shape import identity_of, shape_of
+from megatron.engine.model_shape import identity_of, shape_of
 from tests.helpers.jobs import write_config
 from tests.helpers.paths import FIXTURES
 

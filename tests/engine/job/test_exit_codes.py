@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.engine.job.exit_codes import user_errors
+from megatron.engine.job.error_messages import user_errors
 
 
 @pytest.mark.parametrize("elements", [10**14, 10**17])

@@ -13,7 +13,7 @@ from megatron.config import load_config
 from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.saved import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox

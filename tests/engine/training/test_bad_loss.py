@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import ConfigError, load_config
 from megatron.config.sections.training import TrainingConfig
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import LossGuard

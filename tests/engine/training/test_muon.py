@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config.sections.training import OptimizerConfig
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.training import muon
 from megatron.engine.training.muon import MuonWithAdamW, orthogonal
 from megatron.engine.training.optimizer import parameter_groups

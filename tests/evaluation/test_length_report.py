@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.evaluation import report
+from megatron.evaluation import length_report
+from megatron.evaluation.length_report import write_extrapolation, write_kernels
 from megatron.evaluation.perplexity_statistics import LengthResult
-from megatron.evaluation.report import write_extrapolation, write_kernels
 
 
 def result(length: int, loss: float, stderr: float = 0.01) -> LengthResult:
@@ -68,7 +68,7 @@ def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
     write_extrapolation(results, tmp_path, 128, baselines, "t")
     width, height = image_size(tmp_path / "extrapolation.png")
     assert width > 800 and height > 500
-    axes = report.extrapolation_figure(results, 128, baselines, "t").axes[0]
+    axes = length_report.extrapolation_figure(results, 128, baselines, "t").axes[0]
     assert axes.get_xscale() == "log" and axes.get_yscale() == "linear"
     texts = " | ".join(text.get_text() for text in axes.get_legend().get_texts())
     assert "training length 128" in texts and "same model, 8 tokens" in texts
@@ -82,7 +82,7 @@ def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
 
 def test_an_exploding_perplexity_gets_a_log_axis():
     results = [result(128, 1.5), result(256, 9.0)]
-    assert report.extrapolation_figure(results, 128, {}, "t").axes[0].get_yscale() == "log"
+    assert length_report.extrapolation_figure(results, 128, {}, "t").axes[0].get_yscale() == "log"
 
 
 @pytest.mark.parametrize("lengths", [[], [128, 128]])
@@ -136,7 +136,7 @@ def test_kernels_plot_draws_every_head_of_bias_and_weight(tmp_path):
     write_kernels(None, distances, np.exp(bias), 128, path)
     assert image_size(path) == one_panel
 
-    axes = report.kernels_figure([("b", bias)], distances.astype(float), 128).axes[0]
+    axes = length_report.kernels_figure([("b", bias)], distances.astype(float), 128).axes[0]
     assert axes.get_xscale() == "log"
     curves = [line for line in axes.lines if line.get_label().startswith("head")]
     assert len(curves) == 3
@@ -152,7 +152,7 @@ def test_kernels_plot_refuses_what_does_not_fit(tmp_path):
 
 
 def test_importing_the_report_does_not_import_matplotlib(repo_root):
-    code = "import sys, megatron.evaluation.report; print('matplotlib' in sys.modules)"
+    code = "import sys, megatron.evaluation.length_report; print('matplotlib' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, check=True
     )

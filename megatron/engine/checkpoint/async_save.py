@@ -31,7 +31,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 
 from megatron.engine.checkpoint.record import TrainingProgress
-from megatron.engine.checkpoint.saved import Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.checkpoint.write import Destination, complete, removed_if_it_fails, write_state
 from megatron.parallel.groups import Groups
 from megatron.run_folder import tag_of

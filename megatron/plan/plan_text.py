@@ -13,7 +13,7 @@ from megatron.data.errors import TokenizerError
 from megatron.engine.build import describe_attention, plan_of, tokenizer_of
 from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
-from megatron.engine.shape import DTYPES
+from megatron.engine.model_shape import DTYPES
 from megatron.engine.training.speed import flops_per_token
 from megatron.model import GPT
 from megatron.plan.memory import peak_of

@@ -11,8 +11,8 @@ import pytest
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megatron.config import load_config
-from megatron.engine.checkpoint import saver
-from megatron.engine.checkpoint.saved import newest
+from megatron.engine.checkpoint import async_save
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import digest, rows, write_run_config, write_shards
 from tests.helpers.launch import call, run_ranks, run_script
@@ -115,7 +115,7 @@ def train_slowly(groups, config, free):
     TorchCheckpointEngine.written = TorchCheckpointEngine.save
     TorchCheckpointEngine.save = slow_save
     if free is not None:
-        saver.free_memory = lambda: free
+        async_save.free_memory = lambda: free
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         Job(load_config([config], world_size=groups.world_size), groups).run()
     return printed.getvalue()

@@ -1,4 +1,4 @@
-"""What `megatron/launch.py` concludes from the variables that launchers set."""
+"""What `megatron/launcher.py` concludes from the variables that launchers set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron import launch
+from megatron import launcher
 from tests.helpers.paths import ROOT
 
 CONFIG = str(ROOT / "configs" / "quickstart.yml")
@@ -81,19 +81,19 @@ def environ():
 )
 def test_the_tasks_of_a_launcher_become_one_job(environ, variables, address):
     environ(variables)
-    assert launch.world_size() == "4" and not launch.is_alone()
-    launch.join()
+    assert launcher.world_size() == "4" and not launcher.is_alone()
+    launcher.join()
     found = [os.environ[name] for name in TORCHS]
     assert found[:4] == ["3", "4", "1", address]
     given = variables.get("MASTER_PORT")
-    assert found[4] == given if given else int(found[4]) in launch.PORTS
+    assert found[4] == given if given else int(found[4]) in launcher.PORTS
 
 
 def test_the_port_follows_from_the_job(environ):
     ports = []
     for change in ({}, {"SLURM_PROCID": "0"}, {"SLURM_JOB_ID": "78"}, {"SLURM_STEP_ID": "1"}):
         environ(STEP | change)
-        launch.join()
+        launcher.join()
         ports.append(os.environ["MASTER_PORT"])
     assert ports[0] == ports[1] and len(set(ports)) == 3
 
@@ -112,8 +112,8 @@ def test_the_port_follows_from_the_job(environ):
 def test_variables_of_torch_stay_and_a_batch_script_is_alone(environ, variables, world, alone):
     environ(variables)
     before = {name: os.environ.get(name) for name in TORCHS}
-    assert launch.world_size() == world and launch.is_alone() == alone
-    launch.join()
+    assert launcher.world_size() == world and launcher.is_alone() == alone
+    launcher.join()
     assert {name: os.environ.get(name) for name in TORCHS} == before
 
 
@@ -130,7 +130,7 @@ def test_variables_of_torch_stay_and_a_batch_script_is_alone(environ, variables,
 )
 def test_rank_0_is_on_the_first_node(environ, nodes, first):
     environ(STEP | {"SLURM_STEP_NODELIST": nodes})
-    launch.join()
+    launcher.join()
     assert os.environ["MASTER_ADDR"] == first
 
 
@@ -144,14 +144,14 @@ def test_rank_0_is_on_the_first_node(environ, nodes, first):
 )
 def test_tasks_that_cannot_meet_are_refused(environ, variables, says):
     environ(variables)
-    with pytest.raises(launch.LaunchError, match=says):
-        launch.join()
+    with pytest.raises(launcher.LaunchError, match=says):
+        launcher.join()
 
 
 def test_only_rank_0_says_why(environ):
     environ(TWO_MACHINES)
     with pytest.raises(SystemExit):
-        launch.join()
+        launcher.join()
 
 
 def call(*arguments, **variables):
@@ -179,7 +179,7 @@ def test_train_alone_starts_a_rank_for_each_gpu(environ, monkeypatch, capsys):
     import train
 
     started = []
-    monkeypatch.setattr(launch, "start_ranks", lambda count: started.append(count) or 7)
+    monkeypatch.setattr(launcher, "start_ranks", lambda count: started.append(count) or 7)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(sys, "argv", ["train.py", CONFIG])
     assert train.main() == 7 and started == [3]

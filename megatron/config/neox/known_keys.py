@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.config.fields import key_of, show
+from megatron.config.neox.keys_read_together import KEYS
 from megatron.config.neox.no_effect import NO_EFFECT
 from megatron.config.neox.refused import REFUSED
-from megatron.config.neox.spellings import KEYS
 from megatron.config.neox.zero import OFFLOAD_KEYS, SWITCH_KEYS
 from megatron.config.schema import SECTIONS
 from megatron.suggest import did_you_mean

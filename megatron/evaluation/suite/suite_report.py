@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.report import csv_of, figure_png, mark_training_length
+from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
 from megatron.evaluation.suite.intervals import LEVEL
 from megatron.evaluation.suite.measure import Measure
 from megatron.files import write_bytes, write_text

@@ -1,4 +1,4 @@
-"""Compute the shape of a config's model, such as its widths and its padded vocabulary size.
+"""Compute the shape of a config's model, such as its widths and its norms.
 
 `engine/build.py` combines the shape with the positional embedding and attention.
 """
@@ -14,20 +14,10 @@ from megatron.config import Config
 from megatron.config.choices import terms_of
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.model import BlockShape, GPTShape
+from megatron.model.padded_vocab import padded_vocab_size
 from megatron.numerics import WIDE, Numerics, PublishedNumerics
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """Return the smallest multiple of `divisible_by` that is at least `vocab_size`.
-
-    GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so its padded vocabulary depends on
-    the number of tensor-parallel ranks. This project takes the least common multiple of the two
-    when it loads a config. The padded vocabulary is therefore usually the same for any number of
-    ranks.
-    """
-    return -(-vocab_size // divisible_by) * divisible_by
 
 
 def numerics_of(config: Config) -> Numerics:

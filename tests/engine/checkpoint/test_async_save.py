@@ -8,8 +8,8 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 from megatron.config import load_config
-from megatron.engine.checkpoint import saver
-from megatron.engine.checkpoint.saved import finished, newest
+from megatron.engine.checkpoint import async_save
+from megatron.engine.checkpoint.saved_checkpoints import finished, newest
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import cell, rows, write_config, write_shards
 from tests.helpers.launch import run_ranks
@@ -85,10 +85,10 @@ def test_a_copy_keeps_what_is_shared_and_does_not_change():
     inner = {"x": flat[2:6].view(2, 2), "same": flat, "p": nn.Parameter(flat[:3])}
     state = {"a": [inner, inner], "empty": torch.empty(0), "n": (1, torch.ones(3).half())}
     files = [(state, "one"), ({"flat": flat}, "two")]
-    size = saver.buffer_size(files)
+    size = async_save.buffer_size(files)
     assert size == 128
     for room in (size, 64, 0):  # what no longer fits is copied elsewhere
-        staged = saver.Buffer(room).stage(files)
+        staged = async_save.Buffer(room).stage(files)
         (copied, _), (second, _) = staged
         assert copied["a"][0] is copied["a"][1] and isinstance(copied["a"][0]["p"], nn.Parameter)
         flat += 1

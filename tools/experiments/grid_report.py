@@ -268,7 +268,7 @@ def _html(
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
-    return environment.get_template("report.html.j2").render(
+    return environment.get_template("grid_report.html.j2").render(
         title=title,
         sections=found,
         judged=judged,
