@@ -80,7 +80,7 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def shape_of(model: ModelConfig) -> dict:
-    """Return the keys that differ from their defaults, with sizes scaled down to `SMALL`."""
+    """Return the fields that differ from their defaults, in the small sizes that `SMALL` gives."""
     width, heads, length = (small / getattr(model, key) for key, small in SMALL.items())
     values = model.model_dump() | {
         "intermediate_size": round(model.intermediate_size * width),

@@ -119,8 +119,8 @@ class _NoSecondDerivative(torch.autograd.Function):
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """Decorate an autograd function's backward pass, so that second derivatives raise an error.
 
-    torch's `once_differentiable` is not enough. If the gradient of the output requires no gradient,
-    `once_differentiable` silently treats the gradients of the inputs as constants.
+    torch's `once_differentiable` is not enough. If the output's gradient has `requires_grad=False`,
+    `once_differentiable` raises no error and treats the gradients of the inputs as constants.
     """
 
     def marked(ctx: Any, grad: Tensor) -> tuple:

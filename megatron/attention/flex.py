@@ -131,7 +131,11 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: i
 
 
 def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
-    """Return a score_mod that applies `score_mod` and then adds c_i - c_j of the decay c."""
+    """Return a score_mod that applies `score_mod` and then adds c_i - c_j.
+
+    Here c is `decay_BHS`, i the position of the query and j the position of the key. `offset` is
+    the position of the first query.
+    """
     rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
 
     def with_decay(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

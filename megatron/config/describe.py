@@ -63,7 +63,10 @@ def _derived(config: Config) -> list[str]:
 
 
 def _inner_width(m: ModelConfig) -> str:
-    """Return the formula of the MLP's inner width, such as `intermediate_size 768 x 2/3 / 2`."""
+    """Return a text that says how the inner width of the MLP follows from the config.
+
+    A gated MLP gives such a text as `intermediate_size 768 x 2/3 / 2`. See `inner_width`.
+    """
     text = f"intermediate_size {m.intermediate_size}"
     text += " x 2/3 / 2" if m.activation in GATED else ""
     many = m.mlp_multiple_of

@@ -116,7 +116,7 @@ class PositionalEmbedding:
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
-        """The embeddings that a combination joins. For any other embedding, itself alone."""
+        """The embeddings that a combination joins. Any other embedding has one term: itself."""
         return (self,)
 
     def has(self, kind: Kind) -> bool:

@@ -17,9 +17,10 @@ from megatron.positional.base import PositionalEmbedding, PositionalError, Theta
 
 
 class LogN(PositionalEmbedding):
-    """Temperature with one learned factor s_h per head, initially 1 / log(length).
+    """Temperature s_h log(n) of a query that sees n keys, with one learned factor s_h per head.
 
-    So the initial temperature is 1 at position length - 1, where a query sees `length` keys.
+    The factor starts at 1 / log(length), so the temperature of a query that sees `length` keys
+    starts at 1.
 
     Args:
         length: The number of keys (at least 2) at which the initial temperature is 1.

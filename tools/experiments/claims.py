@@ -43,8 +43,8 @@ class Verdict:
         p: The p value of this part.
         holm: The p value of the complete claim, after Holm's correction.
         word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
-            `not tested`. It is `contradicted` if the opposite of any part is significant without
-            correction.
+            `not tested`. It is `contradicted` if a part has a significant effect in the opposite
+            direction. This test has no correction.
     """
 
     name: str

@@ -126,8 +126,8 @@ class Record(RunDescription):
         progress: The counters of the run when the checkpoint was written.
         imported: The values from which an export restores the original GPT-NeoX files
             (`Published.about`); None unless the checkpoint was imported from GPT-NeoX's format.
-        origin: The transformers class from whose files the weights were imported. Such a checkpoint
-            has no optimizer. "" if the weights were not imported from transformers.
+        origin: The name of a transformers class if the weights were imported from a model of that
+            class, otherwise "". Such an import has no optimizer state.
         files: Maps each file's name to [size in bytes, CRC-32].
     """
 

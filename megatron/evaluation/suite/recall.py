@@ -95,14 +95,14 @@ def _retrieval(
     title: str,
     needle: Callable[[np.random.Generator, np.ndarray | None], Needle],
 ) -> Measure:
-    """Hide a needle in texts, and measure the gain in the loss of its answer.
+    """Hide a needle in texts, and measure how much it lowers the loss of the answer after its cue.
 
-    The gain is the loss of the answer in a control minus the loss in the text with the needle. In
-    the control, the needle has the same cue and another answer.
+    A needle is a cue with an answer. The control text hides a needle with the same cue and another
+    answer. The gain is the loss of the right answer in the control minus its loss in the text.
 
     Args:
         needle: A function that draws a random needle. Its second argument is the cue to use, or
-            None for a random cue. It has no effect if the cue is fixed.
+            None for a random cue. A needle whose cue is fixed ignores it.
     """
     middle = sample.lengths[len(sample.lengths) // 2]
     rows = []
