@@ -110,7 +110,7 @@ def measure(config: Path, folder: Path) -> None:
     from megatron import launcher
     from megatron.config import load_config
     from megatron.engine.job.join import joined_job
-    from megatron.plan.live import LiveBytes
+    from megatron.plan.live_tensors import LiveBytes
     from megatron.pretraining.run import Job
 
     launcher.join()

@@ -102,7 +102,7 @@ def hurt_rank(fault: Fault) -> None:
     """Prepare this rank so that it hurts the job at the fault's moment."""
     from megatron.data.samples.loader import TrainLoader
     from megatron.engine.checkpoint import publish, relayout, write
-    from megatron.engine.training import loop, pipeline
+    from megatron.engine.training import loop, pipeline_engine
 
     def strike() -> None:
         pid = os.getppid() if fault.whom == "launcher" else os.getpid()
@@ -114,7 +114,7 @@ def hurt_rank(fault: Fault) -> None:
     owner, name = {
         "accumulation": (TrainLoader, "__next__"),
         "save": (publish, "flush") if main and fault.count > 1 else (write, "describe_files"),
-        "evaluation": (pipeline, "next_batches"),
+        "evaluation": (pipeline_engine, "next_batches"),
         "conversion": (relayout.ds_to_universal, "main") if main else (relayout, "load"),
         "any time": (loop, "train_step"),
         "slow": (loop, "train_step"),

@@ -14,7 +14,7 @@ from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import TaskSamples
 from megatron.engine.build import tokenizer_of
-from megatron.engine.text import open_text
+from megatron.engine.open_text import open_text
 from megatron.parallel.groups import Groups
 
 

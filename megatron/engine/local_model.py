@@ -20,7 +20,7 @@ from megatron.config import Config
 from megatron.engine.build import plan_of
 from megatron.model import GPT, Plan
 from megatron.model.init import initialise
-from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers, pipeline_loss
+from megatron.model.pipeline_layers import Layer, PipeBlock, pipeline_layers, pipeline_loss
 from megatron.model.theta import SHARED_THETA, THETA
 from megatron.parallel.groups import Groups
 

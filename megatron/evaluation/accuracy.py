@@ -25,7 +25,7 @@ import torch
 from megatron.config import Config
 from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import examples_at
-from megatron.engine.training.pipeline import PipelineLosses
+from megatron.engine.training.pipeline_engine import PipelineLosses
 from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
 from megatron.evaluation.losses import losses_of_sequences
 from megatron.files import replace_table, write_bytes

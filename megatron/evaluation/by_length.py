@@ -31,7 +31,7 @@ from megatron.data.tasks.base import Task
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
-from megatron.engine.text import Text, open_text
+from megatron.engine.open_text import Text, open_text
 from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
 from megatron.evaluation.losses import LossFn, losses_of_sequences

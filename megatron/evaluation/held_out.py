@@ -10,7 +10,12 @@ from megatron.config import Config
 from megatron.data.tasks.base import Task
 from megatron.engine.job_data import JobData
 from megatron.engine.run_log.log import RunLog
-from megatron.engine.training.pipeline import Engine, PipelineLosses, loss_function, loss_of_batches
+from megatron.engine.training.pipeline_engine import (
+    Engine,
+    PipelineLosses,
+    loss_function,
+    loss_of_batches,
+)
 from megatron.evaluation.accuracy import accuracy_at
 from megatron.evaluation.by_length import measurement_of
 from megatron.parallel.groups import Groups

@@ -9,7 +9,7 @@ import torch
 
 from megatron import preemption
 from megatron.engine.training.batches import on_device
-from megatron.engine.training.pipeline import LossFn
+from megatron.engine.training.pipeline_engine import LossFn
 from megatron.parallel.groups import Groups
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.engine.job_data import JobData
 from megatron.engine.run_log.log import RunLog
-from megatron.engine.training.pipeline import Engine, loss_of_batches
+from megatron.engine.training.pipeline_engine import Engine, loss_of_batches
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import perplexity
 

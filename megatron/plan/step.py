@@ -23,10 +23,10 @@ from megatron.config import Config
 from megatron.engine.build import plan_of
 from megatron.engine.model_shape import DTYPES
 from megatron.model import GPT
-from megatron.model.pipeline import Layer, PipeBlock, pipeline_layers, pipeline_loss
+from megatron.model.pipeline_layers import Layer, PipeBlock, pipeline_layers, pipeline_loss
 from megatron.parallel.groups import TensorGroup
 from megatron.parallel.loss import mean_loss
-from megatron.plan.live import LiveBytes
+from megatron.plan.live_tensors import LiveBytes
 
 
 class SilentGroup:

@@ -7,7 +7,7 @@ from megatron.data.tasks.base import Task
 from megatron.engine.build import describe_attention
 from megatron.engine.checkpoint.resume import Start
 from megatron.engine.local_model import Model, count_parameters
-from megatron.engine.text import Text
+from megatron.engine.open_text import Text
 from megatron.engine.training.deepspeed_engine import optimizer_of
 from megatron.model.block_norm import apex_norm
 from megatron.parallel.groups import Groups

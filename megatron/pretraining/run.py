@@ -34,7 +34,7 @@ from megatron.engine.training.deepspeed_engine import job_engine, layout_of
 from megatron.engine.training.hooks import Hook
 from megatron.engine.training.loop import TrainingLoop
 from megatron.engine.training.optimizer import keep_hyperparameters
-from megatron.engine.training.pipeline import loss_function
+from megatron.engine.training.pipeline_engine import loss_function
 from megatron.engine.training.profiler import StepProfiler
 from megatron.engine.training.speed import speed_of
 from megatron.engine.training.step_log import StepLog

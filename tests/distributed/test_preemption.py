@@ -20,7 +20,7 @@ from megatron.engine.checkpoint import relayout, write
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.job import failure
 from megatron.engine.job_data import JobData
-from megatron.engine.training import pipeline
+from megatron.engine.training import pipeline_engine
 from tests.helpers.jobs import all_but_speed, digest, write_config, write_shards
 from tests.helpers.loose import run
 from tests.helpers.paths import ROOT
@@ -40,7 +40,7 @@ TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 MOMENTS = {
     "accumulation": (TrainLoader, "__next__"),
     "save": (write, "describe_files"),
-    "evaluation": (pipeline, "next_batches"),
+    "evaluation": (pipeline_engine, "next_batches"),
     "conversion": (relayout.ds_to_universal, "main"),
     "loading": (JobData, "training"),
 }

@@ -23,7 +23,7 @@ from megatron.engine.build import plan_of
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.job_data import JobData
 from megatron.engine.training.batches import next_batches
-from megatron.engine.training.pipeline import PipelineLosses
+from megatron.engine.training.pipeline_engine import PipelineLosses
 from megatron.evaluation.accuracy import accuracy_at, evaluate_task
 from megatron.evaluation.by_length import evaluate_checkpoint
 from megatron.evaluation.suite.all_measures import measure_with_progress

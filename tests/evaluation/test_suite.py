@@ -17,7 +17,7 @@ import evaluate as command
 from megatron.attention import choose
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
-from megatron.evaluation.suite import context, perplexity
+from megatron.evaluation.suite import context, key_tokens
 from megatron.evaluation.suite.all_measures import Judge, measure_all, measure_with_progress
 from megatron.evaluation.suite.intervals import estimate, mean_of
 from megatron.evaluation.suite.measure import Sample, Subject, read_sample
@@ -215,8 +215,8 @@ def test_key_tokens_gain_from_context_beyond_the_training_length():
     twin_nT[0, 31:34] = 3.5  # the first of these has 32 tokens before it, and the window has 32
     full_nT[1, 35], twin_nT[1, 35] = 2.5, 9.0  # gains, but is not predicted well
     sample = Sample(np.zeros((2, 41), int), np.arange(2), 32, (40,), 1)
-    gain_nT = perplexity.judged_gain(full_nT, twin_nT)
-    rows = perplexity.key_tokens(sample, full_nT, twin_nT, gain_nT, "itself").rows
+    gain_nT = key_tokens.judged_gain(full_nT, twin_nT)
+    rows = key_tokens.key_tokens(sample, full_nT, twin_nT, gain_nT, "itself").rows
     assert rows[0].also["tokens"] == 2 and rows[0].also["share"] == 2 / 16
     assert [row.estimate.value for row in rows] == pytest.approx([math.e, math.exp(3.5)])
 

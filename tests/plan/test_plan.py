@@ -11,7 +11,7 @@ from megatron.attention.fused import functions_of
 from megatron.config import load_config
 from megatron.engine.build import plan_of
 from megatron.engine.gpus import gpu_of_device
-from megatron.plan.live import LiveBytes
+from megatron.plan.live_tensors import LiveBytes
 from megatron.plan.memory import peak_of
 from megatron.plan.plan_text import sent_per_step
 from megatron.plan.step import measured_step

@@ -110,7 +110,7 @@ def text_of(config: Config) -> str:
     if key not in _texts:
         # This import takes seconds, and a new grid can be listed without it.
         from megatron.engine.build import tokenizer_of
-        from megatron.engine.text import open_text
+        from megatron.engine.open_text import open_text
 
         _texts[key] = open_text(config, tokenizer_of(config)).content()
     return _texts[key]

@@ -15,7 +15,7 @@ import deepspeed
 import torch
 
 from megatron.engine.checkpoint.checksums import describe_files, write_record
-from megatron.engine.checkpoint.old_checkpoints import prune, set_aside_foreign
+from megatron.engine.checkpoint.old_and_foreign_checkpoints import prune, set_aside_foreign
 from megatron.engine.checkpoint.publish import (
     UNFINISHED,
     create_unfinished,

@@ -26,7 +26,7 @@ from megatron.engine.training.bad_loss import explained_overflow
 from megatron.engine.training.batches import next_batches
 from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
-from megatron.engine.training.pipeline import train_batch
+from megatron.engine.training.pipeline_engine import train_batch
 from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import mean_loss

@@ -20,8 +20,8 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
-from megatron.engine.text import open_text
-from megatron.evaluation.suite import context, perplexity, recall
+from megatron.engine.open_text import open_text
+from megatron.evaluation.suite import context, key_tokens, perplexity, recall
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
 from megatron.evaluation.suite.suite_report import PAGE, Report, write_report
 from megatron.evaluation.suite.verdict import verdict
@@ -126,7 +126,7 @@ def measure_all(
         return full_nT, of.losses(sample.sequences_nT, window=sample.train_length)
 
     full_nT, twin_nT = passes(subject)
-    gain_nT = perplexity.judged_gain(*passes(judge.subject) if judge else (full_nT, twin_nT))
+    gain_nT = key_tokens.judged_gain(*passes(judge.subject) if judge else (full_nT, twin_nT))
     who = judge.name if judge else "the model itself"
     return [
         perplexity.by_length(subject, sample, full_nT, tokenizer.token_bytes),
@@ -134,7 +134,7 @@ def measure_all(
         context.receptive_field(subject, sample, full_nT),
         context.windowed_twin(sample, full_nT, twin_nT),
         context.far_swap(subject, sample, full_nT),
-        perplexity.key_tokens(sample, full_nT, twin_nT, gain_nT, who),
+        key_tokens.key_tokens(sample, full_nT, twin_nT, gain_nT, who),
         recall.induction(subject, sample),
         recall.copying(subject, sample),
         recall.passkey(subject, sample, tokenizer),

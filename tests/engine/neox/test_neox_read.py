@@ -15,7 +15,7 @@ import torch
 from megatron.attention import choose
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.old_checkpoints import prune
+from megatron.engine.checkpoint.old_and_foreign_checkpoints import prune
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout

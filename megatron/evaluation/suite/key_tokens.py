@@ -1,0 +1,57 @@
+"""Measure the loss on key tokens, those whose prediction gains from long context (LongPPL)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron.evaluation.suite.intervals import estimate
+from megatron.evaluation.suite.measure import Measure, Row, Sample
+from megatron.readable_numbers import told_apart
+
+KEY_GAIN = 2.0
+"""A key token's loss falls by more nats than this through the long context (2410.23771)."""
+KEY_LOSS = 2.0
+"""A key token's loss with the long context is below this many nats."""
+
+
+def key_tokens(
+    sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray, gain_nT: np.ndarray, judge: str
+) -> Measure:
+    """Measure the loss on key tokens, those whose prediction gains from long context.
+
+    The judge is the model that chooses the key tokens. A token is a key token on two conditions
+    (LongPPL, arXiv 2410.23771). The judge's loss falls by more than `KEY_GAIN` if the judge sees
+    the full context instead of a window of the training length. And its loss with the full context
+    is below `KEY_LOSS`. Only tokens with more context than the training length can be key tokens.
+
+    Args:
+        full_nT, twin_nT: The losses of the model and of its windowed twin.
+        gain_nT: The amount by which the judge's loss of each token falls; -inf where the loss with
+            the full context is above `KEY_LOSS`.
+        judge: A text for the report that names the judge.
+    """
+    name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"
+    if sample.longest <= sample.train_length:
+        return Measure(name, title, unit, sample.too_short, [])
+    far = slice(sample.train_length, None)
+    is_key = gain_nT[:, far] > KEY_GAIN
+    rows, counts = [], is_key.sum(1)
+    for model, losses_nT in (("full", full_nT), ("windowed twin", twin_nT)):
+        totals = (losses_nT[:, far] * is_key).sum(1)
+        found = estimate(totals, counts, sample.documents)
+        also = {"tokens": int(counts.sum()), "share": float(is_key.mean())}
+        rows.append(Row({"model": model}, found.perplexity, also))
+    says = f"No token gains more than {KEY_GAIN:g} nats from context beyond the training length"
+    if counts.sum():
+        full, twin = told_apart(*(row.estimate.value for row in rows))
+        says = (
+            f"{int(counts.sum()):,} key tokens (a part of {is_key.mean():.2g}): their perplexity "
+            f"is {full}, and {twin} within the window"
+        )
+    says += f" (the judge is {judge})."
+    return Measure(name, title, unit, says, rows)
+
+
+def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
+    """Return `gain_nT` for `key_tokens`, from the losses of the judge and of its windowed twin."""
+    return np.where(full_nT < KEY_LOSS, twin_nT - full_nT, -np.inf)
