@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.engine.errors import CheckpointError, RunLogError
 from megatron.engine.job import failure, join
 from megatron.engine.job.error_messages import user_errors
 from tests.helpers.loose import SOON, run, wait_for_heartbeats
+from tests.helpers.paths import ROOT
 
 HOST = socket.gethostname()
 
@@ -50,6 +52,26 @@ def test_who_is_killed_says_nothing_so_another_does(fault, where):
     assert codes[where] == -signal.SIGKILL and codes[1 - where] == 1
     assert f"rank {1 - where} on {HOST}: {failure.LOST_TEXT}\n" in texts[1 - where]
     assert "Traceback" not in "".join(texts)
+
+
+def test_a_command_that_refuses_on_one_rank_says_so_to_the_others():
+    """The commands import little before they load the config; the job must still hear of it."""
+    commands = (
+        ("train.py", "absent.yml"),
+        ("evaluate.py", "absent.yml", "--load", "absent", "--lengths", "8"),
+        ("generate.py", "--load", "absent", "--prompt", "a"),
+        ("tools/lm_eval.py", "absent", "--tasks", "a"),
+    )
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=os.environ | job, stderr=subprocess.PIPE
+        )
+        for command in commands
+    ]
+    for command, rank in zip(commands, ranks, strict=True):
+        error = rank.communicate(timeout=240)[1].decode()
+        assert rank.returncode in (1, 2) and f"rank 1 on {HOST}: " in error, (command, error)
 
 
 def raised(error, cause=None):
