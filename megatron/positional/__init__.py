@@ -13,14 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.numerics import WIDE, Numerics
-from megatron.positional.base import (
-    PositionalEmbedding,
-    PositionalError,
-    ThetaParameter,
-    bounds,
-    within_bounds,
-)
+from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
 from megatron.positional.combination import Combination, PerLayer
+from megatron.positional.theta_bounds import bounds, within_bounds
 from megatron.suggest import did_you_mean
 
 __all__ = [
@@ -36,14 +31,18 @@ __all__ = [
 ]
 
 
+OTHERS = {"base", "combination", "hidden_layer", "theta_bounds"}
+"""The files of this package that define no embedding."""
+
+
 def names() -> tuple[str, ...]:
     """Return the sorted names of all embeddings.
 
-    The names are those of this package's files, except `base`, `combination`, `hidden_layer` and
-    files whose names start with `_`.
+    The names are those of this package's files, except those in `OTHERS` and files whose names
+    start with `_`.
     """
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
-    return tuple(sorted(stems - {"base", "combination", "hidden_layer"}))
+    return tuple(sorted(stems - OTHERS))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:

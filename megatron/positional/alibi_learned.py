@@ -9,23 +9,12 @@ faster, relative to their size, than large ones.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from megatron.positional.alibi import slopes
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.alibi import Alibi
+from megatron.positional.base import ThetaParameter
 
 
-class AlibiLearned(PositionalEmbedding):
+class AlibiLearned(Alibi):
     """Distance kernel -m d whose initial slopes m are those of `alibi`. The bound is m >= 0."""
 
-    kind = "distance"
     learnable = True
     parameters = (ThetaParameter("slope", low=0.0),)
-
-    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None]
-
-    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
-        d, slope = self.columns(theta_HN, d)
-        return -slope * d

@@ -28,7 +28,6 @@ Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distan
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -63,19 +62,6 @@ class ThetaParameter:
     scale: float = 1.0
     trained: bool = True
     shared: bool = False
-
-
-def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:
-    """Return the bounds of columns of theta, (low, high), each fp32 [columns]."""
-    low_N = torch.tensor([p.low for p in parameters], dtype=torch.float32)
-    high_N = torch.tensor([p.high for p in parameters], dtype=torch.float32)
-    return low_N, high_N
-
-
-def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Tensor:
-    """Return theta, in its dtype, with each column clamped to the column's bounds."""
-    pairs = zip(theta_HN.unbind(1), parameters, strict=True)
-    return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
 
 
 def factor(name: str) -> ThetaParameter:
@@ -166,10 +152,9 @@ class PositionalEmbedding:
 
         Under tensor parallelism the caller keeps only the rows of its own heads.
         """
-        columns = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
-        theta_HN = torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
-        low_N, high_N = bounds(self.parameters)
-        return theta_HN.clamp(low_N, high_N)
+        drawn = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
+        columns = [x_H.clamp(p.low, p.high) for x_H, p in zip(drawn, self.parameters, strict=True)]
+        return torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
 
     @property
     def trained_parameters(self) -> tuple[ThetaParameter, ...]:

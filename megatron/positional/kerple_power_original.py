@@ -10,22 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.positional.alibi import slopes
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.alibi import Alibi
+from megatron.positional.base import ThetaParameter
 
 
-class KerplePowerOriginal(PositionalEmbedding):
+class KerplePowerOriginal(Alibi):
     """Distance kernel whose parameters are ALiBi's slopes, or 0.01 if a slope is smaller.
 
     The slopes are not trained.
     """
 
-    kind = "distance"
     parameters = (ThetaParameter("bias_a", low=0.01, trained=False),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None].clamp(min=0.01)
-
-    def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
-        d, a = self.columns(theta_HN, d)
-        return -a * d
+        return super().initial_theta(num_heads, generator).clamp(min=0.01)

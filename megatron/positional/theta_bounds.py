@@ -1,0 +1,26 @@
+"""Keep the parameters theta of positional embeddings within their bounds.
+
+Legend: H heads, N columns of theta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.positional.base import ThetaParameter
+
+
+def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:
+    """Return the bounds of columns of theta, (low, high), each fp32 [columns]."""
+    low_N = torch.tensor([p.low for p in parameters], dtype=torch.float32)
+    high_N = torch.tensor([p.high for p in parameters], dtype=torch.float32)
+    return low_N, high_N
+
+
+def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Tensor:
+    """Return theta, in its dtype, with each column clamped to the column's bounds."""
+    pairs = zip(theta_HN.unbind(1), parameters, strict=True)
+    return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
