@@ -52,6 +52,11 @@ class Call:
         """Whether documents or a window limit the keys that a query sees."""
         return self.starts_BS is not None or self.window is not None
 
+    @property
+    def end(self) -> int:
+        """The position after that of the last query."""
+        return self.query_offset + self.q_BHTE.shape[2]
+
     def first_keys(self) -> Tensor | None:
         """Return the index of the first key that each query sees, int64 [B or 1, T].
 
@@ -60,13 +65,12 @@ class Call:
         """
         if not self.masked:
             return None
-        end = self.query_offset + self.q_BHTE.shape[2]
         first_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.q_BHTE.device)
         if self.window is not None:
-            row_T = torch.arange(self.query_offset, end, device=self.q_BHTE.device)
+            row_T = torch.arange(self.query_offset, self.end, device=self.q_BHTE.device)
             first_BT = (row_T - self.window).clamp(min=0)[None]
         if self.starts_BS is not None:
-            first_BT = first_BT.maximum(self.starts_BS[:, self.query_offset : end].long())
+            first_BT = first_BT.maximum(self.starts_BS[:, self.query_offset : self.end].long())
         return first_BT
 
     def hidden(self, distance_TS: Tensor) -> Tensor:
@@ -81,8 +85,7 @@ class Call:
         """Return the position of each query in its document, [B or 1, T]."""
         if self.positions_BT is not None or self.starts_BS is None:
             return self.absolute_positions()
-        first, end = self.query_offset, self.query_offset + self.q_BHTE.shape[2]
-        return self.absolute_positions() - self.starts_BS[:, first:end]
+        return self.absolute_positions() - self.starts_BS[:, self.query_offset : self.end]
 
     def absolute_positions(self) -> Tensor:
         """Return the position of each query, [B or 1, T], for a temperature.
@@ -91,8 +94,7 @@ class Call:
         """
         if self.positions_BT is not None:
             return self.positions_BT
-        end = self.query_offset + self.q_BHTE.shape[2]
-        return torch.arange(self.query_offset, end, device=self.q_BHTE.device)[None]
+        return torch.arange(self.query_offset, self.end, device=self.q_BHTE.device)[None]
 
     def bias(self, theta_HN: Tensor, distance_TS: Tensor) -> Tensor | None:
         """Return the distance kernel's bias [B or 1, H, T, S], or None if it is 0 everywhere."""
@@ -134,10 +136,9 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
-    seen = call.query_offset + call.q_BHTE.shape[2]
-    if seen < k_BKSE.shape[2]:  # later keys may hold anything, even NaN, and NaN times 0 is NaN
-        k_BKSE, v_BKSE = k_BKSE[:, :, :seen], v_BKSE[:, :, :seen]
-        decay_BHS = None if decay_BHS is None else decay_BHS[:, :, :seen]
+    if call.end < k_BKSE.shape[2]:  # later keys may hold anything, even NaN, and NaN times 0 is NaN
+        k_BKSE, v_BKSE = (x[:, :, : call.end] for x in (k_BKSE, v_BKSE))
+        decay_BHS = None if decay_BHS is None else decay_BHS[:, :, : call.end]
     if group > 1 and not grouped:
         k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
     if k_BKSE is not call.k_BKSE:

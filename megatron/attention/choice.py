@@ -145,25 +145,14 @@ class AttentionFn:
             raise refused(self.name, why, request)
 
 
-def choose(
-    backend: str,
-    pos: PositionalEmbedding,
-    *,
-    device_type: str,
-    dtype: torch.dtype,
-    training: bool = True,
-    dropout: bool = False,
-    head_size: int | None = None,
-    masked: bool = False,
-    decays: bool = False,
-) -> AttentionFn:
-    """Choose a backend by name for a request; see `megatron.attention.backend.Request`.
+def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> AttentionFn:
+    """Choose a backend by name for `Request(pos, **conditions)`; see `backend.Request`.
 
     Raises:
         AttentionError: The backend is unknown or does not serve this request. The error message
             names the backends that serve it.
     """
-    request = Request(pos, device_type, dtype, training, dropout, head_size, masked, decays)
+    request = Request(pos, **conditions)
     if backend == "auto":
         return first_that_serves(request)
     if backend not in BACKENDS:

@@ -56,11 +56,15 @@ class Decay:
         return (c_mX - self.c_NS[tile.items, middle, None]).to(self.dtype)
 
     def add_gradient(self, tile: QueryTile, ds_mRn: Tensor) -> None:
+        """Add to `grad_NS` what the gradients dS of a tile's scores contribute."""
         self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
 
 
 class Sink:
-    """The sink of one call, and the gradients `grad_NT` of the null key's logits.
+    """The sink of one call, with the null key's weights and the gradients of its logits.
+
+    `weight_NT` holds the weight p_i of each row i, and `grad_NT` the gradient dz_i. Both are filled
+    tile by tile.
 
     Args:
         sink_H: The sink of each head.
@@ -74,7 +78,11 @@ class Sink:
         self.decay = decay
 
     def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> None:
-        """Replace the scores by attention probabilities. Store the null key's weight."""
+        """Turn the scores of a tile into attention probabilities, in place.
+
+        The null key takes part in the softmax, so the probabilities of row i add up to 1 - p_i. The
+        null key's weight p_i is stored in `weight_NT`.
+        """
         logit_mR = self.sink_N1[tile.items]
         if self.decay is not None:
             logit_mR = logit_mR - self.decay.of_rows(tile)
@@ -88,6 +96,12 @@ class Sink:
     def add_gradient(
         self, tile: QueryTile, probs_mRn: Tensor, dprobs_mRn: Tensor, spare_mRn: Tensor
     ) -> None:
-        """Compute the gradient of the null key's logits from P and the gradient dP of P."""
+        """Store dz, the gradient of the null key's logits, in `grad_NT` for the rows of a tile.
+
+        Args:
+            probs_mRn: The attention probabilities P.
+            dprobs_mRn: The gradient dP of P.
+            spare_mRn: A buffer of the same shape, which is overwritten.
+        """
         delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
         self.grad_NT[tile.items, tile.rows] = -self.weight_NT[tile.items, tile.rows] * delta_mR
