@@ -62,9 +62,9 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from megatron.attention.fused import functions_of
-from megatron.kernels.codegen import DeviceFunctions
+from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.tile_sizes import Tile, family, look_up, padded
-from megatron.kernels.variants import OPTIONS, PASSES, constants
+from megatron.kernels.variants import OPTIONS, PASSES, constants, order
 from megatron.positional import PositionalEmbedding, PositionalError, load
 from tools.compiled.kernel_table import BLACKWELL, Row, Variant, read_rows, summary, write
 from tools.compiled.machine_code import resources, special_functions
@@ -129,7 +129,7 @@ def tile_of(variant: Variant) -> Tile:
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     _, functions, terms = kernel_of(variant.kernel)
     group = family(divmod(variant.target, 10))
-    sizes = look_up(group, itemsize, size, *functions.needs(variant.dropout, bool(terms)))
+    sizes = look_up(group, itemsize, size, functions.needs(variant.dropout, bool(terms)))
     return getattr(sizes, "query" if variant.which == "hidden" else variant.which)
 
 
@@ -156,19 +156,18 @@ def build(variant: Variant) -> Row:
     tile, (pos, functions, terms) = tile_of(variant), kernel_of(variant.kernel)
     terms = [*terms, *(("position",) if functions.reads_position else ())]
     flags: Any = {"dropout": variant.dropout, "theta": pos.learnable, "terms": terms}
-    fixed = constants(variant.which, functions, tile, variant.head_size, **flags) | {"group": 1}
+    fixed = constants(functions, tile, variant.head_size, **flags) | {"group": 1}
     function = PASSES[variant.which]
-    pointers = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "sums_ptr": "*fp32",
-                "theta_ptr": "*fp32", "seed_ptr": "*i64", "sink_ptr": "*fp32",
-                "high_ptr": "*fp32", "low_ptr": "*fp32", "ddecay_ptr": "*fp32",
-                "first_ptr": "*i32", "end_ptr": "*i32", "position_ptr": "*i32"}  # fmt: skip
+    pointers = {f"{name}_ptr": "*i32" for name in ("first", "end", "position")}
+    pointers |= {f"{name}_ptr": f"*{variant.dtype}" for name in order(variant.which)[1]}
+    pointers["seed_ptr"] = "*i64"
     signature, attributes = {}, {}
     for n, name in enumerate(function.arg_names):
         if name in fixed:
             signature[name] = "constexpr"
             continue
         if name.endswith("_ptr"):
-            signature[name] = pointers.get(name, f"*{variant.dtype}")
+            signature[name] = pointers.get(name, "*fp32")
         else:
             signature[name] = "fp32" if name in ("scale", "rescale") else "i32"
         if name.endswith("_ptr") or re.fullmatch(r"\w+_[bht]", name):

@@ -44,7 +44,7 @@ from megatron.positional import PositionalEmbedding
 from megatron.positional.hidden_layer import pieces
 
 if TYPE_CHECKING:
-    from megatron.kernels.codegen import DeviceFunctions
+    from megatron.kernels.device_functions import DeviceFunctions
     from megatron.kernels.launch import Setting
 
 Columns = tuple[tuple[int, ...], ...]
@@ -77,6 +77,13 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     return functions, "evaluated in registers"
 
 
+@lru_cache(maxsize=64)
+def _code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
+    functions, _ = functions_of(pos)
+    code = operations.register(pos.name, functions)
+    return code, functions.tabulated, functions.layer and functions.layer.columns
+
+
 @constant  # because sympy reads the formula
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
     """Return (code, tabulated, layer) of an embedding.
@@ -84,9 +91,7 @@ def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
     `code` names the embedding's device functions in calls of `operations.fused`. `tabulated` and
     `layer` are arguments of `_inputs`.
     """
-    functions, _ = functions_of(pos)
-    code = operations.register(pos.name, functions)
-    return code, functions.tabulated, functions.layer and functions.layer.columns
+    return _code_of(pos)
 
 
 @constant
@@ -107,17 +112,12 @@ def cache_launches(on: bool) -> None:
 
 def fused(call: Call) -> Tensor:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    code, tabulated, layer = code_of(call.pos)
+    inputs = _inputs(call, tabulated, layer)
     numbers = (call.scale, call.query_offset, call.dropout_p)
     if is_compiling():
-        code, tabulated, layer = code_of(call.pos)
-        return operations.fused(*_inputs(call, tabulated, layer), code, *numbers)[0]
-    from megatron.kernels.launch import Setting
-
-    functions, _ = functions_of(call.pos)
-    terms = call.masked or call.sink_H is not None or call.decay_BHS is not None
-    setting = Setting(functions, *numbers, terms=terms)
-    columns = functions.layer and functions.layer.columns
-    return _FusedAttention.apply(*_inputs(call, functions.tabulated, columns), setting)
+        return operations.fused(*inputs, code, *numbers)[0]
+    return _FusedAttention.apply(operations.setting_of(code, *numbers), *inputs)
 
 
 def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor | None, ...]:
@@ -171,37 +171,20 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Autograd function that launches the Triton kernels.
-
-    For the backward pass it saves the inputs, the output, and the logarithms of the softmax's
-    denominators.
-    """
+    """The operation `kerple::fused` for eager calls, without the time of torch's dispatcher."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
-        sink: Any, decay: Any, first: Any, position: Any, seed: Any, setting: Setting,
-    ) -> Tensor:  # fmt: skip
-        from megatron.kernels import launch
-
-        terms = launch.Terms(first, sink, decay, position)
-        out, lse = launch.forward(q, k, v, rows, seed, setting, terms)
-        ctx.save_for_backward(q, k, v, out, lse, rows, sink, decay, first, position, seed)
+    def forward(ctx: Any, setting: Setting, *inputs: Any) -> Tensor:
+        out, lse = operations.fused_forward(setting, *inputs)
+        ctx.save_for_backward(out, lse, *inputs)
         ctx.setting = setting
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        from megatron.kernels import launch
-
-        need_rows = ctx.needs_input_grad[3]
-        q, k, v, out, lse, rows, sink, decay, first, position, seed = ctx.saved_tensors
-        gradients = launch.backward(
-            grad, q, k, v, out, lse, rows, seed, ctx.setting, need_rows,
-            launch.Terms(first, sink, decay, position),
-        )  # fmt: skip
-        return *gradients, None, None, None, None
+        needed, saved = ctx.needs_input_grad[4], ctx.saved_tensors
+        return None, *operations.fused_gradients(ctx.setting, needed, grad, *saved), *[None] * 3
 
 
 def refusal(request: Request) -> str | None:

@@ -22,6 +22,7 @@ Legend: see `blocked` and `fused`. The T axis of `kerple::blocked` is in the usu
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,22 +32,46 @@ from megatron.attention.backend import AttentionError
 from megatron.attention.blocked_call import BlockedCall
 
 if TYPE_CHECKING:
-    from megatron.kernels.codegen import DeviceFunctions
-    from megatron.kernels.launch import Setting, Terms
+    from megatron.kernels.device_functions import DeviceFunctions
+    from megatron.kernels.launch import Setting
 
 _DEVICE_FUNCTIONS: dict[str, DeviceFunctions] = {}
 _NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)
+_BLOCKED = (
+    "Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? weight, Tensor? decay, Tensor? sink, "
+    "Tensor? starts, Tensor? seed, float scale, float dropout_p, SymInt? window"
+)
+_FUSED = (
+    "Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? sink, Tensor? decay, Tensor? first, "
+    "Tensor? position, Tensor? seed, str code, float scale, SymInt query_offset, float dropout_p"
+)
+_TENSORS = 9
+"""The number of tensors among the arguments of either operation. They come first."""
 
 
-@torch.library.custom_op("kerple::blocked", mutates_args=(), tags=_NOT_IN_CUDA_GRAPHS)
-def blocked(
-    q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, bias_HS: Tensor, weight_HS: Tensor | None,
-    decay_BHS: Tensor | None, sink_H: Tensor | None, starts_BT: Tensor | None, seed: Tensor | None,
-    scale: float, dropout_p: float, window: int | None,
-) -> Tensor:  # fmt: skip
+@torch.library.custom_op(
+    "kerple::blocked", mutates_args=(), schema=f"({_BLOCKED}) -> Tensor", tags=_NOT_IN_CUDA_GRAPHS
+)
+def blocked(*arguments: Any) -> Tensor:
     """Return the attention output. The arguments are those of `BlockedCall`."""
-    inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, decay_BHS, sink_H, starts_BT, seed)
-    return BlockedCall(*inputs, scale, dropout_p, window).forward(None)
+    return BlockedCall(*arguments).forward(None)
+
+
+@torch.library.custom_op(
+    "kerple::blocked_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_BLOCKED}, bool need_bias, bool need_weight) -> Tensor[]",
+    tags=_NOT_IN_CUDA_GRAPHS,
+)
+def blocked_backward(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
+    """Return the gradients of q, k, v, the bias, the factor, the decay and the sink, as a list.
+
+    The list lacks gradients that are not needed, and those of inputs that are None.
+    """
+    *inputs, need_bias, need_weight = arguments
+    call = BlockedCall(*inputs)
+    found = call.backward(grad_BHTE, None, need_bias=need_bias, need_weight=need_weight)
+    return [x for x in found if x is not None]
 
 
 @blocked.register_fake
@@ -54,50 +79,13 @@ def _(q_BHTE: Tensor, *_: Any) -> Tensor:
     return _new(q_BHTE)
 
 
-@torch.library.custom_op("kerple::blocked_backward", mutates_args=(), tags=_NOT_IN_CUDA_GRAPHS)
-def blocked_backward(
-    grad_BHTE: Tensor, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, bias_HS: Tensor,
-    weight_HS: Tensor | None, decay_BHS: Tensor | None, sink_H: Tensor | None,
-    starts_BT: Tensor | None, seed: Tensor | None,
-    scale: float, dropout_p: float, window: int | None, need_bias: bool, need_weight: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, the bias, the factor, the decay and the sink, as a list.
-
-    The list lacks gradients that are not needed, and those of inputs that are None.
-    """
-    inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, decay_BHS, sink_H, starts_BT, seed)
-    call = BlockedCall(*inputs, scale, dropout_p, window)
-    found = call.backward(grad_BHTE, None, need_bias=need_bias, need_weight=need_weight)
-    return [x for x in found if x is not None]
-
-
 @blocked_backward.register_fake
-def _(
-    grad_BHTE: Tensor, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, bias_HS: Tensor,
-    weight_HS: Tensor | None, decay_BHS: Tensor | None, sink_H: Tensor | None, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    *_, need_bias, need_weight = rest
-    found = [q_BHTE, k_BHSE, v_BHSE, bias_HS if need_bias else None]
-    found.append(weight_HS if need_weight else None)
-    found = [_new(x) for x in found if x is not None]
+def _(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
+    *qkv, bias_HS, weight_HS, decay_BHS, sink_H = arguments[:7]
+    kernel = zip((bias_HS, weight_HS), arguments[-2:], strict=True)
+    found = [_new(x) for x in (*qkv, *(x for x, need in kernel if need))]
     found += [] if decay_BHS is None else [_new(decay_BHS, torch.float64)]
     return found + ([] if sink_H is None else [_new(sink_H, bias_HS.dtype)])
-
-
-def _save_blocked(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.numbers = inputs[9:]
-
-
-def _differentiate_blocked(ctx: Any, grad_BHTE: Tensor) -> tuple:
-    inputs = ctx.saved_tensors
-    needs = ctx.needs_input_grad[3:5]
-    found = iter(torch.ops.kerple.blocked_backward(grad_BHTE, *inputs, *ctx.numbers, *needs))
-    given = (True, True, True, *needs, *(x is not None for x in inputs[5:7]))
-    return *(next(found) if has else None for has in given), *[None] * 5
-
-
-blocked.register_autograd(_differentiate_blocked, setup_context=_save_blocked)
 
 
 def register(name: str, functions: DeviceFunctions) -> str:
@@ -110,18 +98,50 @@ def register(name: str, functions: DeviceFunctions) -> str:
     return code
 
 
-@torch.library.custom_op("kerple::fused", mutates_args=())
-def fused(
-    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, rows_HW: Tensor, sink_H: Tensor | None,
-    decay_BHS: Tensor | None, first_BT: Tensor | None, position_BT: Tensor | None,
-    seed: Tensor | None, code: str, scale: float, query_offset: int, dropout_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention output, and `lse` for the backward pass; see `launch.forward`."""
+def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Return the attention output, and `lse` for the backward pass; see `launch.forward`.
+
+    Args:
+        inputs: The tensors of `_FUSED`, in order.
+    """
     from megatron.kernels import launch
 
-    terms = launch.Terms(first_BT, sink_H, decay_BHS, position_BT)
-    setting = _setting(code, scale, query_offset, dropout_p, terms)
-    return launch.forward(q_BHTE, k_BKSE, v_BKSE, rows_HW, seed, setting, terms)
+    q, k, v, rows, sink, decay, first, position, seed = inputs
+    terms = launch.Terms(first, sink, decay, position)
+    return launch.forward(q, k, v, rows, seed, setting, terms)
+
+
+def fused_gradients(
+    setting: Setting, need_rows: bool, grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, `rows`, the sink and the decay; see `launch.backward`.
+
+    Args:
+        inputs: The tensors of `_FUSED`, in order.
+    """
+    from megatron.kernels import launch
+
+    q, k, v, rows, sink, decay, first, position, seed = inputs
+    terms = launch.Terms(first, sink, decay, position)
+    return launch.backward(grad, q, k, v, out, lse, rows, seed, setting, need_rows, terms)
+
+
+@torch.library.custom_op("kerple::fused", mutates_args=(), schema=f"({_FUSED}) -> (Tensor, Tensor)")
+def fused(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return what `fused_forward` returns."""
+    return fused_forward(setting_of(*arguments[_TENSORS:]), *arguments[:_TENSORS])
+
+
+@torch.library.custom_op(
+    "kerple::fused_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_FUSED}, bool need_rows) -> Tensor[]",
+)
+def fused_backward(*arguments: Any) -> list[Tensor]:
+    """Return the gradients that `fused_gradients` returns, without those that are None."""
+    *tensors, code, scale, offset, dropout_p, need_rows = arguments
+    found = fused_gradients(setting_of(code, scale, offset, dropout_p), need_rows, *tensors)
+    return [x for x in found if x is not None]
 
 
 @fused.register_fake
@@ -129,59 +149,47 @@ def _(q_BHTE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _new_heads(q_BHTE), q_BHTE.new_empty(q_BHTE.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("kerple::fused_backward", mutates_args=())
-def fused_backward(
-    grad_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor,
-    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, rows_HW: Tensor, sink_H: Tensor | None,
-    decay_BHS: Tensor | None, first_BT: Tensor | None, position_BT: Tensor | None,
-    seed: Tensor | None, code: str, scale: float, query_offset: int, dropout_p: float,
-    need_rows: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, `rows_HW`, the sink and the decay, as a list.
-
-    `rows_HW` holds theta or a table over distances. Its gradient is in the list only if `need_rows`
-    is true. The list lacks gradients of inputs that are None.
-    """
-    from megatron.kernels import launch
-
-    terms = launch.Terms(first_BT, sink_H, decay_BHS, position_BT)
-    setting = _setting(code, scale, query_offset, dropout_p, terms)
-    found = launch.backward(
-        grad_BHTE, q_BHTE, k_BKSE, v_BKSE, out_BHTE, lse_BHT, rows_HW, seed, setting, need_rows,
-        terms,
-    )  # fmt: skip
-    return [x for x in found if x is not None]
-
-
 @fused_backward.register_fake
-def _(
-    grad_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor,
-    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, rows_HW: Tensor, sink_H: Tensor | None,
-    decay_BHS: Tensor | None, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    found = [_new_heads(x) for x in (q_BHTE, k_BKSE, v_BKSE)]
-    terms = (rows_HW if rest[-1] else None, sink_H, decay_BHS)
-    return found + [_new(x, torch.float32) for x in terms if x is not None]
+def _(grad_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *arguments: Any) -> list[Tensor]:
+    *qkv, rows_HW, sink_H, decay_BHS = arguments[:6]
+    terms = (rows_HW if arguments[-1] else None, sink_H, decay_BHS)
+    return [_new_heads(x) for x in qkv] + [_new(x, torch.float32) for x in terms if x is not None]
 
 
-def _save_fused(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    out_BHTE, lse_BHT = output
-    ctx.mark_non_differentiable(lse_BHT)
-    ctx.save_for_backward(out_BHTE, lse_BHT, *inputs[:9])
-    ctx.numbers = inputs[9:]
+def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
+    results = () if isinstance(output, Tensor) else output  # `lse` and what it belongs to
+    ctx.mark_non_differentiable(*results[1:])
+    ctx.save_for_backward(*results, *inputs[:_TENSORS])
+    ctx.numbers = inputs[_TENSORS:]
 
 
-def _differentiate_fused(ctx: Any, grad_BHTE: Tensor, _: Any) -> tuple:
-    saved, need_rows = ctx.saved_tensors, ctx.needs_input_grad[3]
-    found = iter(torch.ops.kerple.fused_backward(grad_BHTE, *saved, *ctx.numbers, need_rows))
-    given = (True, True, True, need_rows, *(x is not None for x in saved[6:8]))
-    return *(next(found) if has else None for has in given), *[None] * 7
+def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_: Any) -> tuple:
+    """Return the gradients of all arguments of an operation.
+
+    Args:
+        backward: The operation that computes them.
+        learned: The number of tensors after q, k and v whose gradients may not be needed. The two
+            that follow are the decay and the sink.
+    """
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3 : 3 + learned]
+    terms = saved[-_TENSORS:][3 + learned : 5 + learned]
+    found = iter(backward(grad_BHTE, *saved, *ctx.numbers, *needs))
+    given = (True, True, True, *needs, *(x is not None for x in terms))
+    gradients = [next(found) if has else None for has in given]
+    return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
 
 
-fused.register_autograd(_differentiate_fused, setup_context=_save_fused)
+for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, fused_backward, 1)):
+    _operation.register_autograd(partial(_differentiate, _backward, _learned), setup_context=_save)
 
 
-def _setting(code: str, scale: float, offset: int, dropout_p: float, terms: Terms) -> Setting:
+@lru_cache(maxsize=64)
+def setting_of(code: str, scale: float, offset: int, dropout_p: float) -> Setting:
+    """Return the parameters of a call that are not tensors, with the device functions `code`.
+
+    Raises:
+        AttentionError: This process has not registered the device functions.
+    """
     from megatron.kernels import launch
 
     if code not in _DEVICE_FUNCTIONS:
@@ -189,8 +197,7 @@ def _setting(code: str, scale: float, offset: int, dropout_p: float, terms: Term
             f"this process has no device functions {code!r}: first compile a call of attention "
             "with this embedding"
         )
-    some = any(x is not None for x in (terms.first_BT, terms.sink_H, terms.decay_BHS))
-    return launch.Setting(_DEVICE_FUNCTIONS[code], scale, offset, dropout_p, terms=some)
+    return launch.Setting(_DEVICE_FUNCTIONS[code], scale, offset, dropout_p)
 
 
 def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

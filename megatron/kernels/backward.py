@@ -36,79 +36,50 @@ import triton.language as tl
 from megatron.kernels.device import (
     add_columns,
     ex2,
-    kept,
     load_rows,
     opaque,
     spread,
     store_rows,
     table_distance,
 )
-from megatron.kernels.forward import LOG2E
+from megatron.kernels.dropout import kept
+from megatron.kernels.rows import (
+    LOG2E,
+    ends_of,
+    gradients_of,
+    key_tile_at,
+    open_head,
+    open_rows,
+    seen_by,
+)
 from megatron.kernels.terms import (
     BLOCK,
     both,
-    decay_of_keys,
-    first_keys,
-    key_tile_at,
     load_clamped,
-    lost,
     lost_by,
     null_score,
     open_decay,
-    positions_of,
     row_tile_at,
     row_tiles,
-    store_ddecay,
 )
 
 
 @triton.jit
-def weights(
-    s, i, j, di, dj, distance, limit, decay, constants, c, lse, at,
-    f_evaluate: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return the results of `f_evaluate` and the softmax weights p of a tile.
-
-    The first result of `f_evaluate` is y, the logit divided by scale. p is computed from y minus
-    `decay`, or from y if `decay` is None. With MASKED, p is 0 for future keys (i < j) and where the
-    mask `limit` is false (None means no such mask). `at` holds each row's position in its document,
-    or is None. The distance of a query and a key is di - dj.
-    """
-    if MASKED:
-        di, dj = tl.maximum(di - dj, 0.0), 0.0
-    e = f_evaluate(s, di, dj, distance, constants, at)
-    y = e[0]
-    if decay is not None:
-        y -= decay
-    return e, tl.where(both(i >= j, limit), ex2(y * c - lse), 0.0) if MASKED else ex2(y * c - lse)
-
-
-@triton.jit
 def query_tile(
-    q, do, lse, delta, dq, excess, acc,
-    k_base, v_base, k_stride, v_stride, m0, n0, offset, queries, keys, constants, c,
-    seed, item, threshold, rescale, first, decay, at,
+    q, do, lse, delta, dq, excess, acc, head, terms, m0, n0,
     f_evaluate: tl.constexpr, f_add: tl.constexpr, WEIGHTED: tl.constexpr, LEARNS: tl.constexpr,
     THETA: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of one tile of keys to the gradients of q and of theta."""
-    k = load_rows(k_base, n0, keys, k_stride, MASKED, N, E, P)
-    v = load_rows(v_base, n0, keys, v_stride, MASKED, N, E, P)
+    k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
+    v = load_rows(head.v, n0, head.keys, head.v_t, MASKED, N, E, P)
     s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-    i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
-    j = tl.arange(0, N)[None, :]
-    di, dj = spread(offset + m0 - n0, k.dtype != tl.float32, M, N)
-    distance = table_distance(i, j, m0, n0, offset, queries)
-    limit = None if first is None else j >= (first - n0)[:, None]
-    lost_N = None if decay is None else lost(decay, n0, keys, MASKED, N)[None, :]
-    e, p = weights(
-        s, i, j, di, dj, distance, limit, lost_N, constants, c, lse[:, None], at, f_evaluate, MASKED
-    )
-    if DROPOUT:
-        dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
-    ds = p * (dp - delta[:, None])
+    e, p, ds = gradients_of(
+        s, dp, lse, delta, head, terms, m0, n0,
+        f_evaluate, DROPOUT, k.dtype != tl.float32, MASKED, M, N,
+    )  # fmt: skip
     if LEARNS:
         excess = add_columns(excess, ds, q.dtype)
     if THETA:
@@ -136,50 +107,44 @@ def query_pass(
     a gradient, or there is a sink or a decay), delta is corrected for the rounding of `out`.
     """
     tiles = tl.cdiv(queries, M)
-    item = tl.program_id(0) // tiles
-    m0 = (tiles - 1 - tl.program_id(0) % tiles) * M
-    b, h = (item // heads).to(tl.int64), item % heads
-    h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
-    k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
-    constants = f_prepare(theta_ptr + h_q * width, width, scale)
-    c = scale * LOG2E
-    seed = tl.load(seed_ptr) if DROPOUT else 0
-    q = load_rows(q_ptr + b * q_b + h_q * q_h, m0, queries, q_t, True, M, E, P)
-    do = load_rows(do_ptr + b * do_b + h_q * do_h, m0, queries, do_t, True, M, E, P)
-    out = load_rows(out_ptr + b * out_b + h_q * out_h, m0, queries, out_t, True, M, E, P)
+    item, m0 = open_rows(tiles, M)
+    head = open_head(
+        item, k_ptr, v_ptr, theta_ptr, seed_ptr, k_b, k_h, k_t, v_b, v_h, v_t,
+        heads, group, queries, keys, offset, width, scale, threshold, rescale, f_prepare, DROPOUT,
+    )  # fmt: skip
+    b, h = head.b, head.h
+    q = load_rows(q_ptr + b * q_b + h * q_h, m0, queries, q_t, True, M, E, P)
+    do = load_rows(do_ptr + b * do_b + h * do_h, m0, queries, do_t, True, M, E, P)
+    out = load_rows(out_ptr + b * out_b + h * out_h, m0, queries, out_t, True, M, E, P)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)
     i = m0 + tl.arange(0, M)
     per_row = item.to(tl.int64) * queries + i
     # lse = +inf makes p = 0 in rows past the last query.
     lse = tl.load(lse_ptr + per_row, mask=i < queries, other=float("inf"))
-    last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
+    seen, terms = seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M, N)
     dq = tl.zeros([M, P], dtype=tl.float32)
     W: tl.constexpr = 8 if THETA <= 2 else 1  # with more parameters, registers are few
-    excess, acc = tl.zeros([M, W], dtype=tl.float32), f_zeros(M, W)
-    decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, m0, offset, keys)
-    first, begin, lead = None, 0, 0
-    if first_ptr is not None:
-        first, begin, lead = first_keys(first_ptr + b * queries, m0, queries, past, M, N)
-    at = None if position_ptr is None else positions_of(position_ptr, b, m0, queries, M)[:, None]
+    excess = tl.zeros([M, W], dtype=tl.float32)
+    acc = f_zeros(M, W) if THETA else 0
     if sink_ptr is not None and LEARNS:  # the null key's ds; its value is 0
-        p = ex2(null_score(sink_ptr + h, decay, m0, offset, keys, M) * c - lse)
+        p = ex2(null_score(sink_ptr + h, terms.decay, m0, offset, keys, M) * head.c - lse)
         excess -= (p * delta / W)[:, None]
     for MASKED in tl.static_range(2):
-        for n in tl.range(past - (lead - begin) if MASKED else lead, last if MASKED else past, N):
+        begin, end = ends_of(seen, MASKED)
+        for n in tl.range(begin, end, N):
             dq, excess, acc = query_tile(
-                q, do, lse, delta, dq, excess, acc, k_base, v_base, k_t, v_t,
-                m0, key_tile_at(n, past, lead, first, MASKED), offset, queries, keys, constants, c,
-                seed, item, threshold, rescale, first, decay, at,
-                f_evaluate, f_add, WEIGHTED, LEARNS, THETA, DROPOUT, MASKED, M, N, E, P,
+                q, do, lse, delta, dq, excess, acc,
+                head, terms, m0, key_tile_at(n, seen, terms, MASKED), f_evaluate, f_add,
+                WEIGHTED, LEARNS, THETA, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
     excess = tl.sum(excess, axis=1)
     tl.store(delta_ptr + per_row, delta + excess, mask=i < queries)
-    store_rows(dq_ptr + b * dq_b + h_q * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
+    store_rows(dq_ptr + b * dq_b + h * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
     if THETA:
-        gradients = f_finish(acc, excess, constants)
-        sums = sums_ptr + (item.to(tl.int64) * tiles + m0 // M) * THETA
+        gradients = f_finish(acc, excess, head.constants)
+        program = item.to(tl.int64) * tiles + m0 // M
         for n in tl.static_range(THETA):
-            tl.store(sums + n, gradients[n])
+            tl.store(sums_ptr + program * THETA + n, gradients[n])
 
 
 @triton.jit
@@ -198,12 +163,9 @@ def key_tile(
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)
     row = m0 + tl.arange(0, M)
-    if MASKED:
-        lse = tl.load(lse_base + row, mask=row < queries, other=float("inf"))  # p = 0
-        delta = tl.load(delta_base + row, mask=row < queries, other=0.0)
-    else:
-        lse = tl.load(lse_base + row)
-        delta = tl.load(delta_base + row)
+    there = row < queries if MASKED else None  # p = 0 in rows past the last query
+    lse = tl.load(lse_base + row, mask=there, other=float("inf") if MASKED else None)
+    delta = tl.load(delta_base + row, mask=there, other=0.0 if MASKED else None)
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     # m0 changes from tile to tile. It is added to the keys, because a thread has fewer keys.
@@ -214,11 +176,15 @@ def key_tile(
         (offset + m0 - n0) + i, tl.arange(0, N)[:, None], m0, n0, offset, queries
     )
     limit = None if end is None else i < (end - m0)[:, None]
-    lost_N = None if decay is None else lost_by(decay, offset + m0 // BLOCK * BLOCK)[:, None]
+    gone = None if decay is None else lost_by(decay, offset + m0 // BLOCK * BLOCK)[:, None]
     at = None if at is None else load_clamped(at, m0, queries, M).to(tl.float32)[None, :]
-    e, p = weights(
-        s, i, j, di, dj, distance, limit, lost_N, constants, c, lse[None, :], at, f_evaluate, MASKED
-    )
+    if MASKED:
+        di, dj = tl.maximum(di - dj, 0.0), 0.0
+    e = f_evaluate(s, di, dj, distance, constants, at)
+    y, mask = e[0] if gone is None else e[0] - gone, both(i >= j, limit)
+    p = ex2(y * c - lse[None, :])
+    if MASKED:
+        p = tl.where(mask, p, 0.0)
     dropped = p
     if DROPOUT:
         keep = tl.trans(kept(seed, item, m0, n0, threshold, M, N))
@@ -266,8 +232,7 @@ def key_pass(
     end_ptr = None if end_ptr is None else end_ptr + b_64 * keys
     at = None if position_ptr is None else position_ptr + b_64 * queries
     end = None if end_ptr is None else load_clamped(end_ptr, n0, keys, N)
-    tiles_of_rows = row_tiles(end_ptr, n0, offset, queries, keys, M, N)
-    first, whole, full, crossing, masked, rest = tiles_of_rows
+    first, whole, full, crossing, masked, rest = row_tiles(end_ptr, n0, offset, queries, keys, M, N)
     for member in range(0, group):
         h = h_k * group + member
         item = b * heads + h
@@ -278,20 +243,18 @@ def key_pass(
         lse_base = lse_ptr + item.to(tl.int64) * queries
         delta_base = delta_ptr + item.to(tl.int64) * queries
         ddecay = tl.zeros([N], dtype=tl.float32)
-        decay = None if high_ptr is None else decay_of_keys(high_ptr, low_ptr, item, n0, keys, N)
-        for tile in tl.range(0, masked):
-            m0 = row_tile_at(tile, crossing, first, rest, end, M)
-            dk, dv, ddecay = key_tile(
-                k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0,
-                offset, queries, constants, c, seed, item, threshold, rescale, end, decay, at,
-                f_evaluate, WEIGHTED, DROPOUT, True, M, N, E, P,
-            )  # fmt: skip
-        for m0 in tl.range(whole, full, M):
-            dk, dv, ddecay = key_tile(
-                k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t, m0, n0,
-                offset, queries, constants, c, seed, item, threshold, rescale, end, decay, at,
-                f_evaluate, WEIGHTED, DROPOUT, False, M, N, E, P,
-            )  # fmt: skip
-        store_ddecay(ddecay_ptr, ddecay, item, n0, keys, N)
+        j = n0 + tl.arange(0, N)
+        at_keys = tl.minimum(j, keys - 1)
+        decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, at_keys, keys)
+        for FULL in tl.static_range(2):
+            for n in tl.range(whole if FULL else 0, full if FULL else masked, M if FULL else 1):
+                dk, dv, ddecay = key_tile(
+                    k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t,
+                    n if FULL else row_tile_at(n, crossing, first, rest, end, M),
+                    n0, offset, queries, constants, c, seed, item, threshold, rescale, end, decay,
+                    at, f_evaluate, WEIGHTED, DROPOUT, not FULL, M, N, E, P,
+                )  # fmt: skip
+        if ddecay_ptr is not None:
+            tl.store(ddecay_ptr + item.to(tl.int64) * keys + j, ddecay, mask=j < keys)
     store_rows(dk_ptr + b_64 * dk_b + h_64 * dk_h, dk * scale, n0, keys, dk_t, N, E, P)
     store_rows(dv_ptr + b_64 * dv_b + h_64 * dv_h, dv, n0, keys, dv_t, N, E, P)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -35,6 +34,7 @@ import triton
 import triton.language as tl
 
 from megatron.kernels.device import add_columns, ex2, lg2, lg2_or_finite, rcp, rcp_any
+from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.hidden import Layer, hidden_layer, hidden_slope, relu, step
 from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, layers, lower
 
@@ -45,47 +45,6 @@ CALLS = {name: name for name in (*NAMES, "relu", "step")}
 SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2"}
 for _name in ("sin", "cos"):
     CALLS[_name] = SCALAR_CALLS[_name] = f"tl.{_name}"
-
-
-@dataclass(frozen=True)
-class DeviceFunctions:
-    """The device functions of a distance kernel. The module docstring explains the symbols.
-
-    Attributes:
-        prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
-        evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms), for a tile.
-        zeros, add, finish: Create, update and sum up the accumulators of theta's gradient, which
-            have W numbers per query row (see `add_columns`).
-        num_theta: The number of columns of theta that have a term.
-        weighted: Whether there is a factor w.
-        tabulated: Whether "theta" is a table over distances (see `tabulated`).
-        biased: Whether the table contains b.
-        source: The generated source text.
-        layer: The layer of hidden units, if there is one.
-        reads_position: Whether `evaluate` needs `row`.
-    """
-
-    prepare: Any
-    evaluate: Any
-    zeros: Any
-    add: Any
-    finish: Any
-    num_theta: int
-    weighted: bool
-    tabulated: bool = False
-    biased: bool = True
-    source: str = field(default="", repr=False)
-    layer: Layer | None = None
-    reads_position: bool = False
-
-    @property
-    def heavy(self) -> bool:
-        """Whether the Triton kernels need more registers than a two-parameter bias needs."""
-        return self.weighted or self.tabulated or self.num_theta > 2 or self.layer is not None
-
-    def needs(self, dropout: bool, terms: bool = False) -> tuple[bool, bool, int, bool, bool]:
-        """Return `heavy`, `dropout`, `columns`, `terms`, `layer` for `tile_sizes.look_up`."""
-        return self.heavy, dropout, self.num_theta, terms, self.layer is not None
 
 
 def device_functions(
@@ -136,10 +95,12 @@ def device_functions(
 
 
 class Writer:
-    """Collects the statements of the generated functions `prepare` and `evaluate`.
+    """Writes the generated functions `prepare` and `evaluate` from sympy expressions.
 
-    `prepare` computes scalars, and `evaluate` computes tiles. "The code of" an expression is Triton
-    source text that evaluates it.
+    `prepare` computes the constants of a head: all numbers that depend on theta and scale alone.
+    `evaluate` computes tiles, whose numbers also depend on s, d or i. "The code of" an expression
+    is Triton source text that evaluates it. `lines` collects the statements of `evaluate`, and
+    `prepared` the code of each constant.
     """
 
     def __init__(
@@ -154,7 +115,11 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Return the code of an expression without s and d: a literal or a result of `prepare`."""
+        """Return the code by which `evaluate` reads a constant.
+
+        The code is a literal such as `0.5`, or an entry of the tuple that `prepare` returns, such
+        as `c[2]`. If `prepare` does not compute the constant yet, this adds it to `prepared`.
+        """
         if expr.is_number:
             return repr(float(expr))
         if expr not in self.constants:
@@ -163,7 +128,10 @@ class Writer:
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Return code for a scalar. The code calls exact functions, not fast approximate ones."""
+        """Return the code by which `prepare` computes a constant.
+
+        The code calls exact functions, not the fast approximate ones of `evaluate`.
+        """
         if expr.is_number:
             return repr(float(expr))
         if expr in self.scalars:
@@ -178,7 +146,10 @@ class Writer:
         return f"{self.call(expr, SCALAR_CALLS)}({', '.join(args)})"
 
     def tile(self, expr: sympy.Expr) -> str:
-        """Emit statements that compute an expression for a tile, and return the result's name."""
+        """Add the statements that compute an expression to `lines`. Return the result's name.
+
+        An expression is computed only once. For a constant, return the code that reads it.
+        """
         if not expr.has(self.s, self.d, self.i):
             return self.constant(expr)
         if expr not in self.names:
@@ -188,7 +159,7 @@ class Writer:
         return self.names[expr]
 
     def text(self, expr: Any) -> str:
-        """Return the right-hand side of the statement that computes an expression for a tile."""
+        """Return the right-hand side of the statement by which `evaluate` computes `expr`."""
         slopes, others = [], []
         for arg in sympy.Add.make_args(expr):
             factor, rest = arg.as_independent(self.s, self.d, self.i, as_Add=False)

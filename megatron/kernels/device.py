@@ -1,4 +1,4 @@
-"""Define device functions that all Triton kernels share: fast functions, loads, the dropout mask.
+"""Define device functions that all Triton kernels share: fast functions, loads, distances.
 
 On a GPU, `lg2` and `rcp` are single instructions. Their relative error is about 2^-22, and they
 flush subnormal numbers to zero. (`tl.log2` is a software routine of more than 20 instructions.) In
@@ -13,91 +13,78 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-INTERPRETED: bool = knobs.runtime.interpret
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 """Whether `@triton.jit` makes functions for Triton's interpreter, fixed at Triton's import."""
 
 LOG2_ZERO = tl.constexpr(-1e30)
 """A finite replacement L of lg2(0), such that 2^(p L) = 0 and 2^(p L) L = 0 for p > 0."""
 
-if INTERPRETED:
 
-    @triton.jit
-    def lg2(x):
-        return tl.log2(x)
+@triton.jit
+def instruction(text: tl.constexpr, x):
+    """Apply one PTX instruction to each number of x, and return the results."""
+    return tl.inline_asm_elementwise(
+        text,  # pyright: ignore[reportArgumentType] a constexpr str
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
-    @triton.jit
-    def lg2_or_finite(x):
-        """Return lg2(x) for x >= 0, with LOG2_ZERO in place of lg2(0)."""
+
+@triton.jit
+def lg2(x):
+    return tl.log2(x) if INTERPRETED else instruction("lg2.approx.ftz.f32 $0, $1;", x)
+
+
+@triton.jit
+def lg2_or_finite(x):
+    """Return lg2(x) for x >= 0, with LOG2_ZERO in place of lg2(0)."""
+    if INTERPRETED:
         return tl.where(x > 0.0, tl.log2(tl.where(x > 0.0, x, 1.0)), LOG2_ZERO)
-
-    @triton.jit
-    def rcp(x):
-        return 1.0 / x
-
-    @triton.jit
-    def rcp_any(x):
-        return 1.0 / x
-
-    @triton.jit
-    def ex2(x):
-        return tl.exp2(x)
-
-    @triton.jit
-    def opaque(x):
-        return x
-
-else:
-
-    @triton.jit
-    def instruction(text: tl.constexpr, x):
-        """Apply one PTX instruction to each number of x, and return the results."""
-        return tl.inline_asm_elementwise(
-            text,  # pyright: ignore[reportArgumentType] a constexpr str
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def lg2(x):
-        return instruction("lg2.approx.ftz.f32 $0, $1;", x)
-
-    @triton.jit
-    def lg2_or_finite(x):
-        """Return lg2(x) for x >= 0, with LOG2_ZERO in place of lg2(0)."""
+    else:
         return tl.maximum(lg2(x), LOG2_ZERO)
 
-    @triton.jit
-    def rcp(x):
-        """Return 1 / x for 1e-19 < |x| < 1e19, and 0 for larger |x|.
 
-        Numbers are handled in pairs (a, b). One instruction gives r = 1 / (a b), and two products
-        give 1/a = r b and 1/b = r a. This saves time, because the GPU's unit for such instructions
-        (special functions) is the bottleneck of the Triton kernels.
-        """
+@triton.jit
+def rcp(x):
+    """Return 1 / x for 1e-19 < |x| < 1e19, and 0 for larger |x|.
+
+    Numbers are handled in pairs (a, b). One instruction gives r = 1 / (a b), and two products give
+    1/a = r b and 1/b = r a. This saves time, because the GPU's unit for such instructions (special
+    functions) is the bottleneck of the Triton kernels.
+    """
+    if INTERPRETED:
+        return 1.0 / x
+    else:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 r; mul.f32 r, $2, $3; rcp.approx.ftz.f32 r, r; "
             "mul.f32 $0, r, $3; mul.f32 $1, r, $2; }",
             "=&f,=&f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
 
-    @triton.jit
-    def rcp_any(x):
-        """Return 1 / x for every x, including infinities."""
-        return instruction("rcp.approx.ftz.f32 $0, $1;", x)
 
-    @triton.jit
-    def ex2(x):
-        return instruction("ex2.approx.ftz.f32 $0, $1;", x)
+@triton.jit
+def rcp_any(x):
+    """Return 1 / x for every x, including infinities."""
+    return 1.0 / x if INTERPRETED else instruction("rcp.approx.ftz.f32 $0, $1;", x)
 
-    @triton.jit
-    def opaque(x):
-        """Return x, hidden from the compiler's optimiser.
 
-        This prevents two optimisations that slow the Triton kernels down. For s + b(d) / scale, the
-        compiler would start the accumulator of the matrix product s from b(d) / scale, and these
-        values would occupy registers during the product. In a loop, the compiler would let the last
-        product run on into the next iteration, and ptxas would then wait after each of Hopper's
-        products (its warning C7515).
-        """
+@triton.jit
+def ex2(x):
+    return tl.exp2(x) if INTERPRETED else instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+@triton.jit
+def opaque(x):
+    """Return x, hidden from the compiler's optimiser.
+
+    This prevents two optimisations that slow the Triton kernels down. For s + b(d) / scale, the
+    compiler would start the accumulator of the matrix product s from b(d) / scale, and these values
+    would occupy registers during the product. In a loop, the compiler would let the last product
+    run on into the next iteration, and ptxas would then wait after each of Hopper's products (its
+    warning C7515).
+    """
+    if INTERPRETED:
+        return x
+    else:
         return tl.inline_asm_elementwise(
             "", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
@@ -117,15 +104,10 @@ def load_rows(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
     pointers = base + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
-    if MASKED and E < P:
-        there = (row[:, None] < limit - first) & (column[None, :] < E)
-        return tl.load(pointers, mask=there, other=0.0)
-    elif MASKED:
-        return tl.load(pointers, mask=row[:, None] < limit - first, other=0.0)
-    elif E < P:
-        return tl.load(pointers, mask=column[None, :] < E, other=0.0)
-    else:
-        return tl.load(pointers)
+    there = row[:, None] < limit - first if MASKED else None
+    if E < P:
+        there = column[None, :] < E if there is None else there & (column[None, :] < E)
+    return tl.load(pointers) if there is None else tl.load(pointers, mask=there, other=0.0)
 
 
 @triton.jit
@@ -189,23 +171,3 @@ def add_columns(sums, x, dtype: tl.constexpr):
     M: tl.constexpr = x.shape[0]
     W: tl.constexpr = sums.shape[1]
     return sums + tl.sum(x.reshape(M, x.shape[1] // W, W), axis=1)
-
-
-@triton.jit
-def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
-    """Return the dropout mask [M, N] of M queries starting at `query` and N keys starting at `key`.
-
-    An entry is true (kept) with the probability `threshold` / 2^24. `key` must be a multiple of 4.
-
-    The random generator is Philox in counter mode. The random bits of a score depend only on the
-    seed, on the sequence and head (`item`), on the query and on the key. They do not depend on the
-    tile sizes, so every Triton kernel draws the same mask. One call of the generator serves four
-    keys.
-    """
-    counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
-    counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))
-    counter_item = tl.zeros_like(counter_key) + item
-    none = tl.zeros_like(counter_key)
-    a, b, c, d = tl.philox(seed, counter_key, counter_query, counter_item, none)
-    bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(M, N)
-    return (bits >> 8).to(tl.int32) < threshold

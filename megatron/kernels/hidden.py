@@ -25,10 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.backward import weights
-from megatron.kernels.device import kept, load_rows
-from megatron.kernels.forward import LOG2E
-from megatron.kernels.terms import first_keys, lost, open_decay, positions_of
+from megatron.kernels.device import load_rows
+from megatron.kernels.rows import gradients_of, open_head, open_rows, seen_by
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,7 @@ def hidden_pass(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, DROPOUT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of the offsets and slopes of the layer's lines.
 
@@ -161,45 +158,30 @@ def hidden_pass(
     and of ds u (for slopes) to `sums` [programs, 2, R].
     """
     tiles = tl.cdiv(queries, M)
-    item = tl.program_id(0) // tiles
-    m0 = (tiles - 1 - tl.program_id(0) % tiles) * M
-    b = (item // heads).to(tl.int64)
-    h = item % heads
-    h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
-    k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
-    row = theta_ptr + h_q * width
-    constants = f_prepare(row, width, scale)
-    c = scale * LOG2E
-    seed = tl.load(seed_ptr) if DROPOUT else 0
-    q = load_rows(q_ptr + b * q_b + h_q * q_h, m0, queries, q_t, True, M, E, P)
-    do = load_rows(do_ptr + b * do_b + h_q * do_h, m0, queries, do_t, True, M, E, P)
+    item, m0 = open_rows(tiles, M)
+    head = open_head(
+        item, k_ptr, v_ptr, theta_ptr, seed_ptr, k_b, k_h, k_t, v_b, v_h, v_t,
+        heads, group, queries, keys, offset, width, scale, threshold, rescale, f_prepare, DROPOUT,
+    )  # fmt: skip
+    b, h = head.b, head.h
+    q = load_rows(q_ptr + b * q_b + h * q_h, m0, queries, q_t, True, M, E, P)
+    do = load_rows(do_ptr + b * do_b + h * do_h, m0, queries, do_t, True, M, E, P)
     per_row = item.to(tl.int64) * queries + m0 + tl.arange(0, M)
     there = m0 + tl.arange(0, M) < queries
     lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
     delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
-    at = positions_of(position_ptr, b, m0, queries, M)[:, None]
-    decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, m0, offset, keys)
-    first, begin = None, 0
-    if first_ptr is not None:
-        first, begin, _ = first_keys(first_ptr + b * queries, m0, queries, keys, M, N)
+    seen, terms = seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M, N)
+    R: tl.constexpr = triton.next_power_of_2(K + 1)
     sums, slopes = tl.zeros([R], dtype=tl.float32), tl.zeros([R], dtype=tl.float32)
-    for n0 in tl.range(begin, tl.minimum(offset + m0 + M, offset + queries), N):
-        k = load_rows(k_base, n0, keys, k_t, True, N, E, P)
-        v = load_rows(v_base, n0, keys, v_t, True, N, E, P)
+    for n0 in tl.range(seen.begin, seen.last, N):
+        k = load_rows(head.k, n0, keys, k_t, True, N, E, P)
+        v = load_rows(head.v, n0, keys, v_t, True, N, E, P)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        i = (offset + m0 - n0) + tl.arange(0, M)[:, None]
-        j = tl.arange(0, N)[None, :]
-        limit = None if first is None else j >= (first - n0)[:, None]
-        lost_N = None if decay is None else lost(decay, n0, keys, True, N)[None, :]
-        e, p = weights(
-            s, i, j, i.to(tl.float32), j.to(tl.float32), 0, limit, lost_N, constants, c,
-            lse[:, None], at, f_evaluate, True,
-        )  # fmt: skip
-        if DROPOUT:
-            dp = tl.where(kept(seed, item, m0, n0, threshold, M, N), dp * rescale, 0.0)
-        ds = p * (dp - delta[:, None])
-        sums, slopes = add_by_line(sums, slopes, e[2], ds, row + FIRST, K, R)
+        e, _, ds = gradients_of(
+            s, dp, lse, delta, head, terms, m0, n0, f_evaluate, DROPOUT, False, True, M, N
+        )
+        sums, slopes = add_by_line(sums, slopes, e[2], ds, theta_ptr + h * width + FIRST, K, R)
     out = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * R) + tl.arange(0, R)
     tl.store(out, sums)
     tl.store(out + R, slopes)

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron.kernels.codegen import DeviceFunctions
+from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.hidden import Layer
 from megatron.kernels.terms import NO_TERMS, Terms
 from megatron.kernels.tile_sizes import Tile, TileSizes, choose
@@ -35,7 +35,6 @@ class Setting:
         query_offset: The position of the first query.
         dropout_p: The probability of dropping a softmax weight.
         tile_sizes: The tile sizes, or None for those in `tile_sizes.TABLE`.
-        terms: Whether there are documents, a window, a sink or a decay.
     """
 
     functions: DeviceFunctions
@@ -43,14 +42,14 @@ class Setting:
     query_offset: int = 0
     dropout_p: float = 0.0
     tile_sizes: TileSizes | None = None
-    terms: bool = False
 
-    def tiles(self, q_BHTE: Tensor) -> TileSizes:
+    def tiles(self, q_BHTE: Tensor, terms: Terms = NO_TERMS) -> TileSizes:
+        """Return the tile sizes of all Triton kernels for a call with these queries and terms."""
         if self.tile_sizes is not None:
             return self.tile_sizes
         capability = capability_of(q_BHTE.device) if q_BHTE.is_cuda else (0, 0)
-        needs = self.functions.needs(self.dropout_p > 0.0, self.terms)
-        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], *needs)
+        needs = self.functions.needs(self.dropout_p > 0.0, terms.cost_registers)
+        return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], needs)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> tuple[int | float, ...]:
         """Return the numeric arguments that all Triton kernels share, the values of `NUMBERS`."""
@@ -133,7 +132,7 @@ def forward(
     batch, heads, queries = q.shape[:3]
     out = empty_like_heads(q)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    tile = setting.tiles(q).forward
+    tile = setting.tiles(q, terms).forward
     programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
     tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
@@ -158,7 +157,7 @@ def backward(
     batch, heads, queries = q.shape[:3]
     key_heads, keys = k.shape[1:3]
     dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
-    tiles, delta = setting.tiles(q), torch.empty_like(lse_BHT)
+    tiles, delta = setting.tiles(q, terms), torch.empty_like(lse_BHT)
     need_theta = need_rows and not functions.tabulated
     columns = functions.num_theta if need_theta else 0
     programs = batch * heads * cdiv(queries, tiles.query.M)
@@ -175,24 +174,25 @@ def backward(
     if need_theta:
         drows = sums.view(batch, heads, -1, columns).sum((0, 2))
         if functions.layer is not None:
-            drows = hidden_gradient(setting, shared, functions.layer, drows)
+            drows = hidden_gradient(setting, tiles.query, shared, functions.layer, drows)
     elif need_rows:
-        drows = table_gradient(setting, shared)
+        drows = table_gradient(setting, tiles.table, shared)
     ddecay = of_keys.get("ddecay")
     return dq, dk, dv, drows, *terms.gradients(lse_BHT, delta, ddecay, setting.query_offset)
 
 
 def hidden_gradient(
-    setting: Setting, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
+    setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
     """Return the gradient of `rows_HW` of a distance kernel with a layer of hidden units.
 
     Args:
+        tile: The tile of the Triton kernel `hidden`.
         tensors: The tensors that all Triton kernels of the backward pass share.
         plain_HN: The gradient of the columns of theta that are not in the layer.
     """
     q, rows_HW = tensors["q"], tensors["theta"]
-    tile, heads = setting.tiles(q).query, q.shape[1]
+    heads = q.shape[1]
     programs = len(q) * heads * cdiv(q.shape[2], tile.M)
     sums = tensors["lse"].new_empty(programs, 2, layer.padded)
     launch("hidden", programs, tile, setting, tensors | {"sums": sums})
@@ -202,14 +202,15 @@ def hidden_gradient(
     return drows_HW
 
 
-def table_gradient(setting: Setting, tensors: dict[str, Tensor]) -> Tensor:
+def table_gradient(setting: Setting, tile: Tile, tensors: dict[str, Tensor]) -> Tensor:
     """Return the gradient of the table over distances, [heads, numbers per head].
 
     Args:
+        tile: The tile of the Triton kernel `table`.
         tensors: The tensors that all Triton kernels of the backward pass share.
     """
     q, rows_HW = tensors["q"], tensors["theta"]
-    functions, tile = setting.functions, setting.tiles(q).table
+    functions = setting.functions
     batch, heads, queries = q.shape[:3]
     tables, seen = functions.biased + functions.weighted, setting.query_offset + queries
     groups, R = cdiv(seen, tile.M), tile.M

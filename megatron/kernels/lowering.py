@@ -131,6 +131,10 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
+    """Return the logarithm of `lowered` to base 2. `lowered` is what `lower` made of `arg`.
+
+    If `arg` is never negative and may be 0 at d = 0, the result at d = 0 is finite.
+    """
     near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
     guarded = near.is_nonnegative and not near.is_positive
     return (LG2_OR_FINITE if guarded else LG2)(lowered)

@@ -27,10 +27,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.codegen import DeviceFunctions
-from megatron.kernels.device import ex2, kept, load_rows
-from megatron.kernels.forward import LOG2E
-from megatron.kernels.terms import BLOCK, lost_between
+from megatron.kernels.device import ex2, load_rows
+from megatron.kernels.device_functions import DeviceFunctions
+from megatron.kernels.dropout import kept
+from megatron.kernels.rows import open_head
+from megatron.kernels.terms import BLOCK, lost, lost_at, open_decay
 
 
 @triton.jit
@@ -55,30 +56,10 @@ def evaluate_both(s, di, dj, d, c, row):
     return (s * w + tl.load(c[0] + d), w)
 
 
-@triton.jit
-def zeros(M: tl.constexpr, W: tl.constexpr):
-    return (0.0,)
-
-
-@triton.jit
-def add(acc, ds, p, e, dtype: tl.constexpr):
-    return acc
-
-
 def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
     """Return the device functions for a table of the bias b, of the factor w, or of both."""
     evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
-    return DeviceFunctions(
-        prepare=prepare,
-        evaluate=evaluate[bias, weight],
-        zeros=zeros,
-        add=add,
-        finish=add,  # never called: `table_pass` computes the sums
-        num_theta=0,
-        weighted=weight,
-        tabulated=True,
-        biased=bias,
-    )
+    return DeviceFunctions(prepare, evaluate[bias, weight], weight, tabulated=True, biased=bias)
 
 
 @triton.jit
@@ -115,20 +96,21 @@ def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def tile_gradients(
-    q_base, do_base, k_base, v_base, q_t, do_t, k_t, v_t, lse_ptr, delta_ptr,
-    first_ptr, high_ptr, low_ptr, item, m0, n0, offset, queries, keys, column, constants, c,
-    seed, threshold, rescale, f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
+    head, q_base, do_base, q_t, do_t, lse_ptr, delta_ptr, first_ptr, high_ptr, low_ptr, m0, n0,
+    f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Return, for a square tile, the scores s and the gradients ds of the logits."""
+    offset, queries, keys = head.offset, head.queries, head.keys
     i = m0 + tl.arange(0, R)
+    column = tl.arange(0, R)
     there = (i >= 0) & (i < queries)
     row, safe = tl.minimum(i, queries - 1), tl.maximum(i, 0)
     q = load_inside(q_base, safe, there, q_t, E, P)
     do = load_inside(do_base, safe, there, do_t, E, P)
-    k = load_rows(k_base, n0, keys, k_t, True, R, E, P)
-    v = load_rows(v_base, n0, keys, v_t, True, R, E, P)
-    per_row = item.to(tl.int64) * queries + safe
+    k = load_rows(head.k, n0, keys, head.k_t, True, R, E, P)
+    v = load_rows(head.v, n0, keys, head.v_t, True, R, E, P)
+    per_row = head.item.to(tl.int64) * queries + safe
     lse = tl.load(lse_ptr + per_row, mask=there, other=float("inf"))
     delta = tl.load(delta_ptr + per_row, mask=there, other=0.0)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -136,18 +118,17 @@ def tile_gradients(
     seen = (distance >= 0) & there[:, None]
     if first_ptr is not None:
         seen &= n0 + column[None, :] >= tl.load(first_ptr + tl.minimum(safe, queries - 1))[:, None]
-    distance = tl.maximum(distance, 0)
-    y = f_evaluate(s, 0.0, 0.0, distance, constants, None)[0]
+    y = f_evaluate(s, 0.0, 0.0, tl.maximum(distance, 0), head.constants, None)[0]
     if high_ptr is not None:  # both y and lse relative to the decay of the tile's first row
-        high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
-        at = tl.minimum(n0 + column, keys - 1)
-        y -= lost_between(high, low, at, offset + m0)[None, :]
+        decay = open_decay(high_ptr, low_ptr, head.item, offset + m0, keys)
+        y -= lost(decay, n0, keys, True, R)[None, :]
         blocks = offset + tl.minimum(safe, queries - 1) // BLOCK * BLOCK
-        lse -= lost_between(high, low, blocks, offset + m0) * c
-    p = tl.where(seen, ex2(y * c - lse[:, None]), 0.0)
+        lse -= lost_at(decay, blocks) * head.c
+    p = tl.where(seen, ex2(y * head.c - lse[:, None]), 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     if DROPOUT:
-        dp = tl.where(kept(seed, item, m0, n0, threshold, R, R), dp * rescale, 0.0)
+        keep = kept(head.seed, head.item, m0, n0, head.threshold, R, R)
+        dp = tl.where(keep, dp * head.rescale, 0.0)
     ds = p * (dp - delta[:, None])
     return s, ds
 
@@ -169,26 +150,21 @@ def table_pass(
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D
-    b = (item // heads).to(tl.int64)
-    h = item % heads
-    h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
-    q_base, do_base = q_ptr + b * q_b + h_q * q_h, do_ptr + b * do_b + h_q * do_h
-    k_base, v_base = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
-    constants = f_prepare(theta_ptr + h_q * width, width, scale)
-    c = scale * LOG2E
-    seed = tl.load(seed_ptr) if DROPOUT else 0
-    column = tl.arange(0, R)
+    head = open_head(
+        item, k_ptr, v_ptr, theta_ptr, seed_ptr, k_b, k_h, k_t, v_b, v_h, v_t,
+        heads, group, queries, keys, offset, width, scale, threshold, rescale, f_prepare, DROPOUT,
+    )  # fmt: skip
+    q_base, do_base = q_ptr + head.b * q_b + head.h * q_h, do_ptr + head.b * do_b + head.h * do_h
     zeros_R = tl.zeros([R], dtype=tl.float32)
     b_near, b_far, w_near, w_far = zeros_R, zeros_R, zeros_R, zeros_R
-    first_ptr = None if first_ptr is None else first_ptr + b * queries
+    first_ptr = None if first_ptr is None else first_ptr + head.b * queries
     # Query tiles begin at positions that are multiples of R, and therefore key tiles do, too.
     for position in tl.range(tl.maximum(offset // R * R, far), offset + queries, R):
         m0, n0 = position - offset, position - far
         if True if first_ptr is None else n0 + R > tl.load(first_ptr + tl.maximum(m0, 0)):
             s, ds = tile_gradients(
-                q_base, do_base, k_base, v_base, q_t, do_t, k_t, v_t, lse_ptr, delta_ptr,
-                first_ptr, high_ptr, low_ptr, item, m0, n0, offset, queries, keys, column,
-                constants, c, seed, threshold, rescale, f_evaluate, DROPOUT, R, E, P,
+                head, q_base, do_base, q_t, do_t, lse_ptr, delta_ptr, first_ptr, high_ptr, low_ptr,
+                m0, n0, f_evaluate, DROPOUT, R, E, P,
             )  # fmt: skip
             if BIASED:
                 near, away = by_distance(ds * scale, R)
@@ -199,7 +175,7 @@ def table_pass(
                 w_near += near
                 w_far += away
     tables: tl.constexpr = BIASED + WEIGHTED
-    sums = sums_ptr + (item.to(tl.int64) * tables * tiles + far // R) * (2 * R) + column
+    sums = sums_ptr + (item.to(tl.int64) * tables * tiles + far // R) * (2 * R) + tl.arange(0, R)
     if BIASED:
         store_sums(sums, b_near, b_far, R)
     if WEIGHTED:

@@ -39,34 +39,6 @@ LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def first_keys(first_ptr, m0, queries, past, M: tl.constexpr, N: tl.constexpr):
-    """Return (first, begin, lead) for a tile of M rows.
-
-    `first` [M] holds the first key that each row sees. (Rows past the last query get the first key
-    of the last query.) No row sees the key tiles before key `begin`. Key tiles from `lead` to
-    the argument `past` need no mask. Tiles from `past` on need one, because they have future keys.
-    """
-    last = tl.minimum(m0 + M, queries) - 1
-    first = tl.load(first_ptr + tl.minimum(m0 + tl.arange(0, M), last))
-    begin = tl.load(first_ptr + m0) // N * N
-    lead = tl.minimum(tl.cdiv(tl.load(first_ptr + last), N) * N, past)
-    return first, begin, lead
-
-
-@triton.jit
-def key_tile_at(n, past, lead, first, MASKED: tl.constexpr):
-    """Return the first key of the tile that a loop over `n` visits.
-
-    With MASKED and `first`, one loop visits two groups of tiles: those from key `begin` to `lead`,
-    and those from key `past` on. Its `n` starts at past - (lead - begin). For n < past, the first
-    key is n - (past - lead), in the first group. For all other n, the first key is n.
-    """
-    if MASKED and first is not None:
-        n = tl.where(n < past, n - (past - lead), n)
-    return n
-
-
-@triton.jit
 def both(seen, limit):
     """Return `seen & limit`, or `seen` if `limit` is None."""
     return seen if limit is None else seen & limit
@@ -109,22 +81,19 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 
 
 @triton.jit
-def open_decay(high_ptr, low_ptr, item, m0, offset, keys):
-    """Return the decay of one head: (high, low, high of the reference, low of the reference).
+def open_decay(high_ptr, low_ptr, item, reference, keys):
+    """Return the decay of one head: (high, low, high at `reference`, low at `reference`).
 
-    `high` and `low` are pointers. The reference is the decay c_r for the rows from `m0` on (see the
-    module's docstring).
+    `high` and `low` are pointers. `reference` is a position or a tensor of positions.
     """
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
-    row = offset + m0 // BLOCK * BLOCK
-    return high, low, tl.load(high + row), tl.load(low + row)
+    return high, low, tl.load(high + reference), tl.load(low + reference)
 
 
 @triton.jit
-def lost_between(high, low, at, reference):
-    """Return the decay at positions `at` minus the decay at `reference`, divided by scale."""
-    near, rest = tl.load(high + at), tl.load(low + at)
-    return (near - tl.load(high + reference)) + (rest - tl.load(low + reference))
+def lost_at(decay, at):
+    """Return (c_j - c_r) / scale for the positions j in `at`; `open_decay` had the reference r."""
+    return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
 
 @triton.jit
@@ -137,9 +106,7 @@ def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
         decay: What `open_decay` returned for the rows.
     """
     at = first + tl.arange(0, N)
-    if MASKED:
-        at = tl.minimum(at, limit - 1)
-    return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
+    return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
 
 
 @triton.jit
@@ -149,41 +116,17 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 
 @triton.jit
-def positions_of(position_ptr, b, first, queries, M: tl.constexpr):
-    """Return each row's position in its document, for M rows from row `first` on, in fp32."""
-    return load_clamped(position_ptr + b * queries, first, queries, M).to(tl.float32)
-
-
-@triton.jit
-def decay_of_keys(high_ptr, low_ptr, item, n0, keys, N: tl.constexpr):
-    """Return the decay of one head: (high, low, high of N keys, low of N keys).
-
-    `high` and `low` are pointers. The keys are those from `n0` on.
-    """
-    high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
-    return high, low, load_clamped(high, n0, keys, N), load_clamped(low, n0, keys, N)
-
-
-@triton.jit
 def lost_by(decay, reference):
-    """Return the decay of a tile's keys minus the decay at `reference`, divided by scale."""
+    """Return (c_j - c_r) / scale for r = `reference`; `open_decay` had the positions j."""
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
-
-
-@triton.jit
-def store_ddecay(ddecay_ptr, ddecay, item, n0, keys, N: tl.constexpr):
-    """Store the gradient of the decay of a tile's keys, if there is a decay."""
-    if ddecay_ptr is not None:
-        j = n0 + tl.arange(0, N)
-        tl.store(ddecay_ptr + item.to(tl.int64) * keys + j, ddecay, mask=j < keys)
 
 
 @triton.jit
 def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
     """Return the null key's y (logit / scale) for each of the M rows from `m0` on."""
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
-    if decay is not None:
+    if len(decay):
         y -= lost(decay, offset + m0, keys, True, M)
     return y
 
@@ -208,11 +151,15 @@ class Terms:
     decay_BHS: Tensor | None = None
     position_BT: Tensor | None = None
 
+    @property
+    def cost_registers(self) -> bool:
+        """Whether a Triton kernel needs registers for these terms (`position_BT` needs few)."""
+        return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
+
     def tensors(self, scale: float) -> dict[str, Tensor]:
         """Return the tensors of these terms that Triton kernels read, by name."""
-        found = {} if self.first_BT is None else {"first": self.first_BT}
-        if self.position_BT is not None:
-            found["position"] = self.position_BT
+        given = {"first": self.first_BT, "position": self.position_BT}
+        found = {name: x for name, x in given.items() if x is not None}
         if self.sink_H is not None:
             found["sink"] = (self.sink_H.float() / scale).contiguous()
         if self.decay_BHS is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -46,12 +47,28 @@ class TileSizes:
     table: Tile
 
 
-_Four = tuple[int, int, int, int]
+class Needs(NamedTuple):
+    """What makes an attention call need more registers than a bias with two parameters.
+
+    Attributes:
+        heavy: Whether the distance kernel has a factor w, a table, a layer of hidden units, or more
+            than two parameters.
+        dropout: Whether there is dropout.
+        columns: The number of the distance kernel's parameters.
+        terms: Whether there are documents, a window, a sink or a decay.
+        layer: Whether the distance kernel has a layer of hidden units.
+    """
+
+    heavy: bool = False
+    dropout: bool = False
+    columns: int = 0
+    terms: bool = False
+    layer: bool = False
 
 
-def sizes(forward: _Four, query: _Four, key: _Four, table: _Four) -> TileSizes:
+def sizes(*four: tuple[int, int, int, int]) -> TileSizes:
     """Return the `TileSizes` with these four tiles, each given as (M, N, warps, stages)."""
-    return TileSizes(Tile(*forward), Tile(*query), Tile(*key), Tile(*table))
+    return TileSizes(*(Tile(*each) for each in four))
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
@@ -62,7 +79,7 @@ SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
 SMALL = Tile(16, 16, 4, 1)
 """The tile for Triton's interpreter. It is small, so that small test inputs have many tiles."""
 
-# GPU family: {(bytes of an element, largest padded head size P, heavy (see `choose`)): tile sizes}
+# GPU family: {(bytes of an element, largest padded head size P, heavy (see `Needs`)): tile sizes}
 TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     90: {
         (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
@@ -167,32 +184,16 @@ def family(capability: tuple[int, int]) -> int:
 
 
 def choose(
-    capability: tuple[int, int], dtype: torch.dtype, head_size: int,
-    heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
-    layer: bool = False,
-) -> TileSizes:  # fmt: skip
-    """Return the tile sizes for a GPU, a dtype and a head size.
-
-    Args:
-        heavy: Whether the distance kernel needs extra registers. This is so if it has a factor w, a
-            table, or more than two parameters.
-        dropout: Whether there is dropout, which needs extra registers, too.
-        columns: The number of the distance kernel's parameters.
-        terms: Whether there are documents, a window, a sink or a decay.
-        layer: Whether the distance kernel has a layer of hidden units.
-    """
+    capability: tuple[int, int], dtype: torch.dtype, head_size: int, needs: Needs
+) -> TileSizes:
+    """Return the tile sizes for a GPU of this compute capability; see `look_up`."""
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
-    where = (family(capability), dtype.itemsize, padded(head_size))
-    return look_up(*where, heavy, dropout, columns, terms, layer)
+    return look_up(family(capability), dtype.itemsize, padded(head_size), needs)
 
 
 @lru_cache
-def look_up(
-    family: int, itemsize: int, size: int,
-    heavy: bool = False, dropout: bool = False, columns: int = 0, terms: bool = False,
-    layer: bool = False,
-) -> TileSizes:  # fmt: skip
+def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
     `TABLE` has separate entries for calls with `heavy` or `dropout`. A head size without such an
@@ -202,12 +203,8 @@ def look_up(
         family: The GPU family, a key of `TABLE`.
         itemsize: The number of bytes of an element of q, k and v.
         size: The padded head size.
-        heavy: Whether the distance kernel needs extra registers (see `choose`).
-        dropout: Whether there is dropout, which needs extra registers, too.
-        columns: The number of the distance kernel's parameters.
-        terms: Whether there are documents, a window, a sink or a decay.
-        layer: Whether the distance kernel has a layer of hidden units.
     """
+    heavy, dropout, columns, terms, layer = needs
     rows = TABLE[family]
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
     found = rows.get((itemsize, listed, heavy or dropout)) or rows[itemsize, listed, False]

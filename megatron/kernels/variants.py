@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from megatron.kernels.backward import key_pass, query_pass
-from megatron.kernels.codegen import DeviceFunctions
+from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.forward import forward_pass
 from megatron.kernels.hidden import hidden_pass
 from megatron.kernels.tabulated import table_pass
@@ -120,9 +120,7 @@ def variant_of(
     if variant is None:
         function, (names, _, rest) = PASSES[which], order(which)
         terms = [name for name, x in zip(names, pointers, strict=True) if x is not None]
-        values = constants(
-            which, functions, tile, head_size, dropout=dropout, theta=theta, terms=terms
-        )
+        values = constants(functions, tile, head_size, dropout=dropout, theta=theta, terms=terms)
         options = {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
         loose = getattr(function, "do_not_specialize", ())
         exact = [name not in loose for name in NUMBERS]
@@ -153,31 +151,24 @@ def order(which: str) -> tuple[list[str], list[str], list[str]]:
 
 
 def constants(
-    which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
+    functions: DeviceFunctions, tile: Tile, head_size: int,
     *, dropout: bool, theta: bool, terms: Collection[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the compile-time arguments of a Triton kernel.
+    """Return the compile-time arguments of all Triton kernels, by name.
 
     Args:
-        which: The Triton kernel: "forward", "query", "key", "table" or "hidden".
-        theta: Whether the gradient of the distance kernel's parameters or table is needed. This
-            affects only "query".
+        theta: Whether the gradient of the distance kernel's parameters or table is needed.
         terms: The names, from `terms.TENSORS`, of the tensors that the call passes. The pointers
             to the other tensors in `terms.TENSORS` are None.
     """
-    absent = set(TENSORS).intersection(order(which)[0]).difference(terms)
-    values: dict[str, Any] = {f"{name}_ptr": None for name in absent}
-    values |= {"f_prepare": functions.prepare, "f_evaluate": functions.evaluate}
-    values |= {"DROPOUT": dropout, "E": head_size, "P": padded(head_size)}
-    values |= {"R": tile.M} if which == "table" else {"M": tile.M, "N": tile.N}
-    if which not in ("forward", "hidden"):
-        values["WEIGHTED"] = functions.weighted
-    if which == "hidden" and (layer := functions.layer) is not None:
-        values |= {"FIRST": layer.first, "K": layer.width, "R": layer.padded}
-    if which == "table":
-        values["BIASED"] = functions.biased
-    if which == "query":
-        values |= {"f_zeros": functions.zeros, "f_add": functions.add, "f_finish": functions.finish}
-        theta_or_term = theta or not {"sink", "high"}.isdisjoint(terms)
-        values |= {"LEARNS": theta_or_term, "THETA": functions.num_theta if theta else 0}
+    values: dict[str, Any] = {f"{name}_ptr": None for name in TENSORS if name not in terms}
+    values |= {
+        f"f_{x}": getattr(functions, x) for x in ("prepare", "evaluate", "zeros", "add", "finish")
+    }
+    values |= {"WEIGHTED": functions.weighted, "BIASED": functions.biased, "DROPOUT": dropout}
+    values |= {"M": tile.M, "N": tile.N, "R": tile.M, "E": head_size, "P": padded(head_size)}
+    values["LEARNS"] = theta or not {"sink", "high"}.isdisjoint(terms)
+    values["THETA"] = functions.num_theta if theta else 0
+    if functions.layer is not None:
+        values |= {"FIRST": functions.layer.first, "K": functions.layer.width}
     return values

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.kernels.tile_sizes import look_up
+from megatron.kernels.tile_sizes import Needs, look_up
 from tests.helpers.paths import ROOT
 from tools import compile_kernels as tool
 from tools.compiled.machine_code import special_functions
@@ -71,10 +71,10 @@ def test_scores_at_equal_distances_share_special_functions():
 
 
 def test_tiles_are_the_same_after_any_other_call():
-    before = [look_up(90, 2, size, dropout=True) for size in tool.USUAL]
+    before = [look_up(90, 2, size, Needs(dropout=True)) for size in tool.USUAL]
     for size in tool.USUAL:
-        look_up(90, 2, size, heavy=True, dropout=True, columns=9, terms=True, layer=True)
-    assert [look_up(90, 2, size, dropout=True) for size in tool.USUAL] == before
+        look_up(90, 2, size, Needs(heavy=True, dropout=True, columns=9, terms=True, layer=True))
+    assert [look_up(90, 2, size, Needs(dropout=True)) for size in tool.USUAL] == before
 
 
 def test_a_bad_row_is_seen():
