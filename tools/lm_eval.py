@@ -19,7 +19,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from megatron import entry, launch
+from megatron import entry, launcher
 from megatron.config.command_line import config_parser, load_for_use_or_exit
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     fix.
     """
     args = parse_arguments()
-    if not launch.is_alone():
+    if not launcher.is_alone():
         import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     config, out = load_for_use_or_exit(args, args.run), sys.stdout
     from megatron.engine.job.error_messages import user_errors

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,7 +144,8 @@ def test_a_case_may_hold_bf16_logits_alone(cases, tmp_path, capsys):
         arrays = {key: stored[key] for key in stored.files if key.startswith(left)}
     np.savez(path, **arrays)
     code, lines = check(capsys, tmp_path / "case")
-    assert code == 0 and lines[0].startswith("ok    case bf16 eager: logits 0 (0.1)"), lines
+    found = re.match(r"ok    case bf16 eager: logits (\S+) \(0\.1\)", lines[0])
+    assert code == 0 and found and float(found[1]) <= 0.1, lines  # processors round differently
     assert lines[-1] == "1 cases, 0 failed"
 
 
