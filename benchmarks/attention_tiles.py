@@ -39,8 +39,8 @@ from benchmarks.attention_gpu import DTYPES, device_of
 from benchmarks.attention_variants import make_inputs
 from megatron.attention.fused import functions_of, tabulate
 from megatron.kernels import launch
+from megatron.kernels.compiled_variants import Variant
 from megatron.kernels.tile_sizes import Tile, TileSizes, family, padded
-from megatron.kernels.variants import Variant
 from megatron.positional import load
 
 PASSES = ("forward", "query", "key")

@@ -62,9 +62,9 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from megatron.attention.fused import functions_of
+from megatron.kernels.compiled_variants import OPTIONS, PASSES, constants, order
 from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.tile_sizes import Tile, family, look_up, padded
-from megatron.kernels.variants import OPTIONS, PASSES, constants, order
 from megatron.positional import PositionalEmbedding, PositionalError, load
 from tools.compiled.kernel_table import BLACKWELL, Row, Variant, read_rows, summary, write
 from tools.compiled.machine_code import resources, special_functions

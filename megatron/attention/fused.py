@@ -9,7 +9,7 @@ through the formula to theta (`megatron.kernels.tabulated`).
 
 With documents or a window, tiles of keys that no query sees are skipped. A decay is a
 running sum over positions and may be large, so differences of the decay are computed before
-rounding to fp32 (`megatron.kernels.terms`).
+rounding to fp32 (`megatron.kernels.documents_sink_decay`).
 
 In addition to the results, memory is needed for two numbers per query and head. Each Triton program
 also needs one number for each column of theta. If the formula is tabulated, memory is also needed
@@ -105,9 +105,9 @@ def cache_launches(on: bool) -> None:
 
     With cached launches, the host finds the compiled kernels sooner. The results are the same bits.
     """
-    from megatron.kernels import variants
+    from megatron.kernels import compiled_variants
 
-    variants.cache_launches(on)
+    compiled_variants.cache_launches(on)
 
 
 def fused(call: Call) -> Tensor:

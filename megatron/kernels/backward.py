@@ -42,6 +42,16 @@ from megatron.kernels.device import (
     store_rows,
     table_distance,
 )
+from megatron.kernels.documents_sink_decay import (
+    BLOCK,
+    both,
+    load_clamped,
+    lost_by,
+    null_score,
+    open_decay,
+    row_tile_at,
+    row_tiles,
+)
 from megatron.kernels.dropout import kept
 from megatron.kernels.rows import (
     LOG2E,
@@ -51,16 +61,6 @@ from megatron.kernels.rows import (
     open_head,
     open_rows,
     seen_by,
-)
-from megatron.kernels.terms import (
-    BLOCK,
-    both,
-    load_clamped,
-    lost_by,
-    null_score,
-    open_decay,
-    row_tile_at,
-    row_tiles,
 )
 
 

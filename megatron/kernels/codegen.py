@@ -35,7 +35,7 @@ import triton.language as tl
 
 from megatron.kernels.device import add_columns, ex2, lg2, lg2_or_finite, rcp, rcp_any
 from megatron.kernels.device_functions import DeviceFunctions
-from megatron.kernels.hidden import Layer, hidden_layer, hidden_slope, relu, step
+from megatron.kernels.hidden_layer import Layer, hidden_layer, hidden_slope, relu, step
 from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, layers, lower
 
 GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any, "add_columns": add_columns}
@@ -241,9 +241,11 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code of a power, given the code of its base and that of 1 / x, with {} for x.
+    """Return the code that raises the code `base` to a power.
 
-    The exponent is a nonzero integer, 1/2 or -1/2.
+    Args:
+        exponent: A nonzero integer, 1/2 or -1/2.
+        reciprocal: The code of 1 / x, in which {} stands for x.
     """
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"

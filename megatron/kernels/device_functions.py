@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.kernels.hidden import Layer
+from megatron.kernels.hidden_layer import Layer
 from megatron.kernels.tile_sizes import Needs
 
 

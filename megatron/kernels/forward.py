@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from megatron.kernels.device import ex2, load_rows, opaque, store_rows
+from megatron.kernels.documents_sink_decay import LEAST, null_score
 from megatron.kernels.dropout import kept
 from megatron.kernels.rows import ends_of, key_tile_at, logits_of, open_head, open_rows, seen_by
-from megatron.kernels.terms import LEAST, null_score
 
 
 @triton.jit

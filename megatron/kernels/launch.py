@@ -15,11 +15,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron.kernels.compiled_variants import order, variant_of
 from megatron.kernels.device_functions import DeviceFunctions
-from megatron.kernels.hidden import Layer
-from megatron.kernels.terms import NO_TERMS, Terms
+from megatron.kernels.documents_sink_decay import NO_TERMS, Terms
+from megatron.kernels.hidden_layer import Layer
 from megatron.kernels.tile_sizes import Tile, TileSizes, choose
-from megatron.kernels.variants import order, variant_of
 
 LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""

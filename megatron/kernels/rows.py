@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from megatron.kernels.device import ex2, spread, table_distance
+from megatron.kernels.documents_sink_decay import BLOCK, both, load_clamped, lost, open_decay
 from megatron.kernels.dropout import kept
-from megatron.kernels.terms import BLOCK, both, load_clamped, lost, open_decay
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -29,9 +29,9 @@ import triton.language as tl
 
 from megatron.kernels.device import ex2, load_rows
 from megatron.kernels.device_functions import DeviceFunctions
+from megatron.kernels.documents_sink_decay import BLOCK, lost, lost_at, open_decay
 from megatron.kernels.dropout import kept
 from megatron.kernels.rows import open_head
-from megatron.kernels.terms import BLOCK, lost, lost_at, open_decay
 
 
 @triton.jit

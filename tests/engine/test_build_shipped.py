@@ -7,7 +7,7 @@ from megatron.config import load_config
 from megatron.config.schema import Config
 from megatron.engine.build import plan_of
 from megatron.engine.model_shape import shape_of
-from megatron.kernels.variants import SWITCHES
+from megatron.kernels.compiled_variants import SWITCHES
 from megatron.model import GPT
 from megatron.model.padded_vocab import padded_vocab_size
 from tests.helpers.paths import CONFIGS, SHIPPED

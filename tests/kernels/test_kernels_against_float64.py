@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.attention.fused import functions_of
-from megatron.kernels import variants
+from megatron.kernels import compiled_variants
 from megatron.kernels.launch import Setting, backward, forward
 from megatron.kernels.tile_sizes import Tile, TileSizes
 from megatron.positional import load
@@ -70,7 +70,7 @@ def test_distances_past_two_to_the_22(name, monkeypatch):
 
     Heads of one number, without the padding, which would cost 16 times the memory accesses.
     """
-    monkeypatch.setattr(variants, "padded", lambda size: size)
+    monkeypatch.setattr(compiled_variants, "padded", lambda size: size)
     case = make(name, 1, 1, 3, 1, keys=FAR + 20)
     case.inputs[3] = case.inputs[3].detach().clamp(max=0.3).requires_grad_()
     pos, offset, theta = case.pos, FAR + 17, case.inputs[3]

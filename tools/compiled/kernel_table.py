@@ -20,7 +20,7 @@ class Variant:
     Attributes:
         target: The GPU's compute capability, such as 90.
         kernel: The distance kernel, alone or with other terms: `kerple_log + forget_gate`.
-        which: The pass, a key of `megatron.kernels.variants.PASSES`.
+        which: The pass, a key of `megatron.kernels.compiled_variants.PASSES`.
         dtype: `bf16`, `fp16` or `fp32`.
         head_size: The number of dimensions of each attention head.
         dropout: Whether the kernel applies dropout.

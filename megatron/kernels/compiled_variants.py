@@ -25,10 +25,10 @@ from triton.compiler import CompiledKernel
 
 from megatron.kernels.backward import key_pass, query_pass
 from megatron.kernels.device_functions import DeviceFunctions
+from megatron.kernels.documents_sink_decay import TENSORS
 from megatron.kernels.forward import forward_pass
-from megatron.kernels.hidden import hidden_pass
+from megatron.kernels.hidden_layer import hidden_pass
 from megatron.kernels.tabulated import table_pass
-from megatron.kernels.terms import TENSORS
 from megatron.kernels.tile_sizes import Tile, padded
 
 PASSES: dict[str, Any] = {"forward": forward_pass, "query": query_pass, "key": key_pass}

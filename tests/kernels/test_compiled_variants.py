@@ -20,10 +20,10 @@ from triton.runtime.jit import JITFunction
 from benchmarks.host import launch_time
 from megatron.attention import cache_launches
 from megatron.attention.fused import functions_of
-from megatron.kernels import variants
-from megatron.kernels.terms import TENSORS
+from megatron.kernels import compiled_variants
+from megatron.kernels.compiled_variants import NUMBERS, Variant, order, variant_of
+from megatron.kernels.documents_sink_decay import TENSORS
 from megatron.kernels.tile_sizes import Tile
-from megatron.kernels.variants import NUMBERS, Variant, order, variant_of
 from megatron.positional import load
 
 BIG = 1 << 31
@@ -44,11 +44,11 @@ def launches(monkeypatch) -> Iterator[list[tuple]]:
         found.append((kernel, (x, y, z), stream, (enter, leave), metadata.get(), arguments))
 
     monkeypatch.setattr(launch_time.NoKernel, "launch", launch)
-    for name, function in variants.PASSES.items():
+    for name, function in compiled_variants.PASSES.items():
         if not isinstance(function, JITFunction):  # but one of Triton's interpreter
             function = JITFunction(function.fn, **function.kwargs)
-        monkeypatch.setitem(variants.PASSES, name, function)
-    monkeypatch.setattr(variants, "VARIANTS", {})
+        monkeypatch.setitem(compiled_variants.PASSES, name, function)
+    monkeypatch.setattr(compiled_variants, "VARIANTS", {})
     with launch_time.without_a_gpu():
         yield found
     cache_launches(False)
@@ -136,9 +136,11 @@ def test_stream_and_hooks_are_those_of_the_moment(launches, monkeypatch):
     monkeypatch.setattr(driver, "get_current_stream", lambda device: 7, raising=False)
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", "enter")
     before = []
-    monkeypatch.setattr(variants.PASSES["forward"], "pre_run_hooks", [])
+    monkeypatch.setattr(compiled_variants.PASSES["forward"], "pre_run_hooks", [])
     start("forward", usual("forward"), cached=True)
-    variants.PASSES["forward"].add_pre_run_hook(lambda *_, **__: before.append(len(launches)))
+    compiled_variants.PASSES["forward"].add_pre_run_hook(
+        lambda *_, **__: before.append(len(launches))
+    )
     start("forward", usual("forward"), cached=True)
     assert [each[2] for each in launches] == [0, 7, 7]
     assert [each[3][0] for each in launches[1:]] == ["enter"] * 2
@@ -147,7 +149,7 @@ def test_stream_and_hooks_are_those_of_the_moment(launches, monkeypatch):
 
 
 def test_the_cache_is_bounded(launches, monkeypatch):
-    monkeypatch.setattr(variants, "LARGEST", 3)
+    monkeypatch.setattr(compiled_variants, "LARGEST", 3)
     for n in range(10):
         start("forward", usual("forward") | {"q_t": 16 * n}, cached=True)
         assert 1 <= len(kernel("forward").compiled) <= 3
