@@ -249,7 +249,7 @@ class Job:
         If it measures the loss by length, also show pictures of the distance kernels in the log.
         """
         c, pos = self.config, self.model.pos
-        found = validation(c, self.data, self.engine, self.groups, step)
+        found = validation(self.data, self.engine, step)
         by_length = any(name.rpartition("_at_")[1] for name in found)
         if by_length and (c.logging.tensorboard_dir or c.logging.use_wandb):
             theta_HN = self.theta.master_of_all_heads()
@@ -269,9 +269,9 @@ class Job:
     def _evaluate(self, log: RunLog) -> None:
         c, step = self.config, self.progress.step
         if c.training.eval_iters > 0 and c.training.train_iters > 0:
-            log_final_losses(c, self.data, self.engine, self.groups, log)
+            log_final_losses(self.data, self.engine, log)
         elif c.training.eval_iters > 0:
-            log_published_losses(c, self.data, self.engine, self.groups, log, step)
+            log_published_losses(self.data, self.engine, log, step)
         if c.evaluation.eval_lengths:
             self._evaluate_lengths(log)
 
