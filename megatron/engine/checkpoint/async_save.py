@@ -135,12 +135,6 @@ class Saver:
                 "save; let the scheduler signal earlier (docs/cluster.md)"
             )
 
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.wait()
-
     def _collected(self, saved: Saved) -> Files:
         """Return (state, path) of each file that DeepSpeed would write. The state is not copied."""
         files: Any = Collector()
