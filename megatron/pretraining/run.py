@@ -76,13 +76,8 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         CheckpointError: A checkpoint cannot be read or written, or does not fit this run.
         DivergedError: The loss or a weight is not finite, or too many steps were bad.
     """
-    parallel, save = config.parallel, config.checkpoint.save
-    joined = joined_job(
-        backend=parallel.distributed_backend,
-        verbose=verbose,
-        silence=parallel.heartbeat_timeout,
-    )
-    with joined as groups, ExitStack() as stack:
+    save = config.checkpoint.save
+    with joined_job(config.parallel, verbose=verbose) as groups, ExitStack() as stack:
         confirm = unleased
         if save and config.training.train_iters > 0 and groups.is_main:
             confirm = stack.enter_context(sole_writer(Path(save)))
