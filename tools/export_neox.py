@@ -23,12 +23,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron import entry
-from megatron.config import ConfigError
 from megatron.engine.checkpoint.exchange import export_checkpoint
-from megatron.engine.errors import CheckpointError
 
 
-@entry.reports(CheckpointError, ConfigError)
+@entry.reports()
 def main() -> int:
     """Export the checkpoint and return exit code 0, or 1 if the export is impossible."""
     parser = entry.parser(__doc__)
