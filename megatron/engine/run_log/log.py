@@ -26,7 +26,6 @@ from tqdm import tqdm
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.run_log.rows import Metric, is_kept, json_line, keep_complete_rows, plain
 from megatron.engine.run_log.sinks import TensorBoard, Wandb
-from megatron.files import parse_json
 from megatron.run_folder import RunFolder
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -162,8 +161,8 @@ class RunLog:
         boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
         if not boards:
             return
-        lines = [] if self._path is None else self._path.read_text(encoding="utf-8").splitlines()
-        rows = [parse_json(text) for text in lines if text.startswith(f'{{"step": {step},')]
+        written = RunFolder(self._path.parent).metrics_rows() if self._path else ()
+        rows = [row for row in written if row["step"] == step]
         for board in boards:
             board.restart(step, rows)
 
