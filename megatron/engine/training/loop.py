@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any, cast
 
 import deepspeed
@@ -79,6 +80,7 @@ def train_step(
     return total / accumulation, norm
 
 
+@dataclass
 class TrainingLoop:
     """A loop that takes training steps and calls the hooks around them.
 
@@ -89,21 +91,17 @@ class TrainingLoop:
         uncounted_after: The id of a token; targets that follow it do not count in the loss.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: deepspeed.DeepSpeedEngine,
-        groups: Groups,
-        theta: TrainedTheta,
-        log: RunLog,
-        hooks: Sequence[Hook],
-        state: Mapping[str, Any],
-        uncounted_after: int | None = None,
-    ):
-        self.config, self.engine, self.groups = config, engine, groups
-        self.theta, self.log, self.hooks = theta, log, hooks
-        self._uncounted_after = uncounted_after
-        for hook in hooks:
+    config: Config
+    engine: deepspeed.DeepSpeedEngine
+    groups: Groups
+    theta: TrainedTheta
+    log: RunLog
+    hooks: Sequence[Hook]
+    state: InitVar[Mapping[str, Any]]
+    uncounted_after: int | None = None
+
+    def __post_init__(self, state: Mapping[str, Any]) -> None:
+        for hook in self.hooks:
             hook.load_state(state)
 
     def run(self, batches: TrainLoader, first_step: int) -> None:
@@ -149,7 +147,7 @@ class TrainingLoop:
         accumulation = c.batch.gradient_accumulation_steps
         with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine, batches, accumulation, self.groups, self.hooks, self._uncounted_after
+                self.engine, batches, accumulation, self.groups, self.hooks, self.uncounted_after
             )
         self.theta.project()
         self.log.progress(number, c.training.train_iters)
