@@ -70,15 +70,6 @@ class Pipeline(PipelineModule):
         super()._synchronize_tied_weights()
 
     @property
-    def theta(self) -> nn.Parameter | None:
-        """The positional embedding's learned parameters [this rank's heads, parameters per head].
-
-        Only the first stage holds them. The value is None on other stages, and for an embedding
-        without learned parameters.
-        """
-        return dict(self.named_parameters()).get(THETA)
-
-    @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
         """The positional embedding's learned parameters; an empty tuple on a stage without them.
 
