@@ -33,10 +33,8 @@ def main() -> int:
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
     parts_help = "tensor-parallel ranks (default: as many as it was trained with)"
-    parser.add_argument("--tp", type=int, metavar="N", help=parts_help)
+    parser.add_argument("--tp", type=entry.number(int, 1), metavar="N", help=parts_help)
     args = parser.parse_args()
-    if args.tp is not None and args.tp < 1:
-        parser.error(f"--tp must be at least 1, not {args.tp}")
     if not args.source.is_dir():
         parser.error(f"{args.source}: no such folder; name the `save` folder of a run")
     written = export_checkpoint(args.source, args.target, parts=args.tp)
