@@ -202,8 +202,7 @@ class Buffer:
             self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         else:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # pages of 2 MB are touched much faster
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE)  # pages of 2 MB are touched much faster
             self._bytes = np.frombuffer(memory, dtype=np.uint8)
         self._bytes.fill(0)
 
