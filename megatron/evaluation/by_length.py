@@ -34,30 +34,12 @@ from megatron.engine.open_run import open_run
 from megatron.engine.open_text import Text, open_text
 from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
-from megatron.evaluation.losses import LossFn, losses_of_sequences
+from megatron.evaluation.losses import LossFn, MeasuredModel, losses_of_sequences
 from megatron.evaluation.perplexity_statistics import LengthResult, summarise
 from megatron.model.theta import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 from megatron.run_folder import RunFolder
-
-
-@dataclass(frozen=True)
-class MeasuredModel:
-    """A model that is evaluated.
-
-    Attributes:
-        loss_fn: The function that returns the loss of each target token.
-        pos: The model's positional embedding. It is plotted if it depends on query-key distances.
-        tokenizer: The tokenizer with which the text was made.
-        theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
-            there are none.
-    """
-
-    loss_fn: LossFn
-    pos: PositionalEmbedding
-    tokenizer: Tokenizer
-    theta_HN: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -156,13 +138,11 @@ def evaluate_checkpoint(
         say(run.said())
         parts = [theta.detach().float().cpu() for theta in model.theta_parts]
         theta_HN = trained_theta(model.pos, parts) if parts else None
-        measured = MeasuredModel(model, model.pos, run.tokenizer, theta_HN)
-        return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
+        measured = MeasuredModel(config, groups, model, model.pos, run.tokenizer, theta_HN)
+        return evaluate_lengths(measured, text, lengths, out or load, say)
 
 
 def evaluate_lengths(
-    config: Config,
-    groups: Groups,
     model: MeasuredModel,
     text: Text | Task,
     lengths: Sequence[int],
@@ -181,9 +161,8 @@ def evaluate_lengths(
         DataError: The split `eval_split` is shorter than one sequence of the largest length.
     """
     if isinstance(text, Task):
-        return evaluate_task(
-            config, groups, model.loss_fn, model.pos.name, text, lengths, run_dir, say
-        )
+        return evaluate_task(model, text, lengths, run_dir, say)
+    config, groups = model.config, model.groups
     chosen, lengths = config.evaluation, sorted(set(lengths))
     measurement, span = measurement_of(
         config, groups, model.loss_fn, model.tokenizer, text, lengths, chosen.eval_tokens

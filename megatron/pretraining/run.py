@@ -39,8 +39,9 @@ from megatron.engine.training.profiler import StepProfiler
 from megatron.engine.training.speed import speed_of
 from megatron.engine.training.step_log import StepLog
 from megatron.engine.training.trained_theta import TrainedTheta
-from megatron.evaluation.by_length import MeasuredModel, draw_kernels, evaluate_lengths
+from megatron.evaluation.by_length import draw_kernels, evaluate_lengths
 from megatron.evaluation.held_out import log_final_losses, validation
+from megatron.evaluation.losses import MeasuredModel
 from megatron.evaluation.published_losses import log_published_losses
 from megatron.files import write_text
 from megatron.model.embedding import scale_distances
@@ -273,18 +274,14 @@ class Job:
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()
         scale_distances(self.model, self.config.evaluation.eval_distance_scale)
-        evaluate_lengths(
+        model = MeasuredModel(
             self.config,
             self.groups,
-            MeasuredModel(
-                loss_function(self.engine, self.groups),
-                self.model.pos,
-                self.data.tokenizer,
-                self.theta.master_of_all_heads(),
-            ),
-            self.data.text,
-            self.config.evaluation.eval_lengths,
-            self.run_dir,
-            log.line,
+            loss_function(self.engine, self.groups),
+            self.model.pos,
+            self.data.tokenizer,
+            self.theta.master_of_all_heads(),
         )
+        lengths = self.config.evaluation.eval_lengths
+        evaluate_lengths(model, self.data.text, lengths, self.run_dir, log.line)
         log.pictures(self.progress.step, self.run_dir)
