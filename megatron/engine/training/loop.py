@@ -27,7 +27,6 @@ from megatron.engine.training.bad_loss import explained_overflow
 from megatron.engine.training.batches import next_batches
 from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
-from megatron.engine.training.pipeline_engine import train_batch
 from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import mean_loss
@@ -54,8 +53,8 @@ def train_step(
     """
     pairs = next_batches(batches, accumulation, groups, uncounted_after)
     if isinstance(engine, PipelineEngine):
-        loss = train_batch(engine, list(pairs))
-        return loss, engine.get_global_grad_norm()
+        engine.train_batch(iter(list(pairs)))
+        return engine.dp_group_loss, engine.get_global_grad_norm()  # the same on every stage
     model = cast(nn.Module, engine.module)
     total = torch.zeros((), device=groups.device)
     norm = None
