@@ -35,7 +35,7 @@ from megatron.engine.open_text import Text, open_text
 from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
 from megatron.evaluation.losses import LossFn, MeasuredModel, losses_of_sequences
-from megatron.evaluation.perplexity_statistics import LengthResult, summarise
+from megatron.evaluation.perplexity_statistics import LengthResult, TokenBytes, summarise
 from megatron.model.theta import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
@@ -58,7 +58,7 @@ class Measurement:
 
     loss_fn: LossFn
     read: Callable[[int], np.ndarray]
-    token_bytes: Callable[[np.ndarray], np.ndarray]
+    token_bytes: TokenBytes
     batch_tokens: int
     groups: Groups
     uncounted_after: int | None = None
