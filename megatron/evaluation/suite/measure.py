@@ -161,6 +161,7 @@ class Subject:
         model: The model whose attention `losses` can limit.
         loss_fn: The function that returns the loss of each target. None takes `model` itself.
         tick: A function that gets the number of tokens of each finished batch.
+        name: What the report calls the model, if it chooses the key tokens.
     """
 
     model: torch.nn.Module
@@ -168,6 +169,7 @@ class Subject:
     batch_tokens: int
     tick: Callable[[int], object] = lambda tokens: None
     loss_fn: LossFn | None = None
+    name: str = "the model itself"
 
     def losses(self, sequences_nT: np.ndarray, *, window: int | None = None) -> np.ndarray:
         """Return the loss of each target in nats, float64 [n, T - 1]. Every rank must call this.
