@@ -36,7 +36,6 @@ def run_suite(
     *,
     out: Path | None = None,
     judge: tuple[Config, Path] | None = None,
-    say: Callable[[str], None] = print,
 ) -> Report:
     """Measure the newest checkpoint of `load`, and write the report into `out`.
 
@@ -54,7 +53,7 @@ def run_suite(
         DataError: Fewer than two documents are long enough.
     """
     with job_or_alone(config) as groups:
-        say = say if groups.is_main else lambda text: None
+        say: Callable[[str], None] = print if groups.is_main else lambda text: None
         run = open_run(load, config, groups)
         say(run.said())
         tokenizer, chosen = run.tokenizer, config.evaluation
@@ -114,8 +113,8 @@ def measure_all(
     """Return the results of all measures. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens: those whose prediction gains from long context.
-            With None, the measured model chooses them itself.
+        judge: The model that chooses the key tokens, whose prediction gains from long context. With
+            None, the measured model chooses them itself.
     """
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:
