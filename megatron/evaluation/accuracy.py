@@ -86,13 +86,9 @@ def accuracy_at(
 
 
 def evaluate_task(
-    model: MeasuredModel,
-    task: Task,
-    lengths: Sequence[int],
-    run_dir: Path,
-    say: Callable[[str], None],
+    model: MeasuredModel, task: Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[Accuracy]:
-    """Measure a model at each of `lengths`, print a table, and write a CSV and a plot.
+    """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
 
     Every rank must call this function. It cannot measure in a pipelined job: it then only prints
     the command to run instead.
@@ -107,7 +103,7 @@ def evaluate_task(
         say("a pipeline gives no logits: measure the accuracy by evaluate.py, with the same config")
         return []
     chosen, rows = model.config.evaluation, []
-    for length in sorted(set(lengths)):
+    for length in sorted(set(chosen.eval_lengths)):
         count, size = chosen.eval_examples, chosen.eval_batch_tokens
         row = accuracy_at(model.loss_fn, task, length, count, model.groups, size)
         rows.append(replace(row, distance_scale=chosen.eval_distance_scale))

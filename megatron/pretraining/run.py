@@ -282,6 +282,5 @@ class Job:
             self.data.tokenizer,
             self.theta.master_of_all_heads(),
         )
-        lengths = self.config.evaluation.eval_lengths
-        evaluate_lengths(model, self.data.text, lengths, self.run_dir, log.line)
+        evaluate_lengths(model, self.data.text, self.run_dir, log.line)
         log.pictures(self.progress.step, self.run_dir)

@@ -32,17 +32,17 @@ from megatron.run_folder import RunFolder
 def run_suite(
     config: Config,
     load: Path,
-    lengths: tuple[int, ...],
     *,
     out: Path | None = None,
     judge: tuple[Config, Path] | None = None,
 ) -> Report:
-    """Measure the newest checkpoint of `load`, and write the report into `out`.
+    """Measure the newest checkpoint of `load` at `eval_lengths`; write the report into `out`.
+
+    Only documents of at least the longest length are read.
 
     Call this function in a single process, or in every process of a torchrun job.
 
     Args:
-        lengths: The sequence lengths. Only documents of at least the longest length are read.
         out: The folder for the report; None means `load/suite`.
         judge: Config and run folder of the model that chooses the key tokens. With None, the
             measured model chooses them itself.
@@ -63,7 +63,7 @@ def run_suite(
         sample = read_sample(
             text.shards,
             text.splits[SPLITS.index(chosen.eval_split)],
-            tuple(sorted(set(lengths))),
+            tuple(sorted(set(chosen.eval_lengths))),
             train_length=config.model.seq_length,
             tokens=chosen.eval_suite_tokens,
             eod=tokenizer.eod,
