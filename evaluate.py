@@ -77,7 +77,7 @@ def main() -> int:
         if lengths:
             from megatron.evaluation.by_length import evaluate_checkpoint
 
-            evaluate_checkpoint(config, Path(load), lengths, out=args.out)
+            evaluate_checkpoint(config, Path(load), out=args.out)
         if tasks:
             score_tasks(args, Path(load), out, overrides)
     return 0
@@ -128,7 +128,7 @@ def measure_suite(args, config, load):
     from megatron.evaluation.suite.all_measures import run_suite
 
     found = (judge, args.judge) if judge else None
-    run_suite(config, load, config.evaluation.eval_lengths, out=args.out, judge=found)
+    run_suite(config, load, out=args.out, judge=found)
 
 
 def score_tasks(args, load, out, overrides):

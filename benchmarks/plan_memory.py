@@ -115,10 +115,11 @@ def measure(config: Path, folder: Path) -> None:
 
     launcher.join()
     os.chdir(folder)
-    with joined_job() as groups:
+    loaded = load_config([config], world_size=launcher.world_size())
+    with joined_job(loaded.parallel) as groups:
         before = _resident("VmRSS")
         with LiveBytes("cpu") as live:
-            Job(load_config([config], world_size=groups.world_size), groups).run()
+            Job(loaded, groups).run()
         found = {"measured": live.peak, "resident": _resident("VmHWM") - before}
         (folder / f"rank{groups.rank}.json").write_text(json.dumps(found))
 

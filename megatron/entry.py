@@ -86,17 +86,19 @@ def refuse(text: str, code: int) -> "NoReturn":
 def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
     """Return a decorator that makes `main` print expected errors without a traceback.
 
-    If `main` raises an OSError or an exception of a type in `known`, the decorated `main` prints
-    `error: MESSAGE` and returns exit code 1. A BrokenPipeError is raised again, because `run`
-    handles it.
+    If `main` raises an OSError, a UserError or an exception of a type in `known`, the decorated
+    `main` prints `error: MESSAGE` and returns exit code 1. A BrokenPipeError is raised again,
+    because `run` handles it.
     """
+
+    from megatron.errors import UserError
 
     def decorate(main: "Callable[..., int]") -> "Callable[..., int]":
         @wraps(main)
         def reporting(*args: object, **kwargs: object) -> int:
             try:
                 return main(*args, **kwargs)
-            except (OSError, *known) as error:
+            except (OSError, UserError, *known) as error:
                 if isinstance(error, BrokenPipeError):
                     raise  # to `run`
                 print(f"error: {error}", file=sys.stderr)

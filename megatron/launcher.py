@@ -153,7 +153,7 @@ def start_ranks(count: int) -> int:
     """
     import psutil
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.run import parse_args, run
 
     def pass_on(number: int, _frame: object) -> None:
         ranks = psutil.Process().children()
@@ -165,19 +165,10 @@ def start_ranks(count: int) -> int:
     for number in SAVING_SIGNALS:
         signal.signal(number, pass_on)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: the ranks share the cores
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=f"train-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        signals_to_handle="SIGHUP,SIGQUIT",
-    )
+    options = ["--standalone", f"--nproc-per-node={count}", "--local-addr=localhost"]
+    options.append("--signals-to-handle=SIGHUP,SIGQUIT")
     try:
-        elastic_launch(config, sys.executable)("-u", *sys.argv)
+        run(parse_args([*options, *sys.argv]))
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code  # negative: the number of a signal

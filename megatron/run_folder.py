@@ -95,12 +95,18 @@ class RunFolder:
         text = self.metrics.read_text("utf-8", "replace") if self.metrics.exists() else ""
         lines = text.split("\n")[:-1]
         for line in reversed(lines) if newest_first else lines:
-            try:
-                row = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int and "\ufffd" not in line:
+            if row := metrics_row(line):
                 yield row
+
+
+def metrics_row(line: str) -> dict[str, Any] | None:
+    """Return the row in a line of `metrics.jsonl`, or None if the line is damaged."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    whole = isinstance(row, dict) and type(row.get("step")) is int
+    return row if whole and "\ufffd" not in line else None  # the replacement of damaged bytes
 
 
 def tag_of(step: int) -> str:

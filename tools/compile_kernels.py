@@ -205,13 +205,12 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="compile only these names")
     parser.add_argument("--changed", action="store_true", help="keep the CSV's rows of these tiles")
     parser.add_argument("--out", type=Path, help="CSV to write (all variants: the committed one)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    jobs = entry.number(int, 1)
+    parser.add_argument("--jobs", type=jobs, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--source", metavar="POS_EMB", help="print its device functions and stop")
     args = parser.parse_args()
     if args.out and not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: no such folder as {args.out.parent}; make it first")
-    if args.jobs < 1:
-        parser.error(f"--jobs {args.jobs}: at least 1")
     if args.source:
         try:
             functions, how = functions_of(load(args.source))

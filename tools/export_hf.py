@@ -39,16 +39,15 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64
 def main() -> int:
     """Export the run, and return exit code 0, or 1 if this is impossible."""
     parser = entry.parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("target", type=Path, metavar="DIR", help="new folder")
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder")
+    add("target", type=Path, metavar="DIR", help="new folder")
     dtype_help = "of the written weights (default: the run's precision)"
-    parser.add_argument("--dtype", choices=PRECISIONS, help=dtype_help)
+    add("--dtype", choices=PRECISIONS, help=dtype_help)
     config_help = "config files (default: config.yml of the run)"
-    parser.add_argument(
-        "--config", type=Path, nargs="+", default=[], metavar="FILE", help=config_help
-    )
+    add("--config", type=Path, nargs="+", default=[], metavar="FILE", help=config_help)
     override_help = "a config key, such as eval_distance_scale=0.5"
-    parser.add_argument("-o", action="append", default=[], metavar="K=V", help=override_help)
+    add("-o", action="append", default=[], metavar="K=V", help=override_help)
     args = parser.parse_args()
     if not args.run.is_dir():
         parser.error(f"{args.run}: no such folder; name the `save` folder of a run")

@@ -23,22 +23,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron import entry
-from megatron.config import ConfigError
 from megatron.engine.checkpoint.exchange import export_checkpoint
-from megatron.engine.errors import CheckpointError
 
 
-@entry.reports(CheckpointError, ConfigError)
+@entry.reports()
 def main() -> int:
     """Export the checkpoint and return exit code 0, or 1 if the export is impossible."""
     parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
     parts_help = "tensor-parallel ranks (default: as many as it was trained with)"
-    parser.add_argument("--tp", type=int, metavar="N", help=parts_help)
+    parser.add_argument("--tp", type=entry.number(int, 1), metavar="N", help=parts_help)
     args = parser.parse_args()
-    if args.tp is not None and args.tp < 1:
-        parser.error(f"--tp must be at least 1, not {args.tp}")
     if not args.source.is_dir():
         parser.error(f"{args.source}: no such folder; name the `save` folder of a run")
     written = export_checkpoint(args.source, args.target, parts=args.tp)

@@ -24,7 +24,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.run_folder import is_published
 
 
-@entry.reports(CheckpointError)
+@entry.reports()
 def main() -> int:
     """Import the checkpoint and return exit code 0, or print what prevents it and return 1."""
     parser = entry.parser(__doc__)

@@ -18,7 +18,7 @@ from megatron import entry
 # isort: split
 import numpy as np
 
-from megatron.data.errors import DataError, ShardError
+from megatron.data.errors import ShardError
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.matching_tokenizer import check_tokenizer
 from megatron.data.shards.reader import ShardReader
@@ -46,7 +46,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-@entry.reports(DataError)
+@entry.reports()
 def main(argv: list[str] | None = None) -> int:
     """Inspect the shards that the command line names, and return exit code 0."""
     arguments = parse_arguments(argv)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 
 from megatron import entry, launcher
@@ -40,16 +41,8 @@ def main() -> int:
     with user_errors(), redirect_stdout(sys.stderr), harness_packages():
         from megatron.harness.score_tasks import ScoringOptions, score
 
-        options = ScoringOptions(
-            tuple(args.tasks.split(",")),
-            args.include_path,
-            args.num_fewshot,
-            args.limit,
-            args.batch_size,
-            args.max_length,
-            args.seed,
-            args.confirm_run_unsafe_code,
-        )
+        names = [field.name for field in fields(ScoringOptions)]
+        options = ScoringOptions(**{name: getattr(args, name) for name in names})
         score(config, args.run, options, args.output_path, lambda text: print(text, file=out))
     return 0
 
@@ -69,12 +62,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--max_length", type=int, metavar="N", help=text)
     add("--seed", type=int, default=1234, help="of the examples and of generated texts [1234]")
     text = "allow tasks that run the code that the model writes"
-    add("--confirm_run_unsafe_code", action="store_true", help=text)
+    add("--confirm_run_unsafe_code", dest="unsafe_code", action="store_true", help=text)
     add("--output_path", type=Path, metavar="FILE.json", help="write the results there, too")
     args = parser.parse_intermixed_args()
     if not args.configs:
         parser.error("name the run folder: RUN")
     args.run, *args.configs = Path(args.configs[0]), *args.configs[1:]
+    args.tasks = tuple(args.tasks.split(","))
     for name, low in (("batch_size", 1), ("max_length", 1), ("num_fewshot", 0), ("limit", 0)):
         value = getattr(args, name)
         if value is not None and not low <= value < float("inf"):

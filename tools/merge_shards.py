@@ -12,12 +12,11 @@ because `data_path` may also be a list or a glob of shards.
 from __future__ import annotations
 
 from megatron import entry
-from megatron.data.errors import DataError
 from megatron.data.shards.joined import find_prefixes
 from megatron.data.shards.merge import merge
 
 
-@entry.reports(DataError)
+@entry.reports()
 def main(argv: list[str] | None = None) -> int:
     """Merge the shards that the command line names, and return the exit code."""
     parser = entry.parser(__doc__)

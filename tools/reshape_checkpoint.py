@@ -57,7 +57,7 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     return final
 
 
-@entry.reports(CheckpointError)
+@entry.reports()
 def main() -> int:
     """Convert the checkpoint that the command line names, and return exit code 0.
 
@@ -67,10 +67,8 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="folder with `latest` and global_step folders")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--tag", help="checkpoint to convert (default: the newest)")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--workers", type=entry.number(int, 1), default=1, help="processes")
     args = parser.parse_args()
-    if args.workers < 1:
-        parser.error(f"--workers {args.workers}: at least 1")
     if not args.run.is_dir():
         parser.error(f"{args.run}: no such folder; name the `save` folder of a run")
     print(f"written to {reshape(args.run, args.out, args.tag, args.workers)}")

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.config import ConfigError
-from megatron.data.errors import DataError
 from tools.experiments.description import TrainedTokenizer
 from tools.experiments.grid import Cell, Grid, filled, read_grid
 from tools.experiments.runner import SIGNALS, Runner
@@ -49,7 +48,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@entry.reports(DataError)
+@entry.reports()
 def main(argv: list[str] | None = None) -> int:
     """Run the grid, and return the exit code (see the module docstring)."""
     args = parse_arguments(argv)

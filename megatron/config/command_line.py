@@ -28,21 +28,16 @@ def config_parser(description: str | None, default: str = "") -> argparse.Argume
             least one file is required.
     """
     parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
     count, text = ("*", f"later files win {default}") if default else ("+", "later files win")
-    parser.add_argument("configs", nargs=count, metavar="FILE.yml", help=text)
-    parser.add_argument("-d", "--conf_dir", metavar="DIR", default="", help="folder of the files")
+    add("configs", nargs=count, metavar="FILE.yml", help=text)
+    add("-d", "--conf_dir", metavar="DIR", default="", help="folder of the files")
     for key in _KEYS:
-        parser.add_argument(f"--{key}", metavar="NAME", help=f"the same as -o {key}=NAME")
-    parser.add_argument("-H", "--hostfile", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "-o",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="wins over the files",
-    )
-    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+        add(f"--{key}", metavar="NAME", help=f"the same as -o {key}=NAME")
+    add("-H", "--hostfile", help=argparse.SUPPRESS)
+    text = "wins over the files"
+    add("-o", dest="overrides", action="append", default=[], metavar="K=V", help=text)
+    add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     return parser
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.errors import UserError
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -44,7 +46,7 @@ class Problem:
         return ": ".join(str(part) for part in (self.mark, self.key, self.text) if part)
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """The error that holds every problem of a configuration.
 
     `str(error)` is the number of problems, followed by one line for each problem.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron.errors import UserError
 
-class DataError(Exception):
+
+class DataError(UserError):
     """Base class of the errors in `megatron/data` that the user can correct."""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from megatron.errors import UserError
 
-class StartError(Exception):
+
+class StartError(UserError):
     """This process cannot join the job as configured, or the ranks' configs or data differ."""
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint cannot be read, cannot be written, or does not fit this run."""
 
 
@@ -15,7 +17,7 @@ class FailedElsewhereError(CheckpointError):
     """Another rank has failed to write its part of a checkpoint, and reports the cause."""
 
 
-class DivergedError(Exception):
+class DivergedError(UserError):
     """Training cannot go on: a loss or weight is not finite, or fp16 cannot hold the gradients."""
 
 
@@ -23,9 +25,9 @@ class BadLossError(DivergedError):
     """The loss, its gradient or a weight is not finite, or the loss has risen too much."""
 
 
-class HubError(Exception):
+class HubError(UserError):
     """A model cannot be exported to transformers, or imported from it."""
 
 
-class RunLogError(RuntimeError):
+class RunLogError(UserError):
     """Weights & Biases could not be started."""

@@ -61,22 +61,13 @@ class Pipeline(PipelineModule):
             head, _, rest = name.partition(".")
             if head == "tied_modules":
                 head, _, rest = rest.partition(".")
-                yield f"{_from_key(head)}.{rest}", param
+                yield f"{head.replace('/', '.')}.{rest}", param
             else:
                 yield f"{self.layer_names[int(head)]}.{rest}", param
 
     @torch.no_grad()  # autograd would record the broadcast of a parameter
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
-
-    @property
-    def theta(self) -> nn.Parameter | None:
-        """The positional embedding's learned parameters [this rank's heads, parameters per head].
-
-        Only the first stage holds them. The value is None on other stages, and for an embedding
-        without learned parameters.
-        """
-        return dict(self.named_parameters()).get(THETA)
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
@@ -120,16 +111,8 @@ def count_parameters(model: Model, groups: Groups) -> int:
 def _spec(layer: Layer) -> LayerSpec:
     if not layer.tied:
         return LayerSpec(layer.build, **layer.args)
+    # Torch allows no dots in module names. `named_parameters` replaces the slashes again.
     return TiedLayerSpec(
-        _key(layer.name), layer.build, forward_fn=layer.call, tied_weight_attr="weight",
-        **layer.args,
+        layer.name.replace(".", "/"), layer.build, forward_fn=layer.call,
+        tied_weight_attr="weight", **layer.args,
     )  # fmt: skip
-
-
-def _key(name: str) -> str:
-    """Replace each dot in a layer's name by `/`, because torch allows no dots in module names."""
-    return name.replace(".", "/")
-
-
-def _from_key(key: str) -> str:
-    return key.replace("/", ".")

@@ -75,7 +75,8 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
             task.require(length)
         return task
     if not data.train_data_paths:
-        readers = open_each(_data_prefix(config, tokenizer), tokenizer)
+        prefix = resolve_data_path(data.data_path, data.data_dir, tokenizer)
+        readers = open_each(prefix, tokenizer)
         _require_ends(config, readers)
         shards = join(readers)
         splits = split_documents(data.split, len(shards))
@@ -129,17 +130,3 @@ def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
                 f"{shard.prefix} has no end-of-document tokens, but {key} is true; prepare the "
                 f"text again without --no-append-eod, or drop {key}"
             )
-
-
-def _data_prefix(config: Config, tokenizer: Tokenizer) -> str | tuple[str, ...]:
-    """Return the path prefix of the run's token shards, or a tuple of several prefixes.
-
-    `data_path` may name a corpus that comes with this project, `builtin:NAME`. If this corpus has
-    no shards yet, the first process that calls this function tokenises the corpus.
-
-    Raises:
-        DataError: `data_path` is not set.
-    """
-    if config.data.data_path is None:
-        raise DataError("data_path is not set; name a shard prefix or builtin:python-stdlib")
-    return resolve_data_path(config.data.data_path, config.data.data_dir, tokenizer)

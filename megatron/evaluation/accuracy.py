@@ -22,12 +22,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.config import Config
 from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import examples_at
 from megatron.engine.training.pipeline_engine import PipelineLosses
 from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
-from megatron.evaluation.losses import losses_of_sequences
+from megatron.evaluation.losses import MeasuredModel, losses_of_sequences
 from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
@@ -87,38 +86,29 @@ def accuracy_at(
 
 
 def evaluate_task(
-    config: Config,
-    groups: Groups,
-    model: Callable[..., torch.Tensor],
-    name: str,
-    task: Task,
-    lengths: Sequence[int],
-    run_dir: Path,
-    say: Callable[[str], None],
+    model: MeasuredModel, task: Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[Accuracy]:
-    """Measure a model at each of `lengths`, print a table, and write a CSV and a plot.
+    """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
 
     Every rank must call this function. It cannot measure in a pipelined job: it then only prints
     the command to run instead.
 
     Args:
-        model: The model, which returns logits if it gets no targets.
-        name: The name of the model's positional embedding, for the title.
         run_dir: The folder into which the CSV and the plot are written.
 
     Raises:
         TaskError: The task's options do not allow one of the lengths.
     """
-    if isinstance(model, PipelineLosses):
+    if isinstance(model.loss_fn, PipelineLosses):
         say("a pipeline gives no logits: measure the accuracy by evaluate.py, with the same config")
         return []
-    chosen, rows = config.evaluation, []
-    for length in sorted(set(lengths)):
+    chosen, rows = model.config.evaluation, []
+    for length in sorted(set(chosen.eval_lengths)):
         count, size = chosen.eval_examples, chosen.eval_batch_tokens
-        row = accuracy_at(model, task, length, count, groups, size)
+        row = accuracy_at(model.loss_fn, task, length, count, model.groups, size)
         rows.append(replace(row, distance_scale=chosen.eval_distance_scale))
-    if groups.is_main:
-        title = f"{task.name}, {name}, trained at {task.min_length} to {task.max_length}"
+    if model.groups.is_main:
+        title = f"{task.name}, {model.pos.name}, trained at {task.min_length} to {task.max_length}"
         if chosen.eval_distance_scale != 1.0:
             title += f", distances x {chosen.eval_distance_scale:g}"
         say(write_accuracy(rows, task, run_dir, title))

@@ -34,30 +34,12 @@ from megatron.engine.open_run import open_run
 from megatron.engine.open_text import Text, open_text
 from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
-from megatron.evaluation.losses import LossFn, losses_of_sequences
-from megatron.evaluation.perplexity_statistics import LengthResult, summarise
+from megatron.evaluation.losses import LossFn, MeasuredModel, losses_of_sequences
+from megatron.evaluation.perplexity_statistics import LengthResult, TokenBytes, summarise
 from megatron.model.theta import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 from megatron.run_folder import RunFolder
-
-
-@dataclass(frozen=True)
-class MeasuredModel:
-    """A model that is evaluated.
-
-    Attributes:
-        loss_fn: The function that returns the loss of each target token.
-        pos: The model's positional embedding. It is plotted if it depends on query-key distances.
-        tokenizer: The tokenizer with which the text was made.
-        theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
-            there are none.
-    """
-
-    loss_fn: LossFn
-    pos: PositionalEmbedding
-    tokenizer: Tokenizer
-    theta_HN: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +58,7 @@ class Measurement:
 
     loss_fn: LossFn
     read: Callable[[int], np.ndarray]
-    token_bytes: Callable[[np.ndarray], np.ndarray]
+    token_bytes: TokenBytes
     batch_tokens: int
     groups: Groups
     uncounted_after: int | None = None
@@ -131,14 +113,9 @@ class Measurement:
 
 
 def evaluate_checkpoint(
-    config: Config,
-    load: Path,
-    lengths: Sequence[int],
-    *,
-    out: Path | None = None,
-    say: Callable[[str], None] = print,
+    config: Config, load: Path, *, out: Path | None = None, say: Callable[[str], None] = print
 ) -> list[LengthResult] | list[Accuracy]:
-    """Evaluate the newest checkpoint in the run folder `load` at several sequence lengths.
+    """Evaluate the newest checkpoint in the run folder `load` at each of `eval_lengths`.
 
     Call this function in a single process, or in every process of a torchrun job.
 
@@ -156,20 +133,14 @@ def evaluate_checkpoint(
         say(run.said())
         parts = [theta.detach().float().cpu() for theta in model.theta_parts]
         theta_HN = trained_theta(model.pos, parts) if parts else None
-        measured = MeasuredModel(model, model.pos, run.tokenizer, theta_HN)
-        return evaluate_lengths(config, groups, measured, text, lengths, out or load, say)
+        measured = MeasuredModel(config, groups, model, model.pos, run.tokenizer, theta_HN)
+        return evaluate_lengths(measured, text, out or load, say)
 
 
 def evaluate_lengths(
-    config: Config,
-    groups: Groups,
-    model: MeasuredModel,
-    text: Text | Task,
-    lengths: Sequence[int],
-    run_dir: Path,
-    say: Callable[[str], None],
+    model: MeasuredModel, text: Text | Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[LengthResult] | list[Accuracy]:
-    """Measure `model` at each of `lengths`, print a table, and write a CSV and plots.
+    """Measure `model` at each of `eval_lengths`, print a table, and write a CSV and plots.
 
     Every rank must call this function.
 
@@ -181,12 +152,11 @@ def evaluate_lengths(
         DataError: The split `eval_split` is shorter than one sequence of the largest length.
     """
     if isinstance(text, Task):
-        return evaluate_task(
-            config, groups, model.loss_fn, model.pos.name, text, lengths, run_dir, say
-        )
-    chosen, lengths = config.evaluation, sorted(set(lengths))
+        return evaluate_task(model, text, run_dir, say)
+    config, groups = model.config, model.groups
+    chosen, lengths = config.evaluation, sorted(set(config.evaluation.eval_lengths))
     measurement, span = measurement_of(
-        config, groups, model.loss_fn, model.tokenizer, text, lengths, chosen.eval_tokens
+        config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
     scale = chosen.eval_distance_scale
     results = [replace(r, distance_scale=scale) for r in measurement.at_lengths(lengths, say)]
@@ -205,19 +175,13 @@ def evaluate_lengths(
         title = f"{model.pos.name}, trained at {train_length}{stretched}"
         say(length_report.write_extrapolation(results, run_dir, train_length, baselines, title))
         if model.pos.has("distance"):
-            draw_kernels(model.pos, model.theta_HN, config, run_dir, max(lengths))
+            draw_kernels(model.pos, model.theta_HN, config, run_dir)
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
     return results
 
 
 def measurement_of(
-    config: Config,
-    groups: Groups,
-    loss_fn: LossFn,
-    tokenizer: Tokenizer,
-    text: Text,
-    lengths: Sequence[int],
-    tokens: int,
+    config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
     """Return the measurement of the split `eval_split`, and the number of targets at each length.
 
@@ -227,7 +191,7 @@ def measurement_of(
     Raises:
         DataError: The split `eval_split` is shorter than one sequence of the largest length.
     """
-    chosen = config.evaluation
+    chosen, lengths = config.evaluation, config.evaluation.eval_lengths
     documents = text.splits[SPLITS.index(chosen.eval_split)]
     span = eval_span(text.shards, documents, lengths, tokens)
     if span == 0:
@@ -248,11 +212,7 @@ def measurement_of(
 
 
 def draw_kernels(
-    pos: PositionalEmbedding,
-    trained_HN: torch.Tensor | None,
-    config: Config,
-    run_dir: Path,
-    longest: int | None = None,
+    pos: PositionalEmbedding, trained_HN: torch.Tensor | None, config: Config, run_dir: Path
 ) -> None:
     """Plot the distance kernel of each head h into `kernels.png` in `run_dir`.
 
@@ -260,13 +220,13 @@ def draw_kernels(
     have different kernels, there is one picture for each kernel. Its file is named after the first
     layer with this kernel.
 
-    If a bias depends on the query's position, it is plotted for a query at position `longest`.
+    The largest distance is the largest of `eval_lengths`. If a bias depends on the query's
+    position, it is plotted for a query at that position.
 
     Args:
         trained_HN: The learned parameters [heads, parameters per head]; None if there are none.
-        longest: The largest distance d; None is the largest of `eval_lengths`.
     """
-    path, longest = RunFolder(run_dir).kernels, longest or max(config.evaluation.eval_lengths)
+    path, longest = RunFolder(run_dir).kernels, max(config.evaluation.eval_lengths)
     theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if trained_HN is not None:
         theta_HN[:, columns_of(pos, trained=True)] = trained_HN.cpu()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.config import Config
 from megatron.data.tasks.base import Task
 from megatron.engine.job_data import JobData
 from megatron.engine.run_log.log import RunLog
@@ -18,37 +17,28 @@ from megatron.engine.training.pipeline_engine import (
 )
 from megatron.evaluation.accuracy import accuracy_at
 from megatron.evaluation.by_length import measurement_of
-from megatron.parallel.groups import Groups
 
 
-def validation(
-    config: Config,
-    data: JobData,
-    engine: Engine,
-    groups: Groups,
-    step: int,
-) -> dict[str, float]:
+def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
     """Return the metrics of the validation after `step`. Every rank must call this function.
 
     The metrics are `validation/loss` and, if `step` is a multiple of `eval_lengths_interval`, the
     losses by length.
     """
-    t, interval = config.training, config.evaluation.eval_lengths_interval
+    t, interval = data.config.training, data.config.evaluation.eval_lengths_interval
     found = {}
     if t.eval_iters:
         before = step // t.eval_interval - 1
-        loss = held_out_loss(config, data, engine, groups, "valid", before)
+        loss = held_out_loss(data, engine, "valid", before)
         found = {} if loss is None else {"validation/loss": loss}
     if interval and step % interval == 0:
         engine.eval()
-        found |= _by_length(config, data, loss_function(engine, groups), groups)
+        found |= _by_length(data, loss_function(engine, data.groups))
         engine.train()
     return found
 
 
-def _by_length(
-    config: Config, data: JobData, model: Callable[..., torch.Tensor], groups: Groups
-) -> dict[str, float]:
+def _by_length(data: JobData, model: Callable[..., torch.Tensor]) -> dict[str, float]:
     """Return `validation/loss_at_L` for each length L of `eval_lengths`.
 
     Each length reads as many tokens as a validation (`eval_iters` batches), and at least one
@@ -58,7 +48,7 @@ def _by_length(
     Raises:
         DataError: The split `eval_split` is shorter than one sequence of the largest length.
     """
-    chosen, batch = config.evaluation, config.batch.train_batch_size
+    config, groups, chosen = data.config, data.groups, data.config.evaluation
     lengths = sorted(set(chosen.eval_lengths))
     if isinstance(data.text, Task):
         if isinstance(model, PipelineLosses):
@@ -66,20 +56,14 @@ def _by_length(
         sizes = (chosen.eval_examples, groups, chosen.eval_batch_tokens)
         exact = {n: accuracy_at(model, data.text, n, *sizes).exact for n in lengths}
         return {f"validation/exact_at_{length}": each for length, each in exact.items()}
-    tokens = max(config.training.eval_iters * batch * config.model.seq_length, *lengths)
-    measurement, _ = measurement_of(
-        config, groups, model, data.tokenizer, data.text, lengths, tokens
-    )
+    batch = config.batch.train_batch_size * config.model.seq_length
+    tokens = max(config.training.eval_iters * batch, *lengths)
+    measurement, _ = measurement_of(config, groups, model, data.tokenizer, data.text, tokens)
     return {f"validation/loss_at_{n}": measurement.at_length(n).loss for n in lengths}
 
 
 def held_out_loss(
-    config: Config,
-    data: JobData,
-    engine: Engine,
-    groups: Groups,
-    name: str,
-    evaluations_before: int,
+    data: JobData, engine: Engine, name: str, evaluations_before: int
 ) -> float | None:
     """Return the mean loss on the split `name`, or None if the split has no batches.
 
@@ -92,23 +76,18 @@ def held_out_loss(
     loader = data.held_out(name, evaluations_before=evaluations_before)
     if loader is None:
         return None
-    count = config.training.eval_iters * config.batch.gradient_accumulation_steps
-    return loss_of_batches(engine, loader, count, groups, data.uncounted_after)
+    count = data.config.training.eval_iters * data.config.batch.gradient_accumulation_steps
+    return loss_of_batches(engine, loader, count, data.groups, data.uncounted_after)
 
 
-def log_final_losses(
-    config: Config, data: JobData, engine: Engine, groups: Groups, log: RunLog
-) -> None:
+def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:
     """Measure and log the losses on `valid` and `test` after training.
 
     Every rank must call this function.
     """
-    t = config.training
+    t = data.config.training
     for name, before in (("valid", t.train_iters // t.eval_interval), ("test", 0)):
-        loss = held_out_loss(config, data, engine, groups, name, before)
+        loss = held_out_loss(data, engine, name, before)
         if loss is not None:
-            log.metrics(
-                t.train_iters,
-                {f"final/{name}_loss": loss},
-                text=f"{name} loss after training: {loss:.4f}",
-            )
+            text = f"{name} loss after training: {loss:.4f}"
+            log.metrics(t.train_iters, {f"final/{name}_loss": loss}, text=text)

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Baselines = Mapping[str, LengthResult]
+"""Maps descriptions to results of the same model with a short context."""
+
 
 def write_extrapolation(
-    rows: Sequence[LengthResult],
-    run_dir: Path,
-    train_length: int,
-    baselines: Mapping[str, LengthResult],
-    title: str,
+    rows: Sequence[LengthResult], run_dir: Path, train_length: int, baselines: Baselines, title: str
 ) -> str:
     """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
 
@@ -38,9 +37,8 @@ def write_extrapolation(
     Args:
         rows: The result of each length, in any order.
         train_length: The sequence length in training, in tokens; the plot marks it.
-        baselines: Maps descriptions to results of the same model with a short context. The table
-            and the plot show these results, and `context_baseline.csv` holds them. If the model
-            uses its long context, its perplexity is lower than these.
+        baselines: The table and the plot show these results, and `context_baseline.csv` holds
+            them. If the model uses its long context, its perplexity is lower than these.
         title: The title of the table and the plot.
 
     Raises:
@@ -114,10 +112,7 @@ def csv_of(table: Any) -> bytes:
 
 
 def _table(
-    rows: Sequence[LengthResult],
-    train_length: int,
-    baselines: Mapping[str, LengthResult],
-    title: str,
+    rows: Sequence[LengthResult], train_length: int, baselines: Baselines, title: str
 ) -> str:
     import pandas as pd
 
@@ -147,10 +142,7 @@ def _measured(value: float, error: float, digits: int) -> str:
 
 
 def extrapolation_figure(
-    rows: Sequence[LengthResult],
-    train_length: int,
-    baselines: Mapping[str, LengthResult],
-    title: str,
+    rows: Sequence[LengthResult], train_length: int, baselines: Baselines, title: str
 ) -> Figure:
     from matplotlib.figure import Figure
 

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatron import preemption
+from megatron.config import Config
+from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.training.batches import on_device
 from megatron.engine.training.pipeline_engine import LossFn
 from megatron.parallel.groups import Groups
+from megatron.positional import PositionalEmbedding
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model that is evaluated by length.
+
+    Attributes:
+        config: The configuration, which says what is measured.
+        groups: The job's process groups.
+        loss_fn: The function that returns the loss of each target token. On a length task it also
+            returns logits, if it gets no targets.
+        pos: The model's positional embedding. It is plotted if it depends on query-key distances.
+        tokenizer: The tokenizer with which the text was made.
+        theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
+            there are none.
+    """
+
+    config: Config
+    groups: Groups
+    loss_fn: Callable[..., torch.Tensor]
+    pos: PositionalEmbedding
+    tokenizer: Tokenizer
+    theta_HN: torch.Tensor | None
 
 
 def losses_of_sequences(

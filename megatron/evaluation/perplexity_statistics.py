@@ -19,6 +19,9 @@ import numpy as np
 
 from megatron.parallel.loss import perplexity
 
+TokenBytes = Callable[[np.ndarray], np.ndarray]
+"""A function from token ids to the number of UTF-8 bytes of each token."""
+
 
 @dataclass(frozen=True)
 class LengthResult:
@@ -45,10 +48,7 @@ class LengthResult:
 
 
 def summarise(
-    length: int,
-    losses: np.ndarray,
-    scored: np.ndarray,
-    token_bytes: Callable[[np.ndarray], np.ndarray],
+    length: int, losses: np.ndarray, scored: np.ndarray, token_bytes: TokenBytes
 ) -> LengthResult:
     """Return the statistics of sequences of `length` tokens.
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.config import Config
 from megatron.engine.job_data import JobData
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.pipeline_engine import Engine, loss_of_batches
-from megatron.parallel.groups import Groups
 from megatron.parallel.loss import perplexity
 
 
-def log_published_losses(
-    config: Config,
-    data: JobData,
-    engine: Engine,
-    groups: Groups,
-    log: RunLog,
-    step: int,
-) -> None:
+def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> None:
     """Log the loss and perplexity on the `valid` and `test` batches that GPT-NeoX would evaluate.
 
     Every rank must call this function.
@@ -25,6 +16,7 @@ def log_published_losses(
     Args:
         step: The number of optimizer steps after which the model was saved.
     """
+    config = data.config
     wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps
     for name in ("valid", "test"):
         loader = data.held_out_at(name, iteration=step)
@@ -33,7 +25,7 @@ def log_published_losses(
             log.line(f"{name}: the split holds no batch to evaluate")
             continue
         first = loader.consumed_samples
-        loss = loss_of_batches(engine, loader, count, groups, data.uncounted_after)
+        loss = loss_of_batches(engine, loader, count, data.groups, data.uncounted_after)
         short = f", all that are left of {wanted} batches" if count < wanted else ""
         sequences = count * loader.micro_batch * loader.dp_size
         text = (

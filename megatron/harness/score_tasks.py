@@ -54,7 +54,6 @@ def score(
     options: ScoringOptions,
     write: Path | None,
     show: Callable[[str], None] = print,
-    say: Callable[[str], None] = print,
 ) -> None:
     """Score the newest checkpoint in the run folder `load`, and show the harness's tables.
 
@@ -65,7 +64,6 @@ def score(
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
         write: The JSON file for the results, or None.
         show: A function that prints a table. Only rank 0 calls it.
-        say: A function that prints a message for the user. Only rank 0 calls it.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
@@ -83,7 +81,7 @@ def score(
         sizes = {"max_length": limit, "batch_size": options.batch_size, "seed": options.seed}
         adapter = RunModel(run.model, run.tokenizer, groups.model, info=info, **sizes)
         if groups.is_main:
-            say(run.said())
+            print(run.said())
         results: Any = simple_evaluate(
             model=adapter,
             tasks=tasks,
@@ -101,7 +99,7 @@ def score(
             if write:
                 text = json.dumps(results, indent=2, default=handle_non_serializable)
                 write_text(write, text + "\n")
-                say(f"written to {write}")
+                print(f"written to {write}")
 
 
 class _Tasks(TaskManager):

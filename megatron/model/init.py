@@ -29,20 +29,18 @@ from megatron.parallel.sharding import full_shape, local_slice
 
 
 def draw(
-    method: str,
-    shape: torch.Size,
-    generator: torch.Generator,
-    *,
-    std: float,
-    num_layers: int,
-    hidden_size: int,
+    method: str, size: torch.Size, generator: torch.Generator, shape: GPTShape
 ) -> torch.Tensor:
-    """Return a new fp32 CPU tensor of `shape`, drawn by the init method `method`.
+    """Return a new fp32 CPU tensor of `size`, drawn by the init method `method`.
+
+    Args:
+        shape: The shape of the model, whose width, depth and `init_std` some methods use.
 
     Raises:
         ValueError: The method is unknown. The error message lists the known ones.
     """
-    tensor = torch.empty(shape, dtype=torch.float32)
+    tensor = torch.empty(size, dtype=torch.float32)
+    std, num_layers, hidden_size = shape.init_std, shape.num_layers, shape.block.hidden_size
     fills = {
         "normal": partial(init.normal_, std=std),
         "scaled_normal": partial(init.normal_, std=std / math.sqrt(2.0 * num_layers)),
@@ -77,12 +75,5 @@ def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, 
         else:
             residual = ".attention.dense." in name or ".mlp.dense_4h_to_h." in name
             method = shape.output_init_method if residual else shape.init_method
-            value = draw(
-                method,
-                full_shape(param),
-                named_generator(seed, name),
-                std=shape.init_std,
-                num_layers=shape.num_layers,
-                hidden_size=shape.block.hidden_size,
-            )
+            value = draw(method, full_shape(param), named_generator(seed, name), shape)
             param.copy_(local_slice(param, value))

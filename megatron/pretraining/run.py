@@ -39,8 +39,9 @@ from megatron.engine.training.profiler import StepProfiler
 from megatron.engine.training.speed import speed_of
 from megatron.engine.training.step_log import StepLog
 from megatron.engine.training.trained_theta import TrainedTheta
-from megatron.evaluation.by_length import MeasuredModel, draw_kernels, evaluate_lengths
+from megatron.evaluation.by_length import draw_kernels, evaluate_lengths
 from megatron.evaluation.held_out import log_final_losses, validation
+from megatron.evaluation.losses import MeasuredModel
 from megatron.evaluation.published_losses import log_published_losses
 from megatron.files import write_text
 from megatron.model.embedding import scale_distances
@@ -76,13 +77,8 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         CheckpointError: A checkpoint cannot be read or written, or does not fit this run.
         DivergedError: The loss or a weight is not finite, or too many steps were bad.
     """
-    parallel, save = config.parallel, config.checkpoint.save
-    joined = joined_job(
-        backend=parallel.distributed_backend,
-        verbose=verbose,
-        silence=parallel.heartbeat_timeout,
-    )
-    with joined as groups, ExitStack() as stack:
+    save = config.checkpoint.save
+    with joined_job(config.parallel, verbose=verbose) as groups, ExitStack() as stack:
         confirm = unleased
         if save and config.training.train_iters > 0 and groups.is_main:
             confirm = stack.enter_context(sole_writer(Path(save)))
@@ -249,7 +245,7 @@ class Job:
         If it measures the loss by length, also show pictures of the distance kernels in the log.
         """
         c, pos = self.config, self.model.pos
-        found = validation(c, self.data, self.engine, self.groups, step)
+        found = validation(self.data, self.engine, step)
         by_length = any(name.rpartition("_at_")[1] for name in found)
         if by_length and (c.logging.tensorboard_dir or c.logging.use_wandb):
             theta_HN = self.theta.master_of_all_heads()
@@ -269,27 +265,22 @@ class Job:
     def _evaluate(self, log: RunLog) -> None:
         c, step = self.config, self.progress.step
         if c.training.eval_iters > 0 and c.training.train_iters > 0:
-            log_final_losses(c, self.data, self.engine, self.groups, log)
+            log_final_losses(self.data, self.engine, log)
         elif c.training.eval_iters > 0:
-            log_published_losses(c, self.data, self.engine, self.groups, log, step)
+            log_published_losses(self.data, self.engine, log, step)
         if c.evaluation.eval_lengths:
             self._evaluate_lengths(log)
 
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()
         scale_distances(self.model, self.config.evaluation.eval_distance_scale)
-        evaluate_lengths(
+        model = MeasuredModel(
             self.config,
             self.groups,
-            MeasuredModel(
-                loss_function(self.engine, self.groups),
-                self.model.pos,
-                self.data.tokenizer,
-                self.theta.master_of_all_heads(),
-            ),
-            self.data.text,
-            self.config.evaluation.eval_lengths,
-            self.run_dir,
-            log.line,
+            loss_function(self.engine, self.groups),
+            self.model.pos,
+            self.data.tokenizer,
+            self.theta.master_of_all_heads(),
         )
+        evaluate_lengths(model, self.data.text, self.run_dir, log.line)
         log.pictures(self.progress.step, self.run_dir)

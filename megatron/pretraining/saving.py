@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint.async_save import Saver
@@ -11,33 +11,26 @@ from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.training.hooks import Hook, Step, state_of
 
 
+@dataclass
 class Saving(Hook):
     """Writes checkpoints, and keeps the progress that the newest one holds.
 
-    Args:
+    Attributes:
         saver: The object that writes the files; None if the run has no folder `save`.
-        progress: The progress with which the run starts.
+        progress: The progress with which the run starts, and later that after the last step that
+            was to be saved. A run without a folder `save` writes no file then.
         loader: The batches of the run, which count the samples that were read.
         hooks: The hooks whose state a checkpoint holds.
-
-    Attributes:
-        progress: The progress after the last step that was to be saved. A run without a folder
-            `save` writes no file then.
     """
 
-    def __init__(
-        self,
-        saver: Saver | None,
-        progress: TrainingProgress,
-        loader: TrainLoader,
-        hooks: Sequence[Hook],
-    ):
-        self._saver, self._loader, self._hooks = saver, loader, hooks
-        self.progress = progress
+    saver: Saver | None
+    progress: TrainingProgress
+    loader: TrainLoader
+    hooks: Sequence[Hook]
 
     def before_step(self, number: int) -> None:
-        if self._saver is not None:
-            self._saver.check()
+        if self.saver is not None:
+            self.saver.check()
 
     def after_step(self, step: Step) -> None:
         if not (step.saves or step.leaves):
@@ -45,12 +38,12 @@ class Saving(Hook):
         self.progress = replace(
             self.progress,
             step=step.number,
-            consumed_samples=self._loader.consumed_samples,
-            interval=state_of(self._hooks),
+            consumed_samples=self.loader.consumed_samples,
+            interval=state_of(self.hooks),
         )
-        if self._saver is not None:
-            self._saver.save(self.progress)
+        if self.saver is not None:
+            self.saver.save(self.progress)
 
     def __exit__(self, *error: object) -> None:
-        if self._saver is not None:
-            self._saver.wait()
+        if self.saver is not None:
+            self.saver.wait()

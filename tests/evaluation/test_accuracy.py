@@ -26,6 +26,7 @@ from megatron.engine.training.batches import next_batches
 from megatron.engine.training.pipeline_engine import PipelineLosses
 from megatron.evaluation.accuracy import accuracy_at, evaluate_task
 from megatron.evaluation.by_length import evaluate_checkpoint
+from megatron.evaluation.losses import MeasuredModel
 from megatron.evaluation.suite.all_measures import measure_with_progress
 from megatron.evaluation.suite.measure import Subject
 from megatron.model import GPT
@@ -174,8 +175,8 @@ def test_a_run_writes_the_table(finished, tmp_path):
     assert ((table.exact_low <= table.exact) & (table.exact <= table.exact_high)).all()
     assert (finished / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
     said: list[str] = []
-    config = load_config([finished / "config.yml"], ["train_batch_size=4"])
-    again = evaluate_checkpoint(config, finished, [8, 4], out=tmp_path, say=said.append)
+    config = load_config([finished / "config.yml"], ["train_batch_size=4", "eval_lengths=[8, 4]"])
+    again = evaluate_checkpoint(config, finished, out=tmp_path, say=said.append)
     assert [(row.exact, row.token) for row in again] == list(
         zip(table.exact, table.token, strict=True)
     )
@@ -197,8 +198,8 @@ def test_other_options_are_other_data(finished):
 
 def test_a_pipeline_says_what_to_run_instead(tmp_path):
     said: list[str] = []
-    model = object.__new__(PipelineLosses)
-    assert evaluate_task(None, GROUPS, model, "", COPY, [4], tmp_path, said.append) == []
+    model = MeasuredModel(None, GROUPS, object.__new__(PipelineLosses), None, COPY.tokenizer, None)
+    assert evaluate_task(model, COPY, tmp_path, said.append) == []
     assert "measure the accuracy by evaluate.py" in said[0]
 
 

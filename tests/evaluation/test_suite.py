@@ -18,7 +18,7 @@ from megatron.attention import choose
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.evaluation.suite import context, key_tokens
-from megatron.evaluation.suite.all_measures import Judge, measure_all, measure_with_progress
+from megatron.evaluation.suite.all_measures import measure_all, measure_with_progress
 from megatron.evaluation.suite.intervals import estimate, mean_of
 from megatron.evaluation.suite.measure import Sample, Subject, read_sample
 from megatron.evaluation.suite.verdict import verdict
@@ -162,7 +162,8 @@ def test_every_result_has_an_interval_of_documents(induction):
 def test_another_model_may_judge_which_tokens_are_key(induction):
     pos = PerLayer([load("none")], own_theta=False)
     subject, judge = (Subject(each, GROUPS, 4096) for each in (gpt(pos, 1), induction_model()))
-    measures = measure_with_progress(subject, SAMPLE, Letters(), Judge("the other", judge))
+    judge.name = "the other"
+    measures = measure_with_progress(subject, SAMPLE, Letters(), judge)
     (found,) = (measure for measure in measures if measure.name == "key_tokens")
     (own,) = (row for row in induction[0]["key_tokens"].rows if row.at["model"] == "full")
     assert found.rows[0].also == own.also and "the judge is the other" in found.says

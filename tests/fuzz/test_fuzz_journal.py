@@ -15,7 +15,7 @@ from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from tests.fuzz.damage import FOLDER, damaged, in_time
 
-OPTIONS = PrepareOptions(checkpoint_seconds=0, quiet=True)
+OPTIONS = PrepareOptions(checkpoint_seconds=0)
 
 
 class Interrupted(ByteLevelTokenizer):

@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
-from megatron.model import BlockShape
+from megatron.model import BlockShape, GPTShape
 from megatron.model.block_norm import BlockNorm
 from megatron.model.init import draw
 from megatron.parallel.rng import named_generator
+
+SHAPE = GPTShape(num_layers=8, vocab_size=64, block=BlockShape(64, 1), max_positions=8)
 
 
 def norm_of(name, size, eps):
@@ -57,7 +59,7 @@ def test_an_unknown_norm_is_named():
 )
 def test_standard_deviations(method, std):
     shape = torch.Size((256, 400))
-    value = draw(method, shape, named_generator(3, method), std=0.02, num_layers=8, hidden_size=64)
+    value = draw(method, shape, named_generator(3, method), SHAPE)
     assert value.dtype == torch.float32
     assert abs(value.std().item() / std - 1) < 0.01
     assert abs(value.mean().item()) < std / 50
@@ -65,24 +67,10 @@ def test_standard_deviations(method, std):
 
 def test_orthogonal_rows_are_orthogonal():
     for method, gain in (("orthogonal", 2.0), ("scaled_orthogonal", 2.0 / 8)):
-        value = draw(
-            method,
-            torch.Size((16, 32)),
-            named_generator(3, "x"),
-            std=0.02,
-            num_layers=8,
-            hidden_size=64,
-        )
+        value = draw(method, torch.Size((16, 32)), named_generator(3, "x"), SHAPE)
         torch.testing.assert_close(value @ value.T, gain * torch.eye(16), atol=1e-5, rtol=0)
 
 
 def test_an_unknown_method_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="kaiming.*normal, scaled_normal.*scaled_orthogonal"):
-        draw(
-            "kaiming",
-            torch.Size((2, 2)),
-            torch.Generator(),
-            std=0.02,
-            num_layers=1,
-            hidden_size=2,
-        )
+        draw("kaiming", torch.Size((2, 2)), torch.Generator(), SHAPE)

@@ -56,9 +56,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
             continue
         with tempfile.TemporaryDirectory() as temporary:
             prefix = Path(temporary) / shards
-            Preparation(
-                find_sources([corpus]), [prefix], tokenizer, PrepareOptions(quiet=True)
-            ).run()
+            Preparation(find_sources([corpus]), [prefix], tokenizer, PrepareOptions()).run()
             for end in (".bin", ".idx"):
                 published = (folder / (shards + end)).read_bytes()
                 ours = prefix.with_name(shards + end).read_bytes()

@@ -87,11 +87,8 @@ def _unwritable(folder: Path) -> str:
 def _file_system(folder: Path) -> str:
     """Return the type of the file system of `folder`, such as ext4 or nfs4."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    place = str(folder.resolve())
-    found = [
-        (len(point), kind) for point, kind in mounts
-        if place == point or place.startswith(point.rstrip("/") + "/")
-    ]  # fmt: skip
+    place = folder.resolve()
+    found = [(len(point), kind) for point, kind in mounts if place.is_relative_to(point)]
     return max(found, default=(0, "unknown"))[1]
 
 

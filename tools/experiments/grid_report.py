@@ -29,6 +29,8 @@ MOVED_NOTE = (
     "mean square over heads of end minus start. Of the start: this change, divided by the root "
     "mean square of the start."
 )
+PaperRows = dict[str, dict[str, list[float]]]
+"""Maps the paper's name of an embedding, and a length, to (mean, standard deviation)."""
 _LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
 
 
@@ -163,7 +165,7 @@ def _row(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _paper_of(grid: Grid, known: dict[str, str]) -> dict[str, dict[str, list[float]]]:
+def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:
     """Return the paper's numbers as nested dicts: row -> length -> [mean, standard deviation].
 
     The result is {} if the paper has no numbers for the grid's table and corpus.
@@ -175,12 +177,7 @@ def _paper_of(grid: Grid, known: dict[str, str]) -> dict[str, dict[str, list[flo
     return tables.get(filled(grid.about.paper.table, grid.variables), {}).get(corpus, {})
 
 
-def _table(
-    results: Frame,
-    rows: str,
-    marked: set[tuple[str, int]],
-    paper: dict[str, dict[str, list[float]]],
-) -> Frame:
+def _table(results: Frame, rows: str, marked: set[tuple[str, int]], paper: PaperRows) -> Frame:
     lines = []
     for row, part in results.groupby(rows, sort=False):
         by_length = paper.get(PUBLISHED_POSITIONAL_NAMES.get(str(row), str(row)), {})

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from megatron.config import ConfigError
-from megatron.data.errors import DataError
+from megatron.errors import UserError
 from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
@@ -113,14 +112,13 @@ class Runner:
 
     def _start(self, cell: Cell) -> None:
         # A sweep imports the engine only when it starts a run: the import takes seconds.
-        from megatron.engine.errors import CheckpointError
         from megatron.engine.job.lease import sole_writer
 
         try:
             record = Record.of(cell)
             with sole_writer(cell.folder):  # no other sweep is at this cell
                 pass
-        except (ConfigError, DataError, CheckpointError) as error:
+        except UserError as error:
             self._work -= 1
             self._fail(cell, str(error))
             return

@@ -204,7 +204,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
         version.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
         with (
             open(part, "ab" if resumed else "wb") as out,
-            ProgressBar(total or file.size or 0, file.name, quiet=False) as progress,
+            ProgressBar(total or file.size or 0, file.name) as progress,
         ):
             while block := answer.read(_BLOCK):
                 out.write(block)

@@ -56,15 +56,17 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 
 
 def resolve_data_path(
-    data_path: str | tuple[str, ...], data_dir: str | os.PathLike, tokenizer: Tokenizer
+    data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
     """Replace a `data_path` "builtin:NAME" by the path prefix of that corpus's token shard.
 
     The shard is created first if it does not exist. Any other `data_path` is returned unchanged.
 
     Raises:
-        CorpusError: There is no built-in corpus NAME.
+        CorpusError: `data_path` is None, or there is no built-in corpus NAME.
     """
+    if data_path is None:
+        raise CorpusError("data_path is not set; name a shard prefix or builtin:python-stdlib")
     if isinstance(data_path, str) and data_path.startswith(PREFIX):
         return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
     return data_path

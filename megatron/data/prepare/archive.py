@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from megatron.files import flush
 _FIRST = 1_000_000  # the number of the first file; readers sort names, so 10 must not precede 2
 
 
-class ArchiveWriter:
+class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
     """A writer of an archive that appears complete or not at all.
 
     The writer fills the hidden folder `.NAME.part` beside `folder`. `finalize` renames it to
@@ -106,9 +106,6 @@ class ArchiveWriter:
             (self._part / "current_chunk_incomplete").unlink()  # empty: `commit` opened it
             self._part.rename(self.folder)
             flush(self.folder.parent)
-
-    def __enter__(self) -> ArchiveWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._archive is None:  # before `rewind`, or another process writes this archive

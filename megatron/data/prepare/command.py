@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 
 from megatron import entry
-from megatron.data.errors import DataError
 from megatron.data.prepare.chunks import Limits
 from megatron.data.tokenizers.fast_bpe import BACKENDS
 from megatron.preemption import SIGNALS
@@ -33,13 +32,13 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run `command` and return the exit code of the process.
 
     Returns:
-        The return value of `command`. After a DataError or OSError, print its message without a
+        The return value of `command`. After a UserError or OSError, print its message without a
         traceback and return 1. After Ctrl-C, SIGTERM or SIGUSR1, return 130.
     """
     for number in {*SIGNALS} - {signal.SIGINT}:  # which a shell's background jobs ignore
         signal.signal(number, signal.default_int_handler)
     try:
-        return entry.reports(DataError)(command)()
+        return entry.reports()(command)()
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return entry.INTERRUPTED

@@ -22,11 +22,10 @@ class ProgressBar:
     Args:
         total: The number of bytes of all inputs, or 0 if it is unknown.
         label: The text before the bar.
-        quiet: Show nothing.
     """
 
-    def __init__(self, total: int, label: str, quiet: bool) -> None:
-        self._total, self._label, self._quiet = total, label, quiet
+    def __init__(self, total: int, label: str) -> None:
+        self._total, self._label = total, label
         self._bar: tqdm | None = None
 
     def __enter__(self) -> ProgressBar:
@@ -46,8 +45,6 @@ class ProgressBar:
             counts: The totals of `documents` and `text_bytes` so far. In a resumed run, they
                 include the totals of the interrupted run.
         """
-        if self._quiet:
-            return
         read = max(0, min(read, self._total or read))
         now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
         if self._bar is None:  # a bar without total has no truth value

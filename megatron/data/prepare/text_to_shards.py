@@ -45,7 +45,6 @@ class PrepareOptions:
         on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
         partition: (i, n) selects partition i of n. Partitions are numbered from 1.
         checkpoint_seconds: The time between two updates of the journal.
-        quiet: Show no progress bar.
         limits: The largest size of a document, and how much an input may expand.
     """
 
@@ -54,7 +53,6 @@ class PrepareOptions:
     on_error: str = "stop"
     partition: tuple[int, int] = (1, 1)
     checkpoint_seconds: float = 10.0
-    quiet: bool = False
     limits: Limits = Limits()
 
 
@@ -119,9 +117,7 @@ class Preparation:
             self._resume()
             self.skipped = stack.enter_context(open(self.skipped_part, "a", encoding="utf-8"))
             try:
-                with ProgressBar(
-                    self.total // self.partitions, self.label, self.options.quiet
-                ) as progress:
+                with ProgressBar(self.total // self.partitions, self.label) as progress:
                     for result in workers.map(self._chunks()):
                         self._write(result, progress)
                 return self._finish()
@@ -147,7 +143,7 @@ class Preparation:
             why = self.journal.refused or "counts more than the .part files hold"
             text = f"{self.journal.path}: {why}; starting over" if self.journal.exists else ""
             self.journal.remove()
-        if text and not self.options.quiet:
+        if text:
             print(text, file=sys.stderr)
         for output, kept in zip(self.outputs, self.state.kept, strict=False):
             output.rewind(*kept)

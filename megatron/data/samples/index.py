@@ -86,8 +86,6 @@ def build_sample_index(arguments: IndexArguments) -> SampleIndex:
         ShardError: The split has no tokens.
     """
     sizes, (start, end), num_samples, seq_length, seed = arguments
-    if seq_length < 1 or num_samples < 0:
-        raise ValueError(f"seq_length {seq_length} must be >= 1, num_samples {num_samples} >= 0")
     tokens_per_epoch = int(sizes[start:end].sum(dtype=np.int64))
     if tokens_per_epoch == 0:
         raise ShardError(

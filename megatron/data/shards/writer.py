@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import BinaryIO
 
 import numpy as np
@@ -17,7 +17,7 @@ from megatron.files import write_bytes
 _ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete the .idx file
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """A writer of PREFIX.bin and PREFIX.idx. If the .idx file exists, the shard is complete.
 
     The writer appends tokens to PREFIX.bin.part and document sizes to PREFIX.idx.part, so its
@@ -69,9 +69,6 @@ class ShardWriter:
         self._sizes = _open(self._idx_part)
         self._found = (self._file.seek(0, os.SEEK_END), self._sizes.seek(0, os.SEEK_END))
         self._rewound = False
-
-    def __enter__(self) -> ShardWriter:
-        return self
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:
         try:

@@ -135,12 +135,6 @@ class Saver:
                 "save; let the scheduler signal earlier (docs/cluster.md)"
             )
 
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.wait()
-
     def _collected(self, saved: Saved) -> Files:
         """Return (state, path) of each file that DeepSpeed would write. The state is not copied."""
         files: Any = Collector()
@@ -208,8 +202,7 @@ class Buffer:
             self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         else:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # pages of 2 MB are touched much faster
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE)  # pages of 2 MB are touched much faster
             self._bytes = np.frombuffer(memory, dtype=np.uint8)
         self._bytes.fill(0)
 

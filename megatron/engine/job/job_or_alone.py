@@ -19,9 +19,7 @@ def job_or_alone(config: Config) -> AbstractContextManager[Groups]:
     if "RANK" in os.environ:
         from megatron.engine.job.join import joined_job
 
-        parallel = config.parallel
-        backend, silence = parallel.distributed_backend, parallel.heartbeat_timeout
-        return joined_job(backend=backend, silence=silence)
+        return joined_job(config.parallel)
     return nullcontext(alone())
 
 

@@ -19,6 +19,7 @@ from deepspeed.ops import __compatible_ops__
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from megatron import preemption
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.ending import is_member
 from megatron.engine.errors import StartError
 from megatron.engine.job import failure
@@ -33,9 +34,7 @@ DeepSpeed's default of 10 minutes. A rank's failure still ends the job at once (
 
 
 @contextmanager
-def joined_job(
-    *, backend: str | None = None, verbose: bool = False, silence: float = failure.SILENCE
-) -> Iterator[Groups]:
+def joined_job(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[Groups]:
     """Join the job for the time of the `with` block, and yield its process groups.
 
     While the block runs, the failure of one rank ends all ranks. After an error in a job of several
@@ -43,11 +42,11 @@ def joined_job(
     The caller must then end the process, as `error_messages.user_errors` does.
 
     Args:
-        backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
+        parallel: The section of the config with `distributed_backend` and `heartbeat_timeout`.
         verbose: Whether DeepSpeed prints its log messages.
-        silence: The seconds without a sign of life after which a rank counts as lost.
     """
-    watch = failure.Watch(silence, preemption.exchange)
+    backend = parallel.distributed_backend
+    watch = failure.Watch(parallel.heartbeat_timeout, preemption.exchange)
     if is_member():
         groups = join_job(backend=backend, verbose=verbose)
         yield groups

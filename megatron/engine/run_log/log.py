@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -27,7 +26,6 @@ from tqdm import tqdm
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.run_log.rows import Metric, is_kept, json_line, keep_complete_rows, plain
 from megatron.engine.run_log.sinks import TensorBoard, Wandb
-from megatron.files import parse_json
 from megatron.run_folder import RunFolder
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -163,8 +161,8 @@ class RunLog:
         boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
         if not boards:
             return
-        lines = [] if self._path is None else self._path.read_text(encoding="utf-8").splitlines()
-        rows = [parse_json(text) for text in lines if text.startswith(f'{{"step": {step},')]
+        written = RunFolder(self._path.parent).metrics_rows() if self._path else ()
+        rows = [row for row in written if row["step"] == step]
         for board in boards:
             board.restart(step, rows)
 
@@ -222,10 +220,5 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         self.close(failed=kind is not None)

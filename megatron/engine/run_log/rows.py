@@ -12,8 +12,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from megatron.files import parse_json, write_text
+from megatron.files import write_text
 from megatron.parallel.loss import perplexity
+from megatron.run_folder import metrics_row
 
 Metric = Any
 """A number, a tensor with one element, or a (nested) list of these."""
@@ -80,17 +81,9 @@ def keep_complete_rows(path: Path, last_step: int, validated_again: int | None =
 
 def is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
     """Return whether a line of `metrics.jsonl` stays when the run resumes after `last_step`."""
-    if not text.endswith("\n") or "\ufffd" in text:  # the replacement of damaged bytes
+    row = metrics_row(text) if text.endswith("\n") else None
+    if row is None or any(name.startswith("final/") for name in row):  # measured again at the end
         return False
-    try:
-        row = parse_json(text)
-        step = row["step"]
-    except (ValueError, KeyError, TypeError):
+    if row["step"] == validated_again and any(name.startswith("validation/") for name in row):
         return False
-    if type(step) is not int:
-        return False
-    if any(name.startswith("final/") for name in row):  # a resumed run measures these again
-        return False
-    if step == validated_again and any(name.startswith("validation/") for name in row):
-        return False
-    return step <= last_step
+    return row["step"] <= last_step

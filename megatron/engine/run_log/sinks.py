@@ -115,10 +115,41 @@ class Wandb:
         RunLogError: Weights & Biases could not be started.
     """
 
-    def __init__(
-        self, folder: Path | None, settings: LoggingConfig, config: Row, append: bool
-    ) -> None:
-        self._run = _start_wandb(folder, settings, dict(config), append)
+    def __init__(self, folder: Path | None, settings: LoggingConfig, config: Row, append: bool):
+        import wandb
+
+        options = {"silent": True, "console": "off"}
+        if settings.wandb_host is not None:
+            options["base_url"] = settings.wandb_host
+        mode: Any = settings.wandb_mode or os.environ.get("WANDB_MODE", "online")
+        run_id = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            id_file = RunFolder(folder).wandb_id
+            if append and mode == "online" and id_file.exists():
+                run_id = id_file.read_text(encoding="utf-8").strip() or None
+        try:
+            self._run = wandb.init(
+                project=settings.wandb_project,
+                entity=settings.wandb_team,
+                group=settings.wandb_group,
+                mode=mode,
+                dir=folder,
+                id=run_id,
+                resume=None if run_id is None else "allow",
+                config=dict(config),
+                settings=wandb.Settings(**options),
+            )
+        except wandb.Error as error:
+            raise RunLogError(
+                f"Weights & Biases could not be started: {error}\n"
+                "Log in (`wandb login`, or set WANDB_API_KEY), or write `wandb_mode: offline` to "
+                "record on disk and upload later with `wandb sync`, or `use_wandb: false`."
+            ) from error
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        if folder is not None and mode == "online":
+            write_text(id_file, self._run.id + "\n")
         self.about = _location(self._run)
 
     def log(self, row: Row) -> None:
@@ -141,44 +172,3 @@ def _location(run: Any) -> str:
         folder = Path(run.dir).parent
         return f"wandb: offline run {run.id}; upload it later with `wandb sync {folder}`"
     return f"wandb: {run.url}"
-
-
-def _start_wandb(
-    folder: Path | None, asked: LoggingConfig, config: dict[str, Any], append: bool
-) -> Any:
-    """Start a wandb run, or continue the online run that `folder` records if `append` is true."""
-    import wandb
-
-    settings = {"silent": True, "console": "off"}
-    if asked.wandb_host is not None:
-        settings["base_url"] = asked.wandb_host
-    mode: Any = asked.wandb_mode or os.environ.get("WANDB_MODE", "online")
-    run_id = None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        id_file = RunFolder(folder).wandb_id
-        if append and mode == "online" and id_file.exists():
-            run_id = id_file.read_text(encoding="utf-8").strip() or None
-    try:
-        run = wandb.init(
-            project=asked.wandb_project,
-            entity=asked.wandb_team,
-            group=asked.wandb_group,
-            mode=mode,
-            dir=folder,
-            id=run_id,
-            resume=None if run_id is None else "allow",
-            config=config,
-            settings=wandb.Settings(**settings),
-        )
-    except wandb.Error as error:
-        raise RunLogError(
-            f"Weights & Biases could not be started: {error}\n"
-            "Log in (`wandb login`, or set WANDB_API_KEY), or write `wandb_mode: offline` to "
-            "record on disk and upload later with `wandb sync`, or `use_wandb: false`."
-        ) from error
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
-    if folder is not None and mode == "online":
-        write_text(id_file, run.id + "\n")
-    return run

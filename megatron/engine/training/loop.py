@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any, cast
 
 import deepspeed
@@ -26,7 +27,6 @@ from megatron.engine.training.bad_loss import explained_overflow
 from megatron.engine.training.batches import next_batches
 from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
-from megatron.engine.training.pipeline_engine import train_batch
 from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import mean_loss
@@ -53,8 +53,8 @@ def train_step(
     """
     pairs = next_batches(batches, accumulation, groups, uncounted_after)
     if isinstance(engine, PipelineEngine):
-        loss = train_batch(engine, list(pairs))
-        return loss, engine.get_global_grad_norm()
+        engine.train_batch(iter(list(pairs)))
+        return engine.dp_group_loss, engine.get_global_grad_norm()  # the same on every stage
     model = cast(nn.Module, engine.module)
     total = torch.zeros((), device=groups.device)
     norm = None
@@ -79,6 +79,7 @@ def train_step(
     return total / accumulation, norm
 
 
+@dataclass
 class TrainingLoop:
     """A loop that takes training steps and calls the hooks around them.
 
@@ -89,21 +90,17 @@ class TrainingLoop:
         uncounted_after: The id of a token; targets that follow it do not count in the loss.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: deepspeed.DeepSpeedEngine,
-        groups: Groups,
-        theta: TrainedTheta,
-        log: RunLog,
-        hooks: Sequence[Hook],
-        state: Mapping[str, Any],
-        uncounted_after: int | None = None,
-    ):
-        self.config, self.engine, self.groups = config, engine, groups
-        self.theta, self.log, self.hooks = theta, log, hooks
-        self._uncounted_after = uncounted_after
-        for hook in hooks:
+    config: Config
+    engine: deepspeed.DeepSpeedEngine
+    groups: Groups
+    theta: TrainedTheta
+    log: RunLog
+    hooks: Sequence[Hook]
+    state: InitVar[Mapping[str, Any]]
+    uncounted_after: int | None = None
+
+    def __post_init__(self, state: Mapping[str, Any]) -> None:
+        for hook in self.hooks:
             hook.load_state(state)
 
     def run(self, batches: TrainLoader, first_step: int) -> None:
@@ -149,7 +146,7 @@ class TrainingLoop:
         accumulation = c.batch.gradient_accumulation_steps
         with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine, batches, accumulation, self.groups, self.hooks, self._uncounted_after
+                self.engine, batches, accumulation, self.groups, self.hooks, self.uncounted_after
             )
         self.theta.project()
         self.log.progress(number, c.training.train_iters)

@@ -6,7 +6,7 @@ samples. Only the first stage uses the inputs, and only the last stage uses the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -21,16 +21,9 @@ from megatron.engine.training.batches import next_batches
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import mean_loss
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 Engine = deepspeed.DeepSpeedEngine
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
-
-
-def train_batch(engine: PipelineEngine, batches: Sequence[Batch]) -> torch.Tensor:
-    """Take one optimizer step on `batches`; return their mean loss, the same on every stage."""
-    engine.train_batch(iter(batches))
-    return engine.dp_group_loss
 
 
 class PipelineLosses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import deepspeed
@@ -27,6 +28,7 @@ STEEP = 3.0
 """The log warns if the mean loss rises by more nats than this from one log line to the next."""
 
 
+@dataclass
 class StepLog(Hook):
     """Logs the mean loss of the good steps since the last log line, the speed, and theta.
 
@@ -34,18 +36,15 @@ class StepLog(Hook):
     and the weights.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: deepspeed.DeepSpeedEngine,
-        groups: Groups,
-        theta: TrainedTheta,
-        speed: Speed,
-        log: RunLog,
-    ):
-        self.config, self.engine, self.groups = config, engine, groups
-        self.theta, self.speed, self.log = theta, speed, log
-        self._compilations = Compilations(config.training.torch_compile)
+    config: Config
+    engine: deepspeed.DeepSpeedEngine
+    groups: Groups
+    theta: TrainedTheta
+    speed: Speed
+    log: RunLog
+
+    def __post_init__(self) -> None:
+        self._compilations = Compilations(self.config.training.torch_compile)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._meter = Meter(self.groups, state)

@@ -9,6 +9,7 @@ stage stores the master in another place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import deepspeed
 import torch
@@ -26,6 +27,7 @@ from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding, bounds
 
 
+@dataclass
 class TrainedTheta:
     """Theta of the model that a DeepSpeed engine trains.
 
@@ -33,22 +35,18 @@ class TrainedTheta:
     holds theta. On other stages the methods do nothing, and also if the embedding has no trained
     parameters.
 
-    Args:
+    Attributes:
         engine: The engine that trains theta.
         parameters: The `theta_parts` of the engine's model. Empty on a rank without theta.
         pos: The model's positional embedding. Its numerics decide whether the master is clamped.
         groups: The job's process groups. Each tensor-parallel rank holds theta of its own heads.
     """
 
-    def __init__(
-        self,
-        engine: deepspeed.DeepSpeedEngine,
-        parameters: Sequence[nn.Parameter],
-        pos: PositionalEmbedding,
-        groups: Groups,
-    ):
-        self.engine, self.parameters, self.pos, self.groups = engine, parameters, pos, groups
-        self._projected: list[Tensor] = []
+    engine: deepspeed.DeepSpeedEngine
+    parameters: Sequence[nn.Parameter]
+    pos: PositionalEmbedding
+    groups: Groups
+    _projected: list[Tensor] = field(default_factory=list, init=False)
 
     @torch.no_grad()
     def master(self) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +29,20 @@ from megatron.parallel.groups import Groups
 from megatron.run_folder import RunFolder
 
 
-@dataclass(frozen=True)
-class Judge:
-    """The model that chooses the key tokens: those whose prediction gains from long context."""
-
-    name: str
-    subject: Subject
-
-
 def run_suite(
     config: Config,
     load: Path,
-    lengths: tuple[int, ...],
     *,
     out: Path | None = None,
     judge: tuple[Config, Path] | None = None,
-    say: Callable[[str], None] = print,
 ) -> Report:
-    """Measure the newest checkpoint of `load`, and write the report into `out`.
+    """Measure the newest checkpoint of `load` at `eval_lengths`; write the report into `out`.
+
+    Only documents of at least the longest length are read.
 
     Call this function in a single process, or in every process of a torchrun job.
 
     Args:
-        lengths: The sequence lengths. Only documents of at least the longest length are read.
         out: The folder for the report; None means `load/suite`.
         judge: Config and run folder of the model that chooses the key tokens. With None, the
             measured model chooses them itself.
@@ -62,7 +53,7 @@ def run_suite(
         DataError: Fewer than two documents are long enough.
     """
     with job_or_alone(config) as groups:
-        say = say if groups.is_main else lambda text: None
+        say: Callable[[str], None] = print if groups.is_main else lambda text: None
         run = open_run(load, config, groups)
         say(run.said())
         tokenizer, chosen = run.tokenizer, config.evaluation
@@ -72,7 +63,7 @@ def run_suite(
         sample = read_sample(
             text.shards,
             text.splits[SPLITS.index(chosen.eval_split)],
-            tuple(sorted(set(lengths))),
+            tuple(sorted(set(chosen.eval_lengths))),
             train_length=config.model.seq_length,
             tokens=chosen.eval_suite_tokens,
             eod=tokenizer.eod,
@@ -99,11 +90,11 @@ def run_suite(
 
 
 def measure_with_progress(
-    subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Judge | None = None
+    subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Subject | None = None
 ) -> list[Measure]:
     """Run all measures, and show a progress bar of the tokens that they read."""
     counts: list[int] = []
-    for each in (subject, judge.subject if judge else subject):
+    for each in (subject, judge or subject):
         each.tick, each.loss_fn = counts.append, lambda inputs, targets: torch.zeros(inputs.shape)
     measure_all(subject, sample, tokenizer, judge)  # counts the tokens, without the model
     quiet = not subject.groups.is_main
@@ -111,30 +102,34 @@ def measure_with_progress(
     with tqdm(
         total=sum(counts), unit="token", unit_scale=True, mininterval=interval, disable=quiet
     ) as bar:
-        for each in (subject, judge.subject if judge else subject):
+        for each in (subject, judge or subject):
             each.tick, each.loss_fn = bar.update, each.model
         return measure_all(subject, sample, tokenizer, judge)
 
 
 def measure_all(
-    subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Judge | None = None
+    subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Subject | None = None
 ) -> list[Measure]:
-    """Return the results of all measures. Every rank must call this function."""
+    """Return the results of all measures. Every rank must call this function.
+
+    Args:
+        judge: The model that chooses the key tokens, whose prediction gains from long context. With
+            None, the measured model chooses them itself.
+    """
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:
         full_nT = of.losses(sample.sequences_nT)
         return full_nT, of.losses(sample.sequences_nT, window=sample.train_length)
 
     full_nT, twin_nT = passes(subject)
-    gain_nT = key_tokens.judged_gain(*passes(judge.subject) if judge else (full_nT, twin_nT))
-    who = judge.name if judge else "the model itself"
+    gain_nT = key_tokens.judged_gain(*passes(judge) if judge else (full_nT, twin_nT))
     return [
         perplexity.by_length(subject, sample, full_nT, tokenizer.token_bytes),
         perplexity.by_position(sample, full_nT),
         context.receptive_field(subject, sample, full_nT),
         context.windowed_twin(sample, full_nT, twin_nT),
         context.far_swap(subject, sample, full_nT),
-        key_tokens.key_tokens(sample, full_nT, twin_nT, gain_nT, who),
+        key_tokens.key_tokens(sample, full_nT, twin_nT, gain_nT, (judge or subject).name),
         recall.induction(subject, sample),
         recall.copying(subject, sample),
         recall.passkey(subject, sample, tokenizer),
@@ -145,11 +140,11 @@ def _subject(run: OpenRun, groups: Groups) -> Subject:
     return Subject(run.model, groups, run.config.evaluation.eval_batch_tokens)
 
 
-def _open_judge(config: Config, load: Path, tokenizer: Tokenizer, groups: Groups) -> Judge:
+def _open_judge(config: Config, load: Path, tokenizer: Tokenizer, groups: Groups) -> Subject:
     run = open_run(load, config, groups)
     if run.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise CheckpointError(
             f"--judge {load} has another tokenizer than the model, so its tokens are different; "
             "name a run with the same tokenizer"
         )
-    return Judge(str(run.saved.path), _subject(run, groups))
+    return replace(_subject(run, groups), name=str(run.saved.path))

@@ -153,25 +153,23 @@ def read_sample(
     return Sample(np.stack(rows), np.array(owners), train_length, lengths, tokens)
 
 
+@dataclass
 class Subject:
     """A model that is measured.
 
-    Args:
+    Attributes:
         model: The model whose attention `losses` can limit.
         loss_fn: The function that returns the loss of each target. None takes `model` itself.
         tick: A function that gets the number of tokens of each finished batch.
+        name: What the report calls the model, if it chooses the key tokens.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        groups: Groups,
-        batch_tokens: int,
-        tick: Callable[[int], object] = lambda tokens: None,
-        loss_fn: LossFn | None = None,
-    ):
-        self.model, self.groups, self.batch_tokens, self.tick = model, groups, batch_tokens, tick
-        self.loss_fn = loss_fn or model
+    model: torch.nn.Module
+    groups: Groups
+    batch_tokens: int
+    tick: Callable[[int], object] = lambda tokens: None
+    loss_fn: LossFn | None = None
+    name: str = "the model itself"
 
     def losses(self, sequences_nT: np.ndarray, *, window: int | None = None) -> np.ndarray:
         """Return the loss of each target in nats, float64 [n, T - 1]. Every rank must call this.
@@ -186,7 +184,7 @@ class Subject:
         """
         with limited_window(self.model, window):
             losses_nT = scores_of_sequences(
-                self.loss_fn,
+                self.loss_fn or self.model,
                 sequences_nT,
                 self.groups,
                 batch_tokens=self.batch_tokens,

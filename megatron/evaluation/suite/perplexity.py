@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
+from megatron.evaluation.perplexity_statistics import TokenBytes
 from megatron.evaluation.suite.intervals import estimate, mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
 from megatron.readable_numbers import told_apart
 
 
 def by_length(
-    subject: Subject,
-    sample: Sample,
-    full_nT: np.ndarray,
-    token_bytes: Callable[[np.ndarray], np.ndarray],
+    subject: Subject, sample: Sample, full_nT: np.ndarray, token_bytes: TokenBytes
 ) -> Measure:
     """Measure perplexity and bits per byte at each length, on the same text.
 

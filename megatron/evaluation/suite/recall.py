@@ -33,6 +33,11 @@ class Needle:
     end: np.ndarray
 
 
+DrawNeedle = Callable[[np.random.Generator, np.ndarray | None], Needle]
+"""A function that draws a random needle. Its second argument is the cue to use, or None for a
+random cue. A needle whose cue is fixed ignores it."""
+
+
 def induction(subject: Subject, sample: Sample) -> Measure:
     """Measure how much better random tokens are predicted when they repeat those d tokens earlier.
 
@@ -89,26 +94,18 @@ def passkey(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
 
 
 def _retrieval(
-    subject: Subject,
-    sample: Sample,
-    name: str,
-    title: str,
-    needle: Callable[[np.random.Generator, np.ndarray | None], Needle],
+    subject: Subject, sample: Sample, name: str, title: str, draw: DrawNeedle
 ) -> Measure:
     """Hide a needle in texts, and measure how much it lowers the loss of the answer after its cue.
 
     A needle is a cue with an answer. The control text hides a needle with the same cue and another
     answer. The gain is the loss of the right answer in the control minus its loss in the text.
-
-    Args:
-        needle: A function that draws a random needle. Its second argument is the cue to use, or
-            None for a random cue. A needle whose cue is fixed ignores it.
     """
     middle = sample.lengths[len(sample.lengths) // 2]
     rows = []
     for length in dict.fromkeys((sample.lengths[0], middle, sample.longest)):
         for depth in DEPTHS:
-            row = _cell(subject, sample, length, depth, needle)
+            row = _cell(subject, sample, length, depth, draw)
             rows += [row] if row else []
     found = [row for row in rows if _noticeable(row)]
     says = f"{title}: no answer is predicted better because it occurs in the text."
@@ -125,11 +122,7 @@ def _retrieval(
 
 
 def _cell(
-    subject: Subject,
-    sample: Sample,
-    length: int,
-    depth: float,
-    needle: Callable[[np.random.Generator, np.ndarray | None], Needle],
+    subject: Subject, sample: Sample, length: int, depth: float, draw: DrawNeedle
 ) -> Row | None:
     """Measure one length and depth; return None if needle and question exceed half the length."""
     rng, count = np.random.default_rng(2), max(8, sample.tokens // (4 * length))
@@ -137,8 +130,8 @@ def _cell(
     texts, documents = sample.sequences_nT[spread, : length + 1], sample.documents[spread]
     present, control, answers = [], [], []
     for text in texts:
-        hidden = needle(rng, None)
-        other = needle(rng, hidden.cue)
+        hidden = draw(rng, None)
+        other = draw(rng, hidden.cue)
         question = np.concatenate((hidden.cue, hidden.answer))
         if 2 * (len(question) + max(map(_size, (hidden, other)))) > length:
             return None

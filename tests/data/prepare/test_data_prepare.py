@@ -180,7 +180,7 @@ def written(folder, texts, name="x", **options):
     """Write shards of `texts` in `folder`; return the manifest."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = PrepareOptions(quiet=True, **options)
+    options = PrepareOptions(**options)
     [manifest] = Preparation(find_sources([path]), [folder / name], BYTES, options).run()
     return manifest
 
@@ -222,7 +222,7 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path, published_shards):
 
 def test_a_changed_input_is_read_again_and_a_skipping_run_goes_on(tmp_path):
     """A stopped run keeps its journal, which is used only if the inputs are the same."""
-    path, options = tmp_path / "x.jsonl", {"checkpoint_seconds": 0.0, "quiet": True}
+    path, options = tmp_path / "x.jsonl", {"checkpoint_seconds": 0.0}
     good = [f"{i} " * 400 for i in range(3000)]  # several chunks
     lines = [json.dumps({"text": text}) + "\n" for text in good]
     path.write_text("".join(lines) + '{"text": 1}\n')

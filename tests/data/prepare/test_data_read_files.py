@@ -33,7 +33,7 @@ KEPT = [text for text in DOCUMENTS if text]
 
 def prepared(tmp_path: Path, *inputs, on_error="stop", **encode) -> list[str]:
     """Prepare shards of `inputs`; return their documents, decoded."""
-    options = PrepareOptions(EncodeOptions(**encode), 1, on_error, quiet=True)
+    options = PrepareOptions(EncodeOptions(**encode), 1, on_error)
     Preparation(find_sources(inputs), [tmp_path / "out"], BYTES, options).run()
     shards = ShardReader(tmp_path / "out")
     return [BYTES.decode(shards.get(i)[:-1]) for i in range(len(shards))]
@@ -181,7 +181,7 @@ def test_sets_of_the_pile(tmp_path):
 def test_several_keys_and_ftfy(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "schÃ¶n", "code": "x"}\n{"text": "two", "code": ""}\n')
-    options = PrepareOptions(EncodeOptions(("text", "code"), ftfy=True), quiet=True)
+    options = PrepareOptions(EncodeOptions(("text", "code"), ftfy=True))
     prefixes = [tmp_path / "t", tmp_path / "c"]
     first, second = Preparation(find_sources([path]), prefixes, BYTES, options).run()
     shards = [ShardReader(prefix) for prefix in prefixes]

@@ -78,8 +78,8 @@ def start(command, config, run, out, groups):
     elif command == "finetune":
         Job(load_config([config], [*names[1:], "finetune=true", "save=null"]), groups)
     elif command == "evaluate":
-        tokens = ["eval_tokens=16", f"load={run}"]
-        evaluate_checkpoint(load_config([config], tokens), run, [16], out=out)
+        keys = ["eval_tokens=16", "eval_lengths=[16]", f"load={run}"]
+        evaluate_checkpoint(load_config([config], keys), run, out=out)
     elif command == "export":
         export_checkpoint(run, out)
     elif command == "reshape":

@@ -136,9 +136,10 @@ def test_finetune_starts_at_0_from_the_weights(tmp_path, prefix, run):
 
 
 def test_evaluate_reads_the_folder(tmp_path, prefix, run):
-    config = load_config([config_at(tmp_path, prefix, run, train_iters=1, eval_tokens=512)])
+    keys = {"train_iters": 1, "eval_tokens": 512, "eval_lengths": [16, 32]}
+    config = load_config([config_at(tmp_path, prefix, run, **keys)])
     said = []
-    evaluate_checkpoint(config, run, [16, 32], out=tmp_path / "out", say=said.append)
+    evaluate_checkpoint(config, run, out=tmp_path / "out", say=said.append)
     assert said[0] == f"evaluating {run / 'global_step50000'}"
     assert len((tmp_path / "out" / "extrapolation.csv").read_text().splitlines()) == 3
 
