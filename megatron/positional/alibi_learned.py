@@ -16,5 +16,4 @@ from megatron.positional.base import ThetaParameter
 class AlibiLearned(Alibi):
     """Distance kernel -m d whose initial slopes m are those of `alibi`. The bound is m >= 0."""
 
-    learnable = True
     parameters = (ThetaParameter("slope", low=0.0),)

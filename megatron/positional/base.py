@@ -88,8 +88,6 @@ class PositionalEmbedding:
     """
 
     kind: ClassVar[Kind] = "none"
-    learnable: bool = False
-    """Whether training changes theta or, for the kind `input`, the position table."""
     parameters: tuple[ThetaParameter, ...] = ()
     numerics: Numerics = WIDE
     distance_scale: float = 1.0
@@ -155,6 +153,11 @@ class PositionalEmbedding:
         drawn = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
         columns = [x_H.clamp(p.low, p.high) for x_H, p in zip(drawn, self.parameters, strict=True)]
         return torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
+
+    @property
+    def learnable(self) -> bool:
+        """Whether training changes theta or, for the kind `input`, the position table."""
+        return bool(self.trained_parameters)
 
     @property
     def trained_parameters(self) -> tuple[ThetaParameter, ...]:

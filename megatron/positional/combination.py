@@ -45,7 +45,6 @@ class Combination(PositionalEmbedding):
             for term in terms
             for parameter in term.parameters
         )
-        self.learnable = bool(self.trained_parameters)
         self.reads_position = any(term.reads_position for term in terms)
         self._kernel = self._part("distance")
         self._tempered_kernel = self._part("distance", "temperature")
@@ -194,7 +193,6 @@ class PerLayer(PositionalEmbedding):
                 self._drawn.append(pos)
             self._columns.append(known[pos])
         self.parameters = tuple(parameters)
-        self.learnable = bool(self.trained_parameters)
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:

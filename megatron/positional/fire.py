@@ -32,7 +32,6 @@ class Fire(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     reads_position = True
 
     def __init__(self, length: int = 512, width: int = 32, *, numerics: Numerics = WIDE):

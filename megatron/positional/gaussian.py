@@ -21,7 +21,6 @@ class Gaussian(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (factor("gauss_a"), factor("gauss_r"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

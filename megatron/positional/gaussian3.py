@@ -20,7 +20,6 @@ class Gaussian3(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (factor("gauss_a"), factor("gauss_r"), power("gauss_p"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ class GaussianMul(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (factor("gauss_r"),)
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:

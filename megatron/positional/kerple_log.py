@@ -19,7 +19,6 @@ class KerpleLog(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (ThetaParameter("bias_p", low=0.01, scale=2.0), factor("bias_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

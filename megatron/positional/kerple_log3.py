@@ -21,7 +21,6 @@ class KerpleLog3(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (ThetaParameter("bias_p", low=0.01, scale=2.0), factor("bias_a"), power("bias_r"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ class KerplePower(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (power("bias_p"), factor("bias_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ class KerplePowerAddMul(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (power("bias_p"), factor("bias_a"), power("wei_p"), factor("wei_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

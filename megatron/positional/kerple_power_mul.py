@@ -20,7 +20,6 @@ class KerplePowerMul(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
     parameters = (power("wei_p"), factor("wei_a"))
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:

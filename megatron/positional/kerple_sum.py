@@ -34,7 +34,6 @@ class KerpleSum(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
 
     def __init__(self, logs: int = 1, powers: int = 2, *, numerics: Numerics = WIDE):
         super().__init__(numerics)

@@ -17,4 +17,8 @@ class Learned(PositionalEmbedding):
     """
 
     kind = "input"
-    learnable = True
+
+    @property
+    def learnable(self) -> bool:
+        """True, because training changes the position table."""
+        return True

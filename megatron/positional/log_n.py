@@ -27,7 +27,6 @@ class LogN(PositionalEmbedding):
     """
 
     kind = "temperature"
-    learnable = True
     parameters = (ThetaParameter("temperature"),)
 
     def __init__(self, length: int = 512, *, numerics: Numerics = WIDE):

@@ -33,7 +33,6 @@ class Rpe(PositionalEmbedding):
     """
 
     kind = "distance"
-    learnable = True
 
     def __init__(
         self,

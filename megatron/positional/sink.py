@@ -16,7 +16,6 @@ class Sink(PositionalEmbedding):
     """Sink with one logit per head, which starts at 0."""
 
     kind = "sink"
-    learnable = True
     parameters = (ThetaParameter("sink"),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

@@ -23,7 +23,6 @@ class Throwaway(PositionalEmbedding):
     """strength, reach ~ U(0, 1) >= 0.01; bend ~ 2 U(0, 1) in [0.01, 2]."""
 
     kind = "distance"
-    learnable = True
     parameters = (
         ThetaParameter("strength", low=0.01),
         ThetaParameter("reach", low=0.01),

@@ -26,7 +26,7 @@ ONE_GRAPH = {"fullgraph": True, "backend": "aot_eager"}
 class Root(PositionalEmbedding):
     """A reader's own bias: b(d) = -a sqrt(d)."""
 
-    kind, learnable = "distance", True
+    kind = "distance"
     parameters = (ThetaParameter("a", low=0.0),)
 
     def bias(self, theta_HN, d):

@@ -78,7 +78,6 @@ class Zoo(PositionalEmbedding):
     """Base class of the formulas below."""
 
     kind = "distance"
-    learnable = True
     parameters = (ThetaParameter("x", low=0.01), ThetaParameter("y", low=0.01, high=1.5))
 
 
