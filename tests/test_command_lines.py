@@ -25,7 +25,7 @@ CONFIG = "configs/quickstart.yml"
         (("tools/check_parity.py", "nowhere"), 2, "no such folder: nowhere"),
         (("tools/check_parity.py", "tests", "--backend", "egaer"), 2, "choose from 'auto'"),
         (("tools/check_parity.py", "tests", "--configs", "no"), 2, "no such folder: no"),
-        (("tools/check_parity.py", "tests", "--tp", "0"), 2, "--tp 0: at least 1"),
+        (("tools/check_parity.py", "tests", "--tp", "0"), 2, "argument --tp: 0 is not in [1, inf]"),
         (("tools/inspect_shards.py", "x", "--png", "x.jpeg"), 2, "the histogram is a PNG"),
     ],
 )

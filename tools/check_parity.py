@@ -53,20 +53,19 @@ def main(argv: list[str] | None = None) -> int:
     add("--backend", nargs="+", default=["eager"], choices=BACKENDS, help=backends)
     add("--device", default="cpu", choices=("cpu", "cuda"), help="where models run (default: cpu)")
     processes = "shard models and training over that many processes (default: 1)"
-    add("--tp", type=int, default=1, help=processes)
+    add("--tp", type=entry.number(int, 1), default=1, help=processes)
     configs = "the published YAML files that derived_args.json names"
     add("--configs", type=Path, metavar="DIR", help=configs)
     args = parser.parse_args(argv)
     folders = [*args.folders, *([args.configs] if args.configs else [])]
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
-        print(f"no such folder: {', '.join(missing)}", file=sys.stderr)
-        return 2
-    if args.tp < 1:
-        parser.error(f"--tp {args.tp}: at least 1")
-    if args.device == "cuda" and not _has_cuda():
-        print("--device cuda: torch finds no CUDA GPU; give --device cpu", file=sys.stderr)
-        return 2
+        parser.error(f"no such folder: {', '.join(missing)}")
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: torch finds no CUDA GPU; give --device cpu")
     if args.tp > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.tp}"]
         command = [str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
@@ -95,12 +94,6 @@ def main(argv: list[str] | None = None) -> int:
     more += f", {partly} checked in part" if partly else ""
     print(f"{total} cases, {failed} failed{more}")
     return 1 if failed else 0
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def results_of(name: str, run: Run) -> Iterator[Result]:

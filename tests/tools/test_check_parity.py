@@ -194,7 +194,9 @@ def test_nothing_found_and_half_a_case_are_failures(cases, tmp_path, capsys):
     next(half.rglob("layer_04*")).unlink()
     code, lines = check(capsys, tmp_path)
     assert code == 1 and "layer_04-model_00-model_states.pt: missing" in " ".join(lines)
-    assert main([str(tmp_path / "nowhere")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "nowhere")])
+    assert f"no such folder: {tmp_path / 'nowhere'}" in capsys.readouterr().err
 
 
 def test_two_processes_hold_one_model_and_pass_too(cases, tmp_path):
