@@ -34,11 +34,11 @@ def _positional_names() -> list[str]:
     """Return the names of the positional embeddings: their file names in `megatron/positional/`.
 
     Every file in this folder defines one embedding, except `base.py`, `combination.py`,
-    `hidden_layer.py` and files whose names start with an underscore.
+    `hidden_layer.py`, `theta_bounds.py` and files whose names start with an underscore.
     """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
-    return sorted(names - {"base", "combination", "hidden_layer"})
+    return sorted(names - {"base", "combination", "hidden_layer", "theta_bounds"})
 
 
 POSITIONAL_NAMES = tuple(_positional_names())

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 import megatron.positional as positional
+from megatron.config.choices import POSITIONAL_NAMES
 from megatron.positional import PositionalError, load, names
+
+
+def test_the_config_knows_the_same_names():
+    assert names() == POSITIONAL_NAMES
 
 
 def test_unknown_name_names_the_nearest_and_all():
