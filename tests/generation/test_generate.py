@@ -79,6 +79,18 @@ def test_greedy_text_to_sixteen_times_the_training_length(run, call, monkeypatch
     assert ids.shape[1] == 16 * TRAINED and torch.equal(best[length - 1 : -1], ids[0, length:])
 
 
+def test_a_prompt_follows_the_token_that_begins_documents(run, call, monkeypatch):
+    monkeypatch.setattr(type(BYTES), "begin", (0xFE,))
+    out, err = call("--load", run, "--prompt", "import os", "--max-new-tokens", 5, *GREEDY)
+    assert "10 prompt tokens" in err and out.startswith("import os")
+    config = load_config([run / "config.yml"])
+    model = open_run(run, config, build_groups(torch.device("cpu"))).model
+    ids = torch.tensor([[0xFE, *out[:-1].encode()]])
+    with torch.no_grad():
+        best = model(ids)[0, :, : BYTES.vocab_size].argmax(-1)
+    assert ids.shape[1] == 15 and torch.equal(best[9:-1], ids[0, 10:])
+
+
 def test_distances_are_scaled_as_in_an_evaluation(run):
     """At distances times 1e9 the bias hides all tokens but the last, which both texts share."""
     texts = torch.tensor([list(b"some text"), list(b"no hint t")])
