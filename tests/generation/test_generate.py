@@ -210,10 +210,16 @@ def test_mistakes(run, call, tmp_path, monkeypatch):
         (b"", "there is no prompt; write one per line"),
         (b"a\n\nb\n", "prompt 2 is empty"),
         (b"a\xff\n", "is not UTF-8"),
+        (b"a\n" + b"b" * 3_000_000, "prompts:2: has 3,000,000 characters, and a prompt has at"),
     ]:
         (tmp_path / "prompts").write_bytes(content)
         out, err = call("--load", run, "--prompts", tmp_path / "prompts", code=1)
         assert message in err and not out
+
+
+def test_prompts_without_an_end_are_refused(call, run):
+    out, err = call("--load", run, "--prompts", "/dev/zero", code=1)
+    assert "--prompts /dev/zero: has more than 67,108,864 bytes" in err and not out
 
 
 def test_a_position_table_that_is_too_short_is_reported_at_once(tmp_path, call, run):

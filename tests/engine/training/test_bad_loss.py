@@ -159,6 +159,22 @@ def stops(groups, folder, prefix):
     return str(spike.value), warned, str(unsaved.value)
 
 
+def names_what_is_saved(groups, folder, prefix):
+    texts = []
+    for name, interval in (("a", 2), ("b", None)):
+        config = config_at(folder / name, prefix, loss_spike_threshold=20, save_interval=interval)
+        with pytest.raises(BadLossError) as bad:
+            run_with_bad_sample(groups, config, [17], high)
+        texts.append(str(bad.value))
+    return texts
+
+
+def test_the_error_names_the_newest_checkpoint_only_where_there_is_one(tmp_path, prefix):
+    [(saved, unsaved)] = run_ranks(1, names_what_is_saved, tmp_path, prefix)
+    assert saved.endswith(f". The newest checkpoint is {tmp_path}/a/run/global_step2")
+    assert unsaved.endswith(". No checkpoint yet") and "untouched" not in unsaved
+
+
 def test_a_spike_stops_at_the_threshold_and_is_told_without_one(tmp_path, prefix):
     [(spike, warned, unsaved)] = run_ranks(1, stops, tmp_path, prefix)
     assert "the loss rose from" in spike and "at step 3, samples 16 to 23" in spike
