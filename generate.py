@@ -12,6 +12,12 @@ from pathlib import Path
 from megatron import entry, launcher
 from megatron.config.command_line import config_parser, load_for_use_or_exit
 from megatron.entry import number
+from megatron.files import read_at_most
+
+MOST_BYTES = 1 << 26
+"""The most bytes of a file of prompts."""
+MOST_CHARACTERS = 1 << 20
+"""The most characters of a prompt; reading a longer one would take hours."""
 
 
 def main() -> int:
@@ -80,15 +86,21 @@ def read_lines(name):
     """Return the lines of the UTF-8 file `name`, or of stdin if `name` is `-`.
 
     Raises:
-        DataError: The text is not UTF-8.
+        DataError: The text cannot be read, is not UTF-8, or is too long.
     """
     from megatron.data.errors import DataError
 
-    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
-        lines = content.decode("utf-8-sig").split("\n")
+        with open(0 if name == "-" else name, "rb", closefd=name != "-") as file:
+            lines = read_at_most(file, MOST_BYTES).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"--prompts {name}: is not UTF-8 ({error})") from None
+    except OSError as error:
+        raise DataError(f"--prompts {name}: {error}") from None
+    for place, line in enumerate(lines, 1):
+        if len(line) > MOST_CHARACTERS:
+            why = f"has {len(line):,} characters, and a prompt has at most {MOST_CHARACTERS:,}"
+            raise DataError(f"--prompts {name}:{place}: {why}; write one prompt per line")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, BinaryIO
 
 UNFINISHED = ".unfinished"
 
@@ -94,7 +94,20 @@ def read_small(path: Path, most: int) -> bytes:
         raise OSError("not a regular file")
     if found.st_size > most:
         raise OSError(f"has {found.st_size:,} bytes, and at most {most:,} are read")
-    return path.read_bytes()
+    with path.open("rb") as file:
+        return read_at_most(file, most)
+
+
+def read_at_most(file: BinaryIO, most: int) -> bytes:
+    """Return the rest of a stream of unknown origin, which may have no end.
+
+    Raises:
+        OSError: The stream cannot be read, or has more than `most` bytes.
+    """
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(f"has more than {most:,} bytes, and at most {most:,} are read")
+    return content
 
 
 def parse_json(text: str | bytes) -> Any:

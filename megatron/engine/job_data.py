@@ -124,13 +124,12 @@ class JobData:
                 began.
             least: The result must have at least this many samples.
         """
-        total = max(index_samples, self.wanted[name])
+        total = max(index_samples, self.wanted[name], least)
         model, seed = self.config.model, self.config.training.seed
         length = model.seq_length if name == "train" else model.seq_length_val
         assert length is not None  # the config derives seq_length_val
         if isinstance(self.text, Task):
-            extend_to = max(total, least)
-            return TaskSamples(self.text, index_samples, length, seed, name, extend_to)
+            return TaskSamples(self.text, index_samples, length, seed, name, total)
         corpora = self.text.corpora[name]
         if total == 0 or all(start == end for start, end in (each.documents for each in corpora)):
             return None

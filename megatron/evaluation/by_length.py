@@ -73,8 +73,8 @@ class Measurement:
             batch_tokens=self.batch_tokens,
             uncounted_after=self.uncounted_after,
         )
-        scored = sequences[:, 1:][sequences[:, :-1] != self.uncounted_after]
-        return summarise(length, losses, scored, self.token_bytes)
+        counted = sequences[:, :-1] != self.uncounted_after
+        return summarise(length, losses, self.token_bytes(sequences)[:, 1:][counted])
 
     def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
         """Measure the model at each of `lengths`, and return the results in the same order.
@@ -109,7 +109,7 @@ class Measurement:
         losses = losses_of_sequences(
             self.loss_fn, windows, self.groups, batch_tokens=self.batch_tokens, last_only=True
         )
-        return summarise(context, losses, windows[:, -1:], self.token_bytes)
+        return summarise(context, losses, self.token_bytes(windows[:, -2:])[:, 1:])
 
 
 def evaluate_checkpoint(

@@ -47,24 +47,20 @@ class LengthResult:
         return self.bits_per_byte * self.stderr / self.loss if self.loss else 0.0
 
 
-def summarise(
-    length: int, losses: np.ndarray, scored: np.ndarray, token_bytes: TokenBytes
-) -> LengthResult:
+def summarise(length: int, losses: np.ndarray, bytes_scored: np.ndarray) -> LengthResult:
     """Return the statistics of sequences of `length` tokens.
 
     Args:
         losses: The mean loss of each of n sequences in nats, float64 [n].
-        scored: The ids of the target tokens, in any shape.
-        token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
+        bytes_scored: The number of UTF-8 bytes of each target token, in any shape.
     """
     loss = float(losses.mean())
-    bytes_scored = int(token_bytes(scored.ravel()).sum())
     stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else math.nan
     return LengthResult(
         length=length,
         sequences=len(losses),
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=loss * scored.size / (math.log(2) * bytes_scored),
+        bits_per_byte=loss * bytes_scored.size / (math.log(2) * int(bytes_scored.sum())),
         stderr=stderr,
     )

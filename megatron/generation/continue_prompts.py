@@ -139,7 +139,7 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[in
         raise DataError("there is no prompt; write one per line")
     prompts = []
     for number, text in enumerate(texts, 1):
-        ids = tokenizer.encode(text).tolist()
+        ids = tokenizer.encode_prompt(text)
         if model.documents is not None and tokenizer.eod in ids:  # no token sees older documents
             ids = ids[len(ids) - ids[::-1].index(tokenizer.eod) :]
         if not ids:

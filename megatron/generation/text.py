@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from megatron.data.tokenizers.base import Tokenizer
 
 WINDOW = 8
-"""The number of tokens that are decoded together. One character takes at most 4 tokens (bytes)."""
+"""The most tokens whose text is held back. A character takes at most 4 tokens (its bytes)."""
 UNFINISHED = "\ufffd"
 """What tokenizers return for the bytes of an unfinished (or invalid) character."""
 
 
 class Continuation:
     """The text that follows a prompt, decoded token by token.
+
+    New tokens are decoded after the tokens before them, because a token's text may depend on its
+    place: a decoder may leave out the first space of a text. They are decoded again with each
+    further token until their text ends with a whole character.
 
     The end of the text is held back while it may change. It may change if it is an incomplete
     character (a part of its UTF-8 bytes), or if it may be the beginning of a stop sequence.
@@ -36,7 +40,8 @@ class Continuation:
         emit: Callable[[str], None] = lambda text: None,
     ):
         self._tokenizer, self._stops, self._emit = tokenizer, stops, emit
-        self._ids = list(prompt[-WINDOW:])
+        self._ids = list(prompt)  # the tokens before the new ones, then the new ones
+        self._old = len(self._ids)  # the number of tokens before the new ones
         self._known = tokenizer.decode(self._ids)  # the part of their text that was passed on
         self._held, self._pieces = "", list[str]()
         self.tokens, self.end = 0, ""
@@ -58,9 +63,14 @@ class Continuation:
             self.finish("document")
             return
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids).removesuffix(UNFINISHED)
-        new = text[len(self._known) :]
-        self._ids = self._ids[-WINDOW:]
+        text = self._tokenizer.decode(self._ids)
+        unfinished = text.endswith(UNFINISHED)
+        if unfinished and len(self._ids) - self._old < WINDOW:
+            return
+        new = text.removesuffix(UNFINISHED)[len(self._known) :]
+        # Invalid bytes are passed on, except the last, which may begin a character.
+        self._ids = self._ids[-WINDOW:] if unfinished else self._ids[self._old :]
+        self._old = 0 if unfinished else len(self._ids)
         self._known = self._tokenizer.decode(self._ids).removesuffix(UNFINISHED)
         self._pass_on(new)
 
@@ -71,7 +81,9 @@ class Continuation:
         """
         if self.end:
             return
-        self._pass_on(self._tokenizer.decode(self._ids)[len(self._known) :])
+        # Decoded after whole characters, unfinished bytes might make these invalid too.
+        held = self._tokenizer.decode(self._ids[self._old :])
+        self._pass_on(held if self._old else held[len(self._known) :])
         if not self.end:
             self.end = end
             self._output(self._held)

@@ -4,7 +4,8 @@ The log-likelihood of a text t after a context c, both in tokens, is
 
     sum over i of log p(t_i | c, t_1 ... t_{i-1})   [nats]
 
-An empty context is replaced by the end-of-document token. As in the loss, the softmax includes the
+An empty context is replaced by the token that begins a document (BOS), or if the tokenizer has
+none, by the end-of-document token. As in the loss, the softmax includes the
 ids that pad the vocabulary.
 
 Legend: B texts, T positions, V vocabulary.
@@ -70,6 +71,11 @@ class RunModel(TemplateLM):
         """The id of the end-of-document token."""
         return self._tokenizer.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The id of the token before a text without context: BOS, or the end of a document."""
+        return ([self.eot_token_id, *self._tokenizer.begin])[-1]
+
     def get_model_info(self) -> dict[str, Any]:
         """Return facts about the model, which the harness stores with the results."""
         return self._info
@@ -77,21 +83,27 @@ class RunModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token ids of a text. There are no special tokens to add."""
-        return self._tokenizer.encode(string).tolist()
+        """Return the token ids of a text, after those that begin a document, such as BOS.
+
+        Args:
+            add_special_tokens: If this is false, no token comes before those of the text.
+        """
+        if add_special_tokens is False:
+            return self._tokenizer.encode(string).tolist()
+        return self._tokenizer.encode_prompt(string)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each text, after an end-of-document token.
+        """Return the log-likelihood of each text, after the token `prefix_token_id`.
 
         By the harness's rule, a text of more than `max_length` tokens is cut into windows of
         `max_length` tokens. Only the last window overlaps the previous one.
         """
         owners, pairs = [], []
         for number, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(ids, self.eot_token_id, self._max_length, 1)
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._max_length, 1)
             for window in windows:
                 owners.append(number)
                 pairs.append(make_disjoint_window(window))
@@ -103,7 +115,7 @@ class RunModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [(context or [self.eot_token_id], target) for _, context, target in requests]
+        pairs = [(context or [self.prefix_token_id], target) for _, context, target in requests]
         return self._score(pairs, greedy=True)
 
     @torch.inference_mode()

@@ -9,7 +9,6 @@ RUN/latest
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron.engine.model_shape import identity_of, shape_of
 from megatron.files import new_folder
 from megatron.hub.classes import class_of
 from megatron.hub.config_keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
-from megatron.hub.read import read_json, read_weights
+from megatron.hub.read import read_in, read_json, read_weights
 from megatron.hub.weights import Parts, layout_of
 from megatron.model.theta import divided_theta
 from megatron.run_folder import RunFolder
@@ -53,7 +52,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
         TokenizerError: The tokenizer.json cannot be read, or has no end-of-document token.
         FileExistsError: `target` exists and is not empty.
     """
-    described = read_json(source / "config.json")
+    described = read_json(source, "config.json")
     own = described.get("architectures") == [OWN_CLASS]
     with new_folder(target) as folder:
         try:
@@ -62,7 +61,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
             raise HubError(f"{source / 'config.json'}: {error}") from None
         for name in _TOKENIZER:
             if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+                (folder / name).write_bytes(read_in(source, name))
         keys |= _tokenizer_keys(described, folder, target)
         config = _write_config(source, folder, target, keys | _precision(described))
         rows = config.model.make_vocab_size_divisible_by

@@ -26,18 +26,51 @@ _BUFFERS = re.compile(r".*\.(attention\.(masked_)?bias|rotary_emb\.inv_freq)")
 _OUTPUT = ("lm_head.weight", "embed_out.weight")  # GPTNeoX has both names
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of unknown origin.
+def file_in(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder of unknown origin. There may be no such file.
+
+    A link may lead to a file of the folder itself. In the hub's cache, whose folders are
+    `snapshots/REVISION`, it may also lead to `blobs`.
 
     Raises:
-        HubError: The file is missing, or does not contain a JSON object.
+        HubError: The file is a link that leads elsewhere.
+    """
+    path, root = folder / name, folder.resolve()
+    allowed = [root, root.parent.parent / "blobs"][: 1 + (root.parent.name == "snapshots")]
+    target = path.resolve()
+    if not any(target.is_relative_to(each) for each in allowed):
+        raise HubError(
+            f"{path}: is a link out of the folder, to {target}; if you trust it, put a copy of "
+            "that file in its place"
+        )
+    return path
+
+
+def read_in(folder: Path, name: str) -> bytes:
+    """Return the content of a small file in a folder of unknown origin.
+
+    Raises:
+        HubError: The file is missing or too large, or is a link that leads out of the folder.
+    """
+    path = file_in(folder, name)
+    try:
+        return read_small(path, _MOST_BYTES)
+    except OSError as error:
+        raise HubError(f"{path}: cannot be read ({error})") from None
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file in a folder of unknown origin.
+
+    Raises:
+        HubError: `read_in` cannot read the file, or it does not contain a JSON object.
     """
     try:
-        content = parse_json(read_small(path, _MOST_BYTES))
-    except (OSError, ValueError) as error:
-        raise HubError(f"{path}: cannot be read ({error})") from None
+        content = parse_json(read_in(folder, name))
+    except ValueError as error:
+        raise HubError(f"{folder / name}: cannot be read ({error})") from None
     if not isinstance(content, dict):
-        raise HubError(f"{path}: is not a JSON object")
+        raise HubError(f"{folder / name}: is not a JSON object")
     return content
 
 
@@ -49,7 +82,8 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
 
     Raises:
         HubError: A file is missing or damaged, or the tensors are not those of the model.
-            The error lists every tensor that is missing, unknown, or has a wrong shape or dtype.
+            The error lists every tensor that is missing, unknown, not finite, or has a wrong shape
+            or dtype.
     """
     wanted = {name: shape for parts in layout.values() for name, shape in parts.shapes()}
     found = _open(folder)
@@ -66,14 +100,21 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
             problems.append(f"{name}: {shape}, but config.json describes {wanted[name]}")
         elif dtype not in _FLOATS:
             problems.append(f"{name}: {dtype} numbers; only {', '.join(sorted(_FLOATS))} are read")
+    _refuse(f"{folder} is not the model that its config.json describes", problems)
+    weights: dict[str, Tensor] = {}
+    for name, parts in layout.items():
+        stored = {each: found[each][...] for each in parts.names}
+        problems += [each for each, tensor in stored.items() if not tensor.isfinite().all()]
+        weights[name] = parts.join(list(stored.values()))
+    _refuse(f"{folder} has weights that are NaN or infinite", problems)
+    return weights
+
+
+def _refuse(text: str, problems: list[str]) -> None:
+    """Raise a HubError that lists the problems, if there are any."""
     if problems:
         more = [f"and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
-        listed = "\n  ".join([*problems[:_MOST_LISTED], *more])
-        raise HubError(f"{folder} is not the model that its config.json describes:\n  {listed}")
-    return {
-        name: parts.join([found[each][...] for each in parts.names])
-        for name, parts in layout.items()
-    }
+        raise HubError("\n  ".join([f"{text}:", *problems[:_MOST_LISTED], *more]))
 
 
 def _open(folder: Path) -> dict[str, Any]:
@@ -99,7 +140,8 @@ def _open(folder: Path) -> dict[str, Any]:
 
 def _files(folder: Path) -> dict[Path, set[str]]:
     """Return a dict from file to the names of the tensors in it; an empty set means all."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = file_in(folder, "model.safetensors")
+    index = folder / "model.safetensors.index.json"
     if whole.exists():
         return {whole: set()}
     if not index.exists():
@@ -111,14 +153,14 @@ def _files(folder: Path) -> dict[Path, set[str]]:
             "not read; if you trust it, let transformers write safetensors: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
         )
-    places = read_json(index).get("weight_map")
+    places = read_json(folder, index.name).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise HubError(f"{index}: has no weight_map")
     files: dict[Path, set[str]] = {}
     for tensor, name in places.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
             raise HubError(f"{index}: {tensor!r} is in {name!r}, which names no file beside it")
-        files.setdefault(folder / name, set()).add(tensor)
+        files.setdefault(file_in(folder, name), set()).add(tensor)
     return files
 
 

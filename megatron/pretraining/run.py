@@ -47,7 +47,7 @@ from megatron.files import write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.pretraining.first_lines import first_lines
-from megatron.pretraining.saving import Saving
+from megatron.pretraining.saving import Saving, said_what_is_saved
 from megatron.pretraining.validation import Validation, is_owed
 from megatron.run_folder import RunFolder
 
@@ -157,7 +157,8 @@ class Job:
             self._write_config()
             with suppress(preemption.Leave):
                 if step < c.training.train_iters or is_owed(self.progress.interval):
-                    self._train(log)
+                    with said_what_is_saved(c.checkpoint.save):
+                        self._train(log)
                 if self.progress.step >= c.training.train_iters:
                     self._evaluate(log)  # only a finished run; one that left early is not
             if why := preemption.reason():

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint.async_save import Saver
 from megatron.engine.checkpoint.record import TrainingProgress
+from megatron.engine.errors import DivergedError
 from megatron.engine.training.hooks import Hook, Step, state_of
+from megatron.run_folder import RunFolder
+
+
+@contextmanager
+def said_what_is_saved(save: str | None) -> Iterator[None]:
+    """Add to a DivergedError of the `with` block which checkpoint is there to go on from."""
+    try:
+        yield
+    except DivergedError as error:
+        tag, _ = RunFolder(Path(save)).newest_tag() if save else (None, "")
+        there = f"The newest checkpoint is {Path(save or '', tag)}" if tag else "No checkpoint yet"
+        raise type(error)(f"{error}. {there}") from error
 
 
 @dataclass

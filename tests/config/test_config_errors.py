@@ -89,6 +89,7 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("model-parallel-size: 4", "1 process(es) cannot form groups of pipe_parallel_size 1 x "),
         ("attention_backend: fusd", "fused"),
         ("attention_config: [[[local, global], all]]", "attention types local are not built"),
+        ("attention_config: [[[local], 2]]", "not built; write e.g. [[[global], 2]], or drop it"),
         ("attention_config: [[[global], 3]]", "names 3 layers, but num_layers is 2"),
         ("attention_config: global", "names 1 layers, but num_layers is 2"),
         ("attention_config: [[global, 2]]", "expected [[[types], layers], ...]"),

@@ -81,6 +81,29 @@ def test_corpora_for_each_split(prefixes, tmp_path):
     np.testing.assert_allclose(weights, wanted / wanted.sum())
 
 
+@pytest.mark.parametrize("kind", ["one", "blend", "task"])
+def test_a_resumed_run_of_another_batch_size_has_samples_to_its_last_step(tmp_path, kind):
+    """The batch size is 2, then 8, then 2; the index is built for 16 samples, and 40 are read."""
+    prefix = str(tmp_path / "text")
+    write_documents(prefix, np.random.default_rng(3).integers(0, 256, (1, 16 * 16 + 1)))
+    text = {
+        "one": {"data_path": prefix, "split": "1,0,0"},
+        "blend": {f"{split}_data_paths": [prefix] * 2 for split in ("train", "valid", "test")},
+        "task": {"data_path": "builtin:copy", "task_options": {"max_length": 7}},
+    }[kind] | ({"tokenizer_type": None} if kind == "task" else {})
+    consumed, read = 0, []
+    for batch, before, steps in ((2, 0, 2), (8, 2, 4), (2, 6, 2)):
+        data = job_data(tmp_path, train_micro_batch_size_per_gpu=batch, train_iters=8, **text)
+        least = (8 - before) * batch
+        loader = data.training(index_samples=16, consumed=consumed, least=least)
+        read += batches(loader, steps).reshape(-1, 17).tolist()
+        consumed = loader.consumed_samples
+    assert consumed == 40 and len(read) == 40
+    whole = job_data(tmp_path, train_iters=8, **text)
+    loader = whole.training(index_samples=16, consumed=0, least=40)
+    assert read == batches(loader, 20).reshape(-1, 17).tolist()
+
+
 def test_each_shard_is_opened_once(prefixes, tmp_path, monkeypatch):
     """This holds if the config names it in a list, by a glob, or in two splits."""
     opened = []

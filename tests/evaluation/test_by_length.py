@@ -53,8 +53,7 @@ def test_targets_after_an_end_of_document_are_not_scored():
 
 def test_summary():
     losses = np.array([1.0, 2.0, 3.0, 4.0])
-    scored = np.zeros((4, 10), dtype=np.int64)
-    result = summarise(10, losses, scored, lambda ids: np.full(len(ids), 2))
+    result = summarise(10, losses, np.full((4, 10), 2))
     assert result.loss == 2.5 and result.perplexity == pytest.approx(math.exp(2.5))
     assert result.stderr == pytest.approx(np.std(losses, ddof=1) / 2)
     assert result.bits_per_byte == pytest.approx(2.5 / math.log(2) / 2)

@@ -79,6 +79,18 @@ def test_greedy_text_to_sixteen_times_the_training_length(run, call, monkeypatch
     assert ids.shape[1] == 16 * TRAINED and torch.equal(best[length - 1 : -1], ids[0, length:])
 
 
+def test_a_prompt_follows_the_token_that_begins_documents(run, call, monkeypatch):
+    monkeypatch.setattr(type(BYTES), "begin", (0xFE,))
+    out, err = call("--load", run, "--prompt", "import os", "--max-new-tokens", 5, *GREEDY)
+    assert "10 prompt tokens" in err and out.startswith("import os")
+    config = load_config([run / "config.yml"])
+    model = open_run(run, config, build_groups(torch.device("cpu"))).model
+    ids = torch.tensor([[0xFE, *out[:-1].encode()]])
+    with torch.no_grad():
+        best = model(ids)[0, :, : BYTES.vocab_size].argmax(-1)
+    assert ids.shape[1] == 15 and torch.equal(best[9:-1], ids[0, 10:])
+
+
 def test_distances_are_scaled_as_in_an_evaluation(run):
     """At distances times 1e9 the bias hides all tokens but the last, which both texts share."""
     texts = torch.tensor([list(b"some text"), list(b"no hint t")])
@@ -198,10 +210,16 @@ def test_mistakes(run, call, tmp_path, monkeypatch):
         (b"", "there is no prompt; write one per line"),
         (b"a\n\nb\n", "prompt 2 is empty"),
         (b"a\xff\n", "is not UTF-8"),
+        (b"a\n" + b"b" * 3_000_000, "prompts:2: has 3,000,000 characters, and a prompt has at"),
     ]:
         (tmp_path / "prompts").write_bytes(content)
         out, err = call("--load", run, "--prompts", tmp_path / "prompts", code=1)
         assert message in err and not out
+
+
+def test_prompts_without_an_end_are_refused(call, run):
+    out, err = call("--load", run, "--prompts", "/dev/zero", code=1)
+    assert "--prompts /dev/zero: has more than 67,108,864 bytes" in err and not out
 
 
 def test_a_position_table_that_is_too_short_is_reported_at_once(tmp_path, call, run):

@@ -124,9 +124,9 @@ def ask(model):
 
         from megatron.harness.model import RunModel
 
-    def ask(method, *requests, max_length=sys.maxsize, batch_size=2):
+    def ask(method, *requests, max_length=sys.maxsize, batch_size=2, tokenizer=BYTES):
         options = {"max_length": max_length, "batch_size": batch_size, "seed": 0, "info": {}}
-        adapter = RunModel(sharp, BYTES, ALONE, **options)
+        adapter = RunModel(sharp, tokenizer, ALONE, **options)
         kind = "generate_until" if method == "generate_until" else "loglikelihood"
         asked = [Instance(kind, {}, request, 0) for request in requests]
         return getattr(adapter, method)(asked, disable_tqdm=True)
@@ -175,6 +175,23 @@ def test_perplexities_of_whole_texts_and_of_windows(ask):
     cut = sum(log_likelihood(ask.model, *window) for window in windows)
     found = ask("loglikelihood_rolling", ("abcdefghij",), max_length=4)
     assert found == pytest.approx([cut], abs=1e-9)
+
+
+def test_a_token_that_begins_documents_is_context_and_never_a_target(ask):
+    """As in the harness's own model `hf`, whose LLaMA tokenizers add BOS."""
+    begun = copy.copy(BYTES)
+    begun.begin = (0xFE,)
+    texts = [("import os",), ("x",)]
+    found = ask("loglikelihood_rolling", *texts, tokenizer=begun)
+    whole = [log_likelihood(ask.model, [0xFE], text.encode()) for (text,) in texts]
+    assert found == pytest.approx(whole, abs=1e-9)
+    found = ask("loglikelihood", ("a b", " c"), ("", "xyz"), tokenizer=begun)
+    pairs = [([0xFE, *b"a b"], b" c"), ([0xFE], b"xyz")]
+    expected = [log_likelihood(ask.model, *pair) for pair in pairs]
+    assert [total for total, _ in found] == pytest.approx(expected, abs=1e-9)
+    ids = greedy(ask.model, [0xFE, *b"import os"], 3)
+    until = ("import os", {"until": [], "max_gen_toks": 3})
+    assert ask("generate_until", until, tokenizer=begun) == [BYTES.decode(ids)]
 
 
 def test_continuations_with_the_options_of_tasks(ask):

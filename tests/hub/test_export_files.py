@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
@@ -31,6 +31,7 @@ from megatron.parallel.groups import build_groups
 from megatron.positional import names
 from tests.helpers import hub
 from tests.helpers.paths import FIXTURES
+from tests.helpers.pipelines import PIPELINES, write_pipeline
 from tools import export_hf
 
 
@@ -116,6 +117,18 @@ def test_a_tokenizer_gives_the_same_ids(name, tmp_path):
     batch = theirs(["hello", "a"], padding=True)
     assert batch["attention_mask"][1] == [0] * (len(batch["input_ids"][1]) - 1) + [1]
     assert theirs.decode(batch["input_ids"][1], skip_special_tokens=True) == "a"
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_template_is_that_of_transformers_and_is_exported(name, tmp_path):
+    ours = build_tokenizer("HFTokenizer", write_pipeline(name, tmp_path / "given"))
+    (tmp_path / "out").mkdir()
+    write_tokenizer(ours, tmp_path / "out")
+    end = [ours.eod] if name == "t5" else []
+    for folder in ("given", "out"):
+        theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / folder / "tokenizer.json"))
+        for text in DIFFICULT_TEXTS:
+            assert theirs(text)["input_ids"] == [*ours.begin, *ours.encode(text), *end]
 
 
 def test_a_tokenizer_that_cannot_be_written(tmp_path):

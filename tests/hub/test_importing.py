@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -149,6 +150,15 @@ def change_tensors(folder, change):
     save_file(tensors, path)
 
 
+def spoil(folder, name, value):
+    """Change one number of the tensor."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / index["weight_map"][name]
+    tensors = load_file(path)
+    tensors[name].view(-1)[7] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def edited(**changes):
     return lambda folder: edit(folder / "config.json", **changes)
 
@@ -194,6 +204,12 @@ BROKEN = {
     r"has no 'a\x1b[31m\nb', which the index places there": lambda folder: place(
         folder, max(folder.glob("*.safetensors")).name, "a\x1b[31m\nb"
     ),
+    "has weights that are NaN or infinite:\n  model.norm.weight\n": lambda folder: spoil(
+        folder, "model.norm.weight", math.nan
+    ),
+    "infinite:\n  model.layers.1.self_attn.k_proj.weight\n": lambda folder: spoil(
+        folder, "model.layers.1.self_attn.k_proj.weight", -math.inf
+    ),
     "I64 numbers; only": lambda folder: change_tensors(
         folder, lambda tensors: tensors.update({k: v.long() for k, v in tensors.items()})
     ),
@@ -216,6 +232,37 @@ def test_a_folder_that_cannot_be_imported(message, llama, tmp_path, monkeypatch,
     text = capsys.readouterr().err
     assert message in text and "unfinished" not in text
     assert not run.parent.exists() or not list(run.parent.iterdir())
+
+
+def test_a_link_out_of_the_folder_is_refused(llama, tmp_path, monkeypatch, capsys):
+    secret = tmp_path / "passwd"
+    secret.write_text('{"secret": 1}')
+    names = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    names += [path.name for path in llama.glob("*.safetensors*")]
+    for number, name in enumerate(names):
+        folder, run = tmp_path / str(number), tmp_path / f"run{number}"
+        shutil.copytree(llama, folder)
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret)
+        monkeypatch.setattr("sys.argv", ["import_hf.py", str(folder), str(run)])
+        assert import_hf.main() == 1 and not run.exists()
+        found = capsys.readouterr().err
+        assert f"{folder / name}: is a link out of the folder, to {secret}" in found
+
+
+def test_a_folder_of_the_hubs_cache_is_imported(llama, tmp_path):
+    """There the files are links from `snapshots` to `blobs`; the folder itself may be a link."""
+    cache = tmp_path / "hub" / "models--some--llama"
+    snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
+    snapshot.mkdir(parents=True), blobs.mkdir()
+    for number, path in enumerate(sorted(llama.iterdir())):
+        shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    (tmp_path / "named").symlink_to(snapshot)
+    for number, source in enumerate((snapshot, tmp_path / "named")):
+        import_folder(source, tmp_path / f"run{number}")
+        assert newest(tmp_path / f"run{number}") is not None
+        assert not (tmp_path / f"run{number}" / "tokenizer.json").is_symlink()
 
 
 def test_an_import_to_a_full_disk(llama, tmp_path, monkeypatch, capsys, full_disk):

@@ -41,6 +41,8 @@ from tools.experiments.description import (
     values_of,
 )
 
+MOST_CELLS = 10_000
+"""The most cells of a grid."""
 _NAME = re.compile(r"[\w.+-]+")
 _VARIABLE = re.compile(r"\{(\w+)\}")
 
@@ -111,7 +113,10 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
     if faults := list(_faults(about, variables)):
         raise _error(path, settings, faults)
     runs = Path(filled(about.runs, variables))
-    cells = tuple(_cells(about, runs, variables))
+    cells = tuple(itertools.islice(_cells(about, runs, variables), MOST_CELLS + 1))
+    if len(cells) > MOST_CELLS:
+        text = f"give more than {MOST_CELLS:,} cells (each combination of values and seeds is one)"
+        raise _error(path, settings, [(("axes",), f"{text}; write smaller grids")])
     for name, count in Counter(cell.name for cell in cells).items():
         if count > 1:
             text = f"{count} cells are named {name}, and each needs a run folder of its own"

@@ -159,7 +159,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
     elif layers and count != num_layers:
         text = f"names {count} layers, but num_layers is {num_layers} ({layers.mark})"
     if text:
-        write = "write e.g. [[[global], 12]], or drop it"
+        write = f"write e.g. [[[global], {num_layers or 'all'}]], or drop it"
         out.problem(given.mark, "attention_config", f"{text}; {write}")
         return
     backend = out.given.get("attention_backend")

@@ -82,7 +82,7 @@ class LoggingConfig(Section):
     tensorboard_dir: Text | None = None  # TensorBoard's files go into its folder named like `save`
     peak_theoretical_tflops: PositiveNumber | None = None  # of one device, for train/mfu
     profile: Flag = False  # write a trace of some steps, and a table of the costliest operations
-    profile_step_start: Positive = 10  # the first step that is profiled
+    profile_step_start: Count = 10  # the first step that is profiled; 0 is the same as 1
     profile_step_stop: Positive = 12  # the last step that is profiled
     memory_profiling: Flag = False  # record the GPU's memory during these steps
     memory_profiling_path: Text | None = None  # its folder; default: the folder `save`

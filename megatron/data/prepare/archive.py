@@ -140,8 +140,8 @@ def read_archive(
         place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: The file is damaged or exceeds the limits. All records before the fault are yielded
-            first.
+        Fault: The file is damaged, exceeds the limits, or has a record that is no object. All
+            records before the fault are yielded first.
         CorpusError: `lm_dataformat` is not installed.
     """
     assert keys == ("text",)
@@ -159,7 +159,14 @@ def read_archive(
     found = islice(lm_dataformat.Reader(source.path).stream_data(get_meta=True), lines)
     records = ({"text": text, "meta": meta} for text, meta in found)
     chunks = record_chunks(records, path, place, "backslashreplace")
-    yield from positioned(chunks, lambda: source.size * place.records // lines)
+    try:
+        yield from positioned(chunks, lambda: source.size * place.records // lines)
+    except AssertionError:  # of the package
+        raise Fault(
+            place.name,
+            "is a string, not an object with text and meta data; name the files of such an "
+            f"archive: --input '{Path(path).parent}/*.jsonl.zst'",
+        ) from None
     if place.records < lines:
         raise EOFError(f"lm_dataformat reads only {place.records:,} of {lines:,} records")
     if fault is not None:

@@ -167,11 +167,10 @@ class Encoder:
         """Encode the texts of one key and append their sizes and tokens to `out`."""
         tokenizer = self.tokenizer
         arrays = tokenizer.encode_batch(texts)
-        eod = np.full(1, tokenizer.eod, tokenizer.dtype)
-        sizes = np.fromiter(map(len, arrays), np.int32, len(arrays))
-        if self.options.append_eod:
-            sizes += 1
-            arrays = [each for ids in arrays for each in (ids, eod)]
+        begin = np.array(tokenizer.begin, tokenizer.dtype)
+        end = np.full(int(self.options.append_eod), tokenizer.eod, tokenizer.dtype)
+        sizes = np.fromiter(map(len, arrays), np.int32, len(arrays)) + len(begin) + len(end)
+        arrays = [each for ids in arrays for each in (begin, ids, end)]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
         out.sizes.append(sizes)
         out.tokens.append(tokens.astype(tokenizer.dtype.newbyteorder("<"), copy=False))

@@ -9,7 +9,15 @@
 | `SPMTokenizer` | a .model of the optional `sentencepiece` library | that of `<|endoftext|>` |
 
 If a tokenizer.json has no `<|endoftext|>`, its eod is the `eos_token` of the tokenizer_config.json
-beside it. If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as
+beside it. If a .model has no such piece, its eod is the model's own end of a sentence (`</s>`).
+
+A document consists of three parts, and so does a prompt, without its end:
+
+    begin     the tokens that the template of a tokenizer.json puts before a text (BOS), else none
+    encode    the tokens of the text alone
+    eod       one end-of-document token, also if the template has one
+
+If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as
 ordinary text, as GPT-NeoX does, and `HFTokenizer` encodes them as its tokenizer.json prescribes.
 `CharLevelTokenizer` decodes to the text that was encoded. (The GPT-NeoX class of this name decodes
 every id below 32, even a line end, to a space.) Arrays of ids have the dtype that `best_dtype`
@@ -43,15 +51,18 @@ class Tokenizer(ABC):
         name: The type of the tokenizer, such as "GPT2BPETokenizer".
         vocab_size: The number of ids, without the padding that a model may add.
         eod: The id of the token that ends a document.
+        begin: The ids of the tokens that begin a document, such as a BOS token. Often empty.
     """
 
     name: str
     vocab_size: int
     eod: int
+    begin: tuple[int, ...] = ()
+    _bytes_left_out = 0
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids [n] of `text`, without an end-of-document token."""
+        """Return the token ids [n] of `text` alone, without any token that a template adds."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -61,7 +72,9 @@ class Tokenizer(ABC):
     def count_bytes(self, table: np.ndarray) -> None:
         """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
 
-        The entry of the end-of-document token may have any value, because it is not used.
+        These are the bytes of the token inside a text. If decoding leaves out the space at the
+        start of a text, set `_bytes_left_out` to 1. The entry of the end-of-document token may have
+        any value, because it is not used.
         """
 
     @abstractmethod
@@ -78,6 +91,11 @@ class Tokenizer(ABC):
 
     def load(self) -> None:  # noqa: B027  most tokenizers have nothing to build
         """Build the encoder now, not at the first `encode`, so that forked processes share it."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return `begin` and the token ids of `text`, which may contain `begin` itself."""
+        ids, begin = self.encode(text).tolist(), list(self.begin)
+        return ids if ids[: len(begin)] == begin else begin + ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, as `encode` does for one text."""
@@ -99,7 +117,11 @@ class Tokenizer(ABC):
     def token_bytes(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of UTF-8 bytes of each token, as int64 in the shape of `ids`.
 
-        The number is 0 for the end-of-document token.
+        The bytes of a whole document sum to those of its decoded text. The number is 0 for the
+        end-of-document token.
+
+        Args:
+            ids: Consecutive tokens, [..., n]. The first is taken to be inside a document.
 
         Raises:
             TokenizerError: An id is outside the vocabulary.
@@ -111,7 +133,11 @@ class Tokenizer(ABC):
                 f"{self.name}: token id {wrong} is outside its vocabulary of "
                 f"{self.vocab_size}; the data was made with another tokenizer"
             )
-        return self._bytes_of_token.take(ids)
+        counts = self._bytes_of_token.take(ids)
+        if self._bytes_left_out:
+            ends = np.isin(ids[..., :-1], [self.eod, *self.begin])
+            counts[..., 1:] -= self._bytes_left_out * (ends & (counts[..., 1:] > 0))
+        return counts
 
     def fingerprint(self) -> str:
         """Return a SHA-256 (hex). It differs if two tokenizers encode any text differently."""

@@ -38,6 +38,8 @@ class HFTokenizer(Tokenizer):
             self.reference = tokenizers.Tokenizer.from_str(text)
             self.reference.no_truncation()  # some files would cut each document short, silently
             self.reference.no_padding()
+            template = self.reference.encode("a")
+            self.begin = tuple(template.ids[: [*template.special_tokens_mask, 0].index(0)])
         vocabulary, end = self.reference.get_vocab(with_added_tokens=True), END_OF_DOCUMENT
         if end not in vocabulary:
             end = _eos_token(Path(vocab_file).with_name("tokenizer_config.json")) or end
@@ -67,7 +69,7 @@ class HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         check_utf8(texts)
-        encodings = self.reference.encode_batch_fast(texts)
+        encodings = self.reference.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -77,7 +79,10 @@ class HFTokenizer(Tokenizer):
 
     def count_bytes(self, table: np.ndarray) -> None:
         # In byte-level vocabularies, each character of a token stands for a byte, but added tokens
-        # are ordinary text.
+        # are ordinary text. Others are decoded after another token, because a decoder may leave out
+        # the first space of a text.
+        before = self.reference.encode("a", add_special_tokens=False).ids
+        alone = self.reference.decode(before, skip_special_tokens=False)
         added = self.reference.get_added_tokens_decoder()
         byte_level = "ByteLevel" in repr(self.reference.decoder)
         for token, i in self.reference.get_vocab(with_added_tokens=True).items():
@@ -86,7 +91,10 @@ class HFTokenizer(Tokenizer):
             elif byte_level:
                 table[i] = len(token)
             else:
-                table[i] = len(self.reference.decode([i]).encode())
+                text = self.reference.decode([*before, i], skip_special_tokens=False)[len(alone) :]
+                # A byte that is no character by itself is decoded to U+FFFD.
+                table[i] = 1 if text == "\ufffd" != token else len(text.encode())
+        self._bytes_left_out = max(0, int(table.take(before).sum()) - len(alone.encode()))
 
     def _content(self) -> bytes:
         return self._canonical.encode()

@@ -14,8 +14,10 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, fault_in_f
 class SPMTokenizer(Tokenizer):
     """A tokenizer read from a SentencePiece .model file.
 
-    Documents end with the piece `<|endoftext|>` of the model, as in GPT-NeoX. A model without this
-    piece is refused, whereas GPT-NeoX silently ends documents with the unknown token.
+    Documents end with the piece `<|endoftext|>` of the model, as in GPT-NeoX. In a model without
+    this piece, they end with the model's own end of a sentence, `</s>` in LLaMA's. (GPT-NeoX
+    silently ends these documents with the unknown token.) A .model does not say whether documents
+    begin with a BOS token, so none is added.
     """
 
     name = "SPMTokenizer"
@@ -29,12 +31,14 @@ class SPMTokenizer(Tokenizer):
             self.vocab_size = self._pieces.get_piece_size()
             # Also finds pieces that are not valid UTF-8.
             self._names: list[str] = self._pieces.id_to_piece(list(range(self.vocab_size)))
-        if END_OF_DOCUMENT not in self._names:
+            own = self._pieces.eos_id()
+        named = END_OF_DOCUMENT in self._names
+        self.eod = self._names.index(END_OF_DOCUMENT) if named else own
+        if self.eod < 0:
             raise TokenizerError(
-                f"{vocab_file}: has no piece {END_OF_DOCUMENT}, which ends a document; train it "
-                f"with user_defined_symbols={END_OF_DOCUMENT}"
+                f"{vocab_file}: has neither a piece {END_OF_DOCUMENT} nor an end of a sentence, "
+                f"which end a document; train it with user_defined_symbols={END_OF_DOCUMENT}"
             )
-        self.eod = self._names.index(END_OF_DOCUMENT)
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
@@ -49,6 +53,8 @@ class SPMTokenizer(Tokenizer):
                 table[i] = 1
             elif not (self._pieces.is_control(i) or self._pieces.is_unused(i)):
                 table[i] = len(self._names[i].replace("\u2581", " ").encode())
+        ids = self._pieces.encode("a")
+        self._bytes_left_out = max(0, int(table.take(ids).sum()) - len(self.decode(ids).encode()))
 
     def _content(self) -> bytes:
         return self._model

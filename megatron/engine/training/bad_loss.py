@@ -26,10 +26,7 @@ from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.hooks import Hook, Step
 from megatron.parallel.groups import Groups
 
-ADVICE = (
-    "the newest checkpoint is untouched. Lower the learning rate, lengthen the warm-up, or set "
-    "gradient_clipping"
-)
+ADVICE = "lower the learning rate, lengthen the warm-up, or set gradient_clipping"
 _SCALE_EXHAUSTED = "loss scale already at minimum"  # DeepSpeed's bare Exception under ZeRO
 KEPT = 0.9
 """The weight of the old average when the loss of the next good step is added to it."""

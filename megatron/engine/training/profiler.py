@@ -30,7 +30,7 @@ class StepProfiler(Hook):
 
     def __init__(self, c: LoggingConfig, run_dir: Path, log: RunLog):
         self._run_dir, self._log, self._step = run_dir, log, 0
-        self._first, self._last = c.profile_step_start, c.profile_step_stop
+        self._first, self._last = max(1, c.profile_step_start), c.profile_step_stop
         self._memory_dir = Path(c.memory_profiling_path or run_dir)
         self._traces, self._records = c.profile and log.is_main, c.memory_profiling and log.is_main
         self._profile: profile | None = None

@@ -34,7 +34,7 @@ def by_length(
             flat = subject.losses(cut.reshape(-1, length + 1))
             losses_nT = flat.reshape(len(cut), -1)
         found = mean_of(losses_nT, sample.documents)
-        counted = token_bytes(inputs[:, 1:]).sum(1)
+        counted = token_bytes(inputs)[:, 1:].sum(1)
         bits = estimate(losses_nT.sum(1) / math.log(2), counted, sample.documents)
         also = {"loss": found.value, "bits_per_byte": bits.value}
         also |= {"bits_low": bits.low, "bits_high": bits.high}

@@ -9,6 +9,7 @@ import sys
 
 import lm_dataformat
 import pytest
+import zstandard
 
 import prepare_data
 from megatron.data.locks import try_lock
@@ -161,6 +162,19 @@ def test_damaged_archives(run, tmp_path, monkeypatch):
     monkeypatch.setattr(lm_dataformat.Reader, "stream_data", stops)
     status, error = run("--input", "rest", "--name", "z")
     assert status == 1 and "lm_dataformat reads only 1 of" in error
+
+
+def test_an_archive_of_bare_strings_is_told_how_it_is_read(run, tmp_path):
+    """lm_dataformat writes such records, and reads them only without meta data."""
+    archives.write_jsonl(tmp_path / "in.jsonl", archives.texts(3))
+    assert run("--input", "in.jsonl", "--name", "x", "--archive", "kept")[0] == 0
+    (path,) = (tmp_path / "kept").glob("*.jsonl.zst")
+    path.write_bytes(zstandard.compress(b'{"text": "a", "meta": {}}\n"bare"\n'))
+    status, error = run("--input", "kept", "--name", "y")
+    assert status == 1 and f"kept/{path.name}:2: is a string, not an object" in error
+    assert "AssertionError" not in error
+    remedy = error.split("--input '")[1].split("'")[0]
+    assert run("--input", remedy, "--name", "z")[0] == 0
 
 
 def test_another_key_than_text(run, tmp_path):

@@ -186,7 +186,10 @@ def test_sentencepiece(tmp_path):
     assert copy.encode(sample).tolist() == ids.tolist() and copy.eod == tokenizer.eod
     assert copy.fingerprint() == tokenizer.fingerprint()
     path.write_bytes(train())
-    with pytest.raises(TokenizerError, match=r"has no piece <\|endoftext\|>"):
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert build_tokenizer("SPMTokenizer", path).eod == processor.eos_id() >= 0
+    path.write_bytes(train(eos_id=-1))
+    with pytest.raises(TokenizerError, match=r"neither a piece <\|endoftext\|> nor an end of a"):
         build_tokenizer("SPMTokenizer", path)
     path.write_bytes(b"no model")
     with pytest.raises(TokenizerError, match="is not a SentencePiece model"):

@@ -5,6 +5,7 @@ import io
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from megatron.engine.training.bad_loss import LossGuard
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config, write_shards
 from tests.helpers.launch import run_ranks
+from tests.helpers.shards import write_documents
 
 KEYS = {
     "train_micro_batch_size_per_gpu": 2,
@@ -106,8 +108,23 @@ def test_a_skipped_step_changes_nothing_but_the_counters(tmp_path, prefix):
         assert set(rows(run)) == {1, 2, 3, 4, 5, 6} and rows(run)[3] is None
 
 
-def test_going_back_passes_over_the_samples_and_is_the_same_after_a_restart(tmp_path, prefix):
+def without_spare_samples(folder):
+    """Return keys of two texts that last for 64 samples: one corpus, and a blend of two."""
+    rng, made = np.random.default_rng(8), []
+    for name in ("one", "two"):
+        made.append(str(folder / name))
+        write_documents(made[-1], rng.integers(97, 123, (41, 25)))
+    alone = {"data_path": made[0], "split": "1,0,0"}  # 1,025 tokens: 64 samples of 16 and one
+    kinds = ("train", "valid", "test")
+    blend = {f"{kind}_data_paths": made if kind == "train" else made[:1] for kind in kinds}
+    return [alone, blend | {"data_path": None, "train_data_weights": [0.7, 0.3]}]
+
+
+@pytest.mark.parametrize("text", ["with spare samples", "to its last sample", "blend"])
+def test_going_back_passes_over_the_samples_and_is_the_same_after_a_restart(tmp_path, prefix, text):
     keys = {"on_bad_loss": "roll_back", "save_interval": 2, "train_iters": 8}
+    alone, blend = without_spare_samples(tmp_path)
+    keys |= {"to its last sample": alone, "blend": blend}.get(text, {})
     config = config_at(tmp_path, prefix, **keys)
     run = tmp_path / "run"
     said, _ = run_ranks(2, run_with_bad_sample, config, [41], not_finite)
@@ -118,12 +135,13 @@ def test_going_back_passes_over_the_samples_and_is_the_same_after_a_restart(tmp_
     )
     assert list(rows(run)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert newest(run).record.progress.consumed_samples == 8 * 8 + 16
-    again = tmp_path / "again" / "run"
-    again.parent.mkdir()
-    rewind(run, again, 4)
-    other = config_at(tmp_path / "again", prefix, **keys)
-    run_ranks(2, run_with_bad_sample, other, [41], not_finite)
-    assert digest(again) == digest(run) and rows(again) == rows(run)
+    for step in (4, 6):  # before the bad sample, and after it
+        again = tmp_path / f"again{step}" / "run"
+        again.parent.mkdir()
+        rewind(run, again, step)
+        other = config_at(again.parent, prefix, **keys)
+        run_ranks(2, run_with_bad_sample, other, [41], not_finite)
+        assert digest(again) == digest(run) and rows(again) == rows(run)
 
 
 def stops(groups, folder, prefix):
@@ -139,6 +157,22 @@ def stops(groups, folder, prefix):
     with pytest.raises(DivergedError, match="after 9 skipped steps"):
         run_with_bad_sample(groups, config, range(96), not_finite)
     return str(spike.value), warned, str(unsaved.value)
+
+
+def names_what_is_saved(groups, folder, prefix):
+    texts = []
+    for name, interval in (("a", 2), ("b", None)):
+        config = config_at(folder / name, prefix, loss_spike_threshold=20, save_interval=interval)
+        with pytest.raises(BadLossError) as bad:
+            run_with_bad_sample(groups, config, [17], high)
+        texts.append(str(bad.value))
+    return texts
+
+
+def test_the_error_names_the_newest_checkpoint_only_where_there_is_one(tmp_path, prefix):
+    [(saved, unsaved)] = run_ranks(1, names_what_is_saved, tmp_path, prefix)
+    assert saved.endswith(f". The newest checkpoint is {tmp_path}/a/run/global_step2")
+    assert unsaved.endswith(". No checkpoint yet") and "untouched" not in unsaved
 
 
 def test_a_spike_stops_at_the_threshold_and_is_told_without_one(tmp_path, prefix):

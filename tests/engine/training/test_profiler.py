@@ -80,6 +80,17 @@ def test_training_that_ends_before_the_profile_does_writes_it(tmp_path):
     assert len(said) == 1 and "aten::add" in (tmp_path / "profile_step2-3.txt").read_text()
 
 
+def test_a_profile_from_step_0_begins_with_the_first_step(tmp_path):
+    """As in gpt-neox, whose counter stands at 0 before the first step."""
+    keys = {"profile_step_start": 0, "profile_step_stop": 1}
+    steps = profiler(tmp_path, [], profile=True, memory_profiling=False, **keys)
+    for number, found in ((1, 0), (2, 2)):
+        steps.before_step(number)
+        assert len(list(tmp_path.glob("profile_step1-1.*"))) == found
+        torch.ones(2) + 1
+    assert "aten::add" in (tmp_path / "profile_step1-1.txt").read_text()
+
+
 def test_memory_of_a_gpu_is_recorded(tmp_path, monkeypatch):
     said, calls = [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
