@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
 from tools.experiments.claims import Verdict
@@ -185,3 +188,47 @@ def test_learning_rates_of_the_hand_scale_grid(repo_root):
         (bold,) = (rate for rate, cell in row.items() if cell.startswith("*"))
         assert float(bold) == best
         assert f"{embedding}: {{overrides: {{optimizer.params.lr: {bold}}}" in grid
+
+
+def test_the_gap_to_alibi_over_the_length(repo_root):
+    page = repo_root / "docs" / "results.md"
+    table = rows(page, r"Does the gap to ALiBi open\?")
+    assert [row["text"] for row in table] == ["code", "prose", "LaTeX"]
+    for row in table:
+        measured = perplexities(repo_root, row["text"].lower())
+        by_seed = measured.pivot_table("value", ["seed", "length"], "embedding")
+        gap = np.log(by_seed["kerple_log"] / by_seed["alibi"]).dropna().unstack("length")
+        for length in (128, 2048, 8192):
+            assert row[f"{length:,}"] == f"{100 * np.expm1(gap[length].mean()):+.1f}%"
+        change = gap[8192] - gap[128]
+        test = stats.ttest_1samp(change, 0)
+        low, high = 100 * np.expm1(test.confidence_interval())
+        text = f"{100 * np.expm1(change.mean()):+.2f}% [{low:+.2f}, {high:+.2f}]"
+        assert row["change, 128 to 8,192"] == text
+        assert row["p"] == f"{test.pvalue:.2g}"
+    paper = json.loads((repo_root / "configs" / "paper" / "tables.json").read_text())
+    for corpus, said in (
+        ("openwebtext2", "OpenWebText2"),
+        ("github", "GitHub"),
+        ("arxiv", "ArXiv"),
+    ):
+        of = paper["tables"]["small-512"][corpus]
+        start, end = (
+            100 * (of["kerple_log"][n][0] / of["alibi"][n][0] - 1) for n in ("512", "8192")
+        )
+        assert f"from {start:.1f}% to {end:.1f}% on {said}" in one_line(page)
+
+
+def test_the_gain_of_far_text(repo_root):
+    docs = repo_root / "docs"
+    table = rows(docs / "results.md", r"Does far text help\?")
+    files = ("quickstart/suite/windowed_twin.csv", "results/code/windowed_twin_kerple_log.csv")
+    for row, name in zip(table, files, strict=True):
+        found = pd.read_csv(docs / name).iloc[0]
+        assert found.bins == "all"
+        assert row["gain"] == f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+    loss = pd.read_csv(docs / "quickstart" / "suite" / "by_length.csv").set_index("length")["loss"]
+    gain, fall = pd.read_csv(docs / files[0]).iloc[0].value, loss[128] - loss[2048]
+    assert f"the fall of {fall:.3f} nats" in one_line(docs / "results.md")
+    assert f"explains {gain:.3f}. The" in one_line(docs / "results.md")
+    assert f"explains {gain:.3f} of {fall:.3f} nats" in one_line(repo_root / "README.md")
