@@ -89,12 +89,18 @@ def read_small(path: Path, most: int) -> bytes:
         OSError: The file cannot be read, is no regular file (reading a named pipe would wait for
             ever), or has more than `most` bytes.
     """
-    found = path.stat()
-    if not S_ISREG(found.st_mode):
-        raise OSError("not a regular file")
-    if found.st_size > most:
-        raise OSError(f"has {found.st_size:,} bytes, and at most {most:,} are read")
-    return path.read_bytes()
+    with open(path, "rb", opener=_without_waiting) as file:
+        found = os.fstat(file.fileno())
+        if not S_ISREG(found.st_mode):
+            raise OSError("not a regular file")
+        if found.st_size > most:
+            raise OSError(f"has {found.st_size:,} bytes, and at most {most:,} are read")
+        return file.read(most)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file like `os.open`, but do not wait for a writer if the file is a named pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -20,7 +21,7 @@ from megatron.errors import UserError
 from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
-from tools.experiments.state import ROOT, Record, is_complete, share_done
+from tools.experiments.state import ROOT, Record, is_complete, share_done, state_of
 
 LOG = "log.txt"
 _TAIL = 12  # lines of the log of a failed cell
@@ -37,6 +38,7 @@ class _Running:
     device: str
     begun: float
     before: float  # the share of its steps that earlier processes took
+    lease: ExitStack  # holds the run folder until the cell's process takes it over
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
@@ -70,6 +72,7 @@ class Runner:
 
     Attributes:
         failed: The cells that failed.
+        left: The cells that another job was running.
         signals: The number of signals received. At the first signal, the cells save a checkpoint
             and end. The second signal kills them.
     """
@@ -80,6 +83,7 @@ class Runner:
         self._free, self._say, self._changed = deque(devices), say, changed
         self._running: list[_Running] = []
         self.failed: list[Cell] = []
+        self.left: list[Cell] = []
         self.signals = 0
 
     def receive(self, *_: object) -> None:
@@ -109,40 +113,73 @@ class Runner:
         finally:
             for each in self._running:  # after an error of the sweep itself, such as a full disk
                 each.process.send_signal(signal.SIGTERM)
+                each.lease.close()
 
     def _start(self, cell: Cell) -> None:
         # A sweep imports the engine only when it starts a run: the import takes seconds.
-        from megatron.engine.job.lease import sole_writer
+        from megatron.engine.errors import CheckpointError
+        from megatron.engine.job.lease import handed, sole_writer
 
-        try:
-            record = Record.of(cell)
-            with sole_writer(cell.folder):  # no other sweep is at this cell
-                pass
-        except UserError as error:
-            self._work -= 1
-            self._fail(cell, str(error))
-            return
+        with ExitStack() as lease:
+            try:
+                record = Record.of(cell)
+                lease.enter_context(sole_writer(cell.folder))
+            except CheckpointError as error:
+                self._work -= 1
+                self._leave(cell, str(error))
+            except (UserError, OSError) as error:
+                self._work -= 1
+                self._fail(cell, str(error))
+            else:
+                if state_of(cell)[0] == "finished":
+                    self._work -= 1
+                    self._say(f"{cell.name}: another job has finished it")
+                else:
+                    self._launch(cell, record, handed(cell.folder), lease)
+
+    def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
+        """Start the process of a cell, whose run folder this process holds.
+
+        Args:
+            given: Environment variables for the process.
+            lease: Gives the run folder free again. It is emptied once the process has started.
+        """
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
         record.write(cell.folder)
         for path in RunFolder(cell.folder).results:  # of an evaluation with other keys
             path.unlink(missing_ok=True)
         device, before = self._free.popleft(), share_done(cell)
-        environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+        environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {}) | given
         with (cell.folder / LOG).open("ab") as log:
             process = start(command_of(cell), log, environ)
         self._work -= before
-        self._running.append(_Running(cell, process, record, device, time.monotonic(), before))
+        each = _Running(cell, process, record, device, time.monotonic(), before, lease.pop_all())
+        self._running.append(each)
         if self.signals:  # it came before the list had this cell
             process.send_signal(signal.SIGTERM)
         self._say(f"{cell.name}: {'resumes' if before else 'starts'}, log in {cell.folder / LOG}")
         self._changed()
 
     def _end(self, each: _Running) -> None:
-        cell, record = each.cell, each.record
+        from megatron.engine.errors import CheckpointError
+        from megatron.engine.job.lease import sole_writer
+
+        cell = each.cell
         self._running.remove(each)
         self._free.append(each.device)
         self._ended += 1 - each.before
+        each.lease.close()  # if the process ended before it took the lease over
+        try:
+            with sole_writer(cell.folder):
+                self._judge(each)
+        except CheckpointError as error:
+            self._leave(cell, str(error))
+        self._changed()
+
+    def _judge(self, each: _Running) -> None:
+        """Record and say how the process of a cell ended."""
+        cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode
         if code == 0 and is_complete(cell, cell.config()):
@@ -157,7 +194,10 @@ class Runner:
             lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
             self._fail(cell, "\n  ".join([f"exit code {code}; the end of {log}:", *lines]))
         record.write(cell.folder)
-        self._changed()
+
+    def _leave(self, cell: Cell, why: str) -> None:
+        self.left.append(cell)
+        self._say(f"{cell.name}: left to another job: {why}")
 
     def _fail(self, cell: Cell, why: str) -> None:
         self.failed.append(cell)
