@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,32 +27,6 @@ def replacing(path: Path) -> Iterator[Path]:
         flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder. When the `with` block ends, rename that folder to `path`.
-
-    If the block raises an exception, the folder is removed, and `path` is left unchanged. If the
-    process is killed, `.NAME.unfinished` stays beside `path`, and the next call removes it.
-
-    Raises:
-        OSError: `path` exists and is not an empty folder.
-    """
-    path = path.resolve()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} exists and is not empty; remove it, or name another folder")
-    temporary = path.with_name(f".{path.name}{UNFINISHED}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for file in (*temporary.rglob("*"), temporary):
-            flush(file)
-        temporary.rename(path)
-        flush(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
