@@ -46,7 +46,7 @@ def replace_table(path: Path, content: bytes | None) -> None:
 
     If the earlier file has another content, it is kept under the name `NAME.previous`.
     """
-    old = path.read_bytes() if path.exists() else None
+    old = read_small(path, 1 << 30) if path.exists() else None
     if old is not None and old != content:
         write_bytes(path.with_name(f"{path.name}.previous"), old)
     if content is None:
@@ -62,7 +62,7 @@ def read_small(path: Path, most: int) -> bytes:
         OSError: The file cannot be read, is no regular file (reading a named pipe would wait for
             ever), or has more than `most` bytes.
     """
-    with open(path, "rb", opener=_without_waiting) as file:
+    with open(path, "rb", opener=without_waiting) as file:
         found = os.fstat(file.fileno())
         if not S_ISREG(found.st_mode):
             raise OSError("not a regular file")
@@ -71,9 +71,17 @@ def read_small(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file like `os.open`, but do not wait for a writer if the file is a named pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
+def read_start(path: Path, most: int = 4096) -> str:
+    """Return the first `most` bytes of a file as text, or "" if the file is a named pipe."""
+    with open(path, "rb", opener=without_waiting) as file:
+        return file.read(most).decode(errors="replace")
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """Open a file like `os.open`, but do not wait until a named pipe has a writer or a reader."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def parse_json(text: str | bytes) -> Any:

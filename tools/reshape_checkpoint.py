@@ -36,8 +36,7 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
 
     Raises:
         CheckpointError: The checkpoint does not exist, is damaged, or cannot be converted, or
-            another process is converting it.
-        FileExistsError: The output folder exists and is not empty.
+            the output folder exists already.
     """
     saved = Saved(run, tag) if tag else require_newest(run)
     if not saved.path.is_dir():
@@ -49,9 +48,12 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     why = relayout.why_not_resumed(layout, layout | {"model_parallel_size": 1})  # written unsharded
     if why:
         raise CheckpointError(f"{saved.path} cannot be converted: {why}")
-    with new_folder(out / saved.tag) as folder:
+    final = out / saved.tag
+    if final.exists():
+        raise CheckpointError(f"{final} exists already; name another folder")
+    with new_folder(final) as folder:
         relayout.convert(saved, folder.parent, workers=workers)
-    return out / saved.tag
+    return final
 
 
 @entry.reports()

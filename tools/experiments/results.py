@@ -8,13 +8,17 @@ and a column for at least one metric in `METRICS`. Examples are `extrapolation.c
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from megatron.config.reader import read_file
+from megatron.data.errors import DataError
+from megatron.files import read_small
 from megatron.run_folder import RunFolder
 from tools.experiments.description import COLUMNS, METRICS
 from tools.experiments.grid import Grid
@@ -22,6 +26,7 @@ from tools.experiments.state import Record, state_of
 
 Frame = Any
 """A table or a column of pandas, whose types basedpyright cannot infer."""
+_MOST_BYTES = 1 << 27
 CURVES = {"by_position": "loss by position", "receptive_field": "loss by context"}
 """Maps each file of the folder `suite` that is read to the name of its metric in a report."""
 
@@ -42,12 +47,17 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
             continue
         if state == "stale":
             remarks.append(f"{cell.name}: stale ({why})")
+        try:
+            found = of_run(cell.folder)
+        except DataError as error:
+            remarks.append(f"{cell.name}: {error}, not counted")
+            continue
         codes.setdefault(tuple(sorted(record.code.items())), []).append(cell.name)
         about = {"cell": cell.name, **cell.axes, "seed": cell.seed, "folder": str(cell.folder)}
-        parts.append(of_run(cell.folder).assign(**about))
+        parts.append(found.assign(**about))
     if len(codes) > 1:
         groups = "; ".join(
-            f"{dict(code)['megatron']}: {len(names)}" for code, names in codes.items()
+            f"{dict(code).get('megatron')}: {len(names)}" for code, names in codes.items()
         )
         remarks.append(f"the cells were run by {len(codes)} versions of the code ({groups} cells)")
     empty = pd.DataFrame(columns=[*COLUMNS, *grid.about.axes])
@@ -62,10 +72,14 @@ def of_folders(folders: Sequence[Path]) -> Frame:
 
     Raises:
         OSError: A folder has no `config.yml`.
+        DataError: A table of results is damaged.
     """
     found = []
     for folder in folders:
-        settings, problems = read_file(RunFolder(folder).config)
+        path = RunFolder(folder).config
+        if path.exists() and not path.is_file():
+            raise OSError(f"{path}: not a regular file")
+        settings, problems = read_file(path)
         if problems:
             raise OSError(str(problems[0]))
         keys = {path[0]: given.value for path, given in settings.items()}
@@ -80,19 +94,51 @@ def of_folders(folders: Sequence[Path]) -> Frame:
 
 
 def of_run(folder: Path) -> Frame:
-    """Return the columns `length`, `metric` and `value` of one run folder."""
+    """Return the columns `length`, `metric` and `value` of one run folder.
+
+    Raises:
+        DataError: A table is damaged.
+    """
     parts: list[Any] = []
     for path in sorted(folder.glob("*.csv")):
-        table = pd.read_csv(path)
+        table = read_table(path)
         metrics = [name for name in METRICS if name in table]
         if metrics and "length" in table and table["length"].is_unique:
-            parts.append(table.melt("length", metrics, "metric", "value"))
+            parts.append(_checked(path, table.melt("length", metrics, "metric", "value")))
     for name, metric in CURVES.items():
         path = RunFolder(folder).suite / f"{name}.csv"
         if path.exists():
-            table = pd.read_csv(path)
-            curve = {"length": table["context"], "metric": metric, "value": table["value"]}
-            parts.append(pd.DataFrame(curve))
+            table = read_table(path).rename(columns={"context": "length"})
+            if not {"length", "value"} <= {*table}:
+                raise DataError(f"{path}: has no columns `context` and `value`")
+            parts.append(_checked(path, table[["length", "value"]].assign(metric=metric)))
     if not parts:
         return pd.DataFrame(columns=["length", "metric", "value"])
     return pd.concat(parts, ignore_index=True).drop_duplicates(["length", "metric"])
+
+
+def read_table(path: Path) -> Frame:
+    """Return the table in a CSV file.
+
+    Raises:
+        DataError: The file cannot be read, or is not a CSV file.
+    """
+    try:
+        return pd.read_csv(io.BytesIO(read_small(path, _MOST_BYTES)))
+    except (OSError, ValueError, OverflowError) as error:  # pandas' errors are ValueErrors
+        raise DataError(f"{path}: cannot be read ({error})") from None
+
+
+def _checked(path: Path, table: Frame) -> Frame:
+    """Return a table of results whose columns `length` and `value` are numbers.
+
+    Raises:
+        DataError: A length is not a positive whole number, or a value is not a number.
+    """
+    for column in ("length", "value"):
+        if not pd.api.types.is_numeric_dtype(table[column]) or table[column].dtype == bool:
+            raise DataError(f"{path}: the column of {column}s is not one of numbers")
+    lengths = table["length"].to_numpy(float)
+    if not ((lengths >= 1) & (lengths < 2**53) & (lengths == np.floor(lengths))).all():
+        raise DataError(f"{path}: a length is not a positive whole number")
+    return table.astype({"length": int, "value": float})

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from megatron.errors import UserError
+from megatron.files import without_waiting
 from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
 from tools.experiments.state import ROOT, Record, is_complete, share_done, state_of
 
 LOG = "log.txt"
-_TAIL = 12  # lines of the log of a failed cell
+_TAIL, _TAIL_BYTES = 12, 1 << 16  # the last lines of the log of a failed cell that are shown
 _REPORT_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -121,21 +122,20 @@ class Runner:
         from megatron.engine.job.lease import handed, sole_writer
 
         with ExitStack() as lease:
+            self._work -= 1
             try:
                 record = Record.of(cell)
                 lease.enter_context(sole_writer(cell.folder))
+                if state_of(cell)[0] == "finished":
+                    self._say(f"{cell.name}: another job has finished it")
+                    return
+                self._launch(cell, record, handed(cell.folder), lease)
+                self._work += 1 - self._running[-1].before
             except CheckpointError as error:
-                self._work -= 1
                 self._leave(cell, str(error))
             except (UserError, OSError) as error:
-                self._work -= 1
                 self._fail(cell, str(error))
-            else:
-                if state_of(cell)[0] == "finished":
-                    self._work -= 1
-                    self._say(f"{cell.name}: another job has finished it")
-                else:
-                    self._launch(cell, record, handed(cell.folder), lease)
+        self._changed()
 
     def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
         """Start the process of a cell, whose run folder this process holds.
@@ -149,17 +149,16 @@ class Runner:
         record.write(cell.folder)
         for path in RunFolder(cell.folder).results:  # of an evaluation with other keys
             path.unlink(missing_ok=True)
-        device, before = self._free.popleft(), share_done(cell)
+        device, before = self._free[0], share_done(cell)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {}) | given
-        with (cell.folder / LOG).open("ab") as log:
+        with open(cell.folder / LOG, "ab", opener=without_waiting) as log:
             process = start(command_of(cell), log, environ)
-        self._work -= before
+        self._free.popleft()
         each = _Running(cell, process, record, device, time.monotonic(), before, lease.pop_all())
         self._running.append(each)
         if self.signals:  # it came before the list had this cell
             process.send_signal(signal.SIGTERM)
         self._say(f"{cell.name}: {'resumes' if before else 'starts'}, log in {cell.folder / LOG}")
-        self._changed()
 
     def _end(self, each: _Running) -> None:
         from megatron.engine.errors import CheckpointError
@@ -191,7 +190,9 @@ class Runner:
         else:
             record.state = "failed"
             log = cell.folder / LOG
-            lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
+            with open(log, "rb", opener=without_waiting) as file:
+                file.seek(-min(_TAIL_BYTES, log.stat().st_size), os.SEEK_END)
+                lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL:]
             self._fail(cell, "\n  ".join([f"exit code {code}; the end of {log}:", *lines]))
         record.write(cell.folder)
 

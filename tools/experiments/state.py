@@ -16,20 +16,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
+from pydantic import Field, TypeAdapter
 
 from megatron.config import Config, ConfigError
 from megatron.config.sections.data import EvaluationConfig
 from megatron.data.errors import DataError
-from megatron.files import parse_json, write_text
+from megatron.files import read_small, write_text
 from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
 
 ROOT = Path(__file__).parents[2]
 RECORD = "cell.json"
 INDEX = "cells.csv"
+_MOST_BYTES = 1 << 24
 _PLACES = ("save", "load", "data_dir", "use_wandb", "wandb")
 
 State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
@@ -54,7 +56,7 @@ class Record:
     text: str
     code: dict[str, str]
     host: str = field(default_factory=platform.node)
-    seconds: float = 0.0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     state: State = "running"
 
     @classmethod
@@ -71,13 +73,16 @@ class Record:
     @classmethod
     def read(cls, folder: Path) -> Record | None:
         """Return the record in a run folder, or None if the record is missing or damaged."""
-        with suppress(FileNotFoundError, ValueError, TypeError):
-            return cls(**parse_json((folder / RECORD).read_bytes()))
+        with suppress(OSError, ValueError):
+            return _RECORD.validate_json(read_small(folder / RECORD, _MOST_BYTES))
         return None
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / RECORD, json.dumps(asdict(self), indent=1))
+
+
+_RECORD = TypeAdapter(Record)
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -153,10 +158,11 @@ def is_complete(cell: Cell, config: Config) -> bool:
 def share_done(cell: Cell) -> float:
     """Return the share of training steps that the run of a cell has taken, from 0 to 1."""
     record = Record.read(cell.folder)
-    if record is None or not record.config["train_iters"]:
+    steps = record.config.get("train_iters") if record else None
+    if not isinstance(steps, int) or steps < 1:
         return 0.0
     row = next(RunFolder(cell.folder).metrics_rows(newest_first=True), {"step": 0})
-    return min(1.0, row["step"] / record.config["train_iters"])
+    return min(1.0, row["step"] / steps)
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:

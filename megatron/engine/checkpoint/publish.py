@@ -27,7 +27,7 @@ from megatron.engine.checkpoint.checksums import describe_files, write_record
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
-from megatron.files import flush, replacing
+from megatron.files import flush, read_start, replacing
 from megatron.parallel.groups import build_groups
 from megatron.run_folder import RECORD, RunFolder, tag_of
 
@@ -173,11 +173,12 @@ def remove_unfinished(folder: Path) -> list[str]:
         if not final.exists():  # killed between the two renames: the old one is still the newest
             replaced.rename(final)
     for file in folder.glob(f".latest.*{UNFINISHED_FILE}"):
-        tag = file.read_text(errors="replace")
+        tag = read_start(file) if file.is_file() else ""
         if (folder / tag / RECORD).is_file() and not (folder / f"{UNFINISHED}{tag}").exists():
             file.replace(RunFolder(folder).latest)  # killed when only this was left to do
     for file in folder.glob(f".*{UNFINISHED_FILE}"):
-        file.unlink(missing_ok=True)
+        if not file.is_dir():  # as `new_folder` makes them
+            file.unlink(missing_ok=True)
     leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)

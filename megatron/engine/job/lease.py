@@ -232,10 +232,9 @@ def _read(path: Path) -> tuple[str, float] | None:
 
 def _place(folder: Path) -> tuple[str, int, int] | None:
     """Return the path, device and inode of `folder`; None if `folder` does not exist."""
-    try:
-        found = folder.stat()
-    except FileNotFoundError:
+    if not folder.exists():
         return None
+    found = folder.stat()
     return str(folder.resolve()), found.st_dev, found.st_ino
 
 
