@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from tests.helpers.jobs import rows
 from tests.tools.test_sweep import index, write_grid
 from tools import sweep
 from tools.experiments import runner
-from tools.experiments.runner import Runner
 from tools.experiments.state import Record
 
 FORK = multiprocessing.get_context("fork")
@@ -58,21 +58,24 @@ def test_two_sweeps_share_a_grid(grid, tmp_path):
     assert sorted(codes) == [0] * (2 - left) + [1] * left
 
 
-def test_a_cell_that_another_sweep_took_meanwhile_is_left_to_it(grid, monkeypatch, capsys):
+def test_a_cell_that_another_sweep_took_meanwhile_is_left_to_it(
+    grid, monkeypatch, start_forked, capsys
+):
     """The other sweep holds the folder before this one can record how its process ended."""
     cell = grid.parent / "runs" / "kerple_log-1"
     monkeypatch.setattr(lease, "HEARTBEAT", 0.1)
-    other = lease.sole_writer(cell)
-    end = Runner._end
+    other = ExitStack()
 
-    def end_late(self, each):
-        other.__enter__()
-        (cell / "cell.json").write_text("of the other sweep")
-        end(self, each)
+    class Watched(start_forked):
+        def poll(self):
+            if super().poll() is not None:
+                other.enter_context(lease.sole_writer(cell))
+                (cell / "cell.json").write_text("of the other sweep")
+            return super().poll()
 
-    monkeypatch.setattr(Runner, "_end", end_late)
-    assert sweep.main([str(grid), "--only", "*-1"]) == 1
-    other.__exit__(None, None, None)
+    monkeypatch.setattr(runner, "start", Watched)
+    with other:
+        assert sweep.main([str(grid), "--only", "*-1"]) == 1
     out = capsys.readouterr().out
     assert "kerple_log-1: left to another job: save: " in out and "FAILED" not in out
     assert (cell / "cell.json").read_text() == "of the other sweep"
@@ -82,20 +85,16 @@ def test_a_cell_that_another_sweep_has_finished_meanwhile_is_not_run_again(
     grid, monkeypatch, capsys
 ):
     assert sweep.main([str(grid), "--only", "*-1"]) == 0
-    begin = Runner._start
-
-    def finish_first(self, cell):
-        record = Record.read(cell.folder)
-        record.state = "finished"
-        record.write(cell.folder)
-        begin(self, cell)
-
     cell = grid.parent / "runs" / "kerple_log-1"
-    record = Record.read(cell)
-    record.state = "cut off"
-    record.write(cell)
-    before = (cell / "log.txt").read_bytes()
-    monkeypatch.setattr(Runner, "_start", finish_first)
+    finished, log = (cell / "cell.json").read_text(), (cell / "log.txt").read_bytes()
+    (cell / "cell.json").write_text(finished.replace('"finished"', '"cut off"'))
+    of = Record.of
+
+    def of_a_cell_that_another_sweep_finishes_now(each):
+        (cell / "cell.json").write_text(finished)
+        return of(each)
+
+    monkeypatch.setattr(Record, "of", of_a_cell_that_another_sweep_finishes_now)
     assert sweep.main([str(grid), "--only", "*-1"]) == 0
     assert "kerple_log-1: another job has finished it" in capsys.readouterr().out
-    assert (cell / "log.txt").read_bytes() == before
+    assert (cell / "log.txt").read_bytes() == log

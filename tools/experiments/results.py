@@ -1,32 +1,33 @@
 """Read the results of finished runs into one table: a row for each run, length and metric.
 
 In a run folder, all CSV files are read that have a column `length`, with one row for each length,
-and a column for at least one metric in `METRICS`. Examples are `extrapolation.csv` and
-`accuracy.csv`. In the folder `suite`, which `evaluate.py --suite` writes, only the files in
-`CURVES` are read. Their first column is taken as the length.
+and a column for at least one metric in `METRICS`. Where several have a result, that of
+`extrapolation.csv` or `accuracy.csv` counts. In the folder `suite`, which `evaluate.py --suite`
+writes, only the files in `CURVES` are read. Their first column is taken as the length.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from megatron.config.reader import read_file
 from megatron.data.errors import DataError
-from megatron.files import read_small
 from megatron.run_folder import RunFolder
 from tools.experiments.description import COLUMNS, METRICS
 from tools.experiments.grid import Grid
-from tools.experiments.state import Record, state_of
+from tools.experiments.state import (
+    Frame,
+    Record,
+    other_measurement,
+    read_table,
+    state_of,
+    why_not_measured,
+)
 
-Frame = Any
-"""A table or a column of pandas, whose types basedpyright cannot infer."""
-_MOST_BYTES = 1 << 27
 CURVES = {"by_position": "loss by position", "receptive_field": "loss by context"}
 """Maps each file of the folder `suite` that is read to the name of its metric in a report."""
 
@@ -43,12 +44,14 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
         state, why = state_of(cell)
         record = Record.read(cell.folder)
         if record is None or record.state != "finished" or state == "cut off":
-            remarks.append(f"{cell.name}: {state}, not counted")
+            remarks.append(f"{cell.name}: {': '.join(filter(None, (state, why)))}, not counted")
             continue
         if state == "stale":
             remarks.append(f"{cell.name}: stale ({why})")
         try:
-            found = of_run(cell.folder)
+            if other := why_not_measured(cell.folder, record):
+                raise DataError(other)
+            found = of_run(cell.folder, record)
         except DataError as error:
             remarks.append(f"{cell.name}: {error}, not counted")
             continue
@@ -76,10 +79,7 @@ def of_folders(folders: Sequence[Path]) -> Frame:
     """
     found = []
     for folder in folders:
-        path = RunFolder(folder).config
-        if path.exists() and not path.is_file():
-            raise OSError(f"{path}: not a regular file")
-        settings, problems = read_file(path)
+        settings, problems = read_file(RunFolder(folder).config)
         if problems:
             raise OSError(str(problems[0]))
         keys = {path[0]: given.value for path, given in settings.items()}
@@ -93,52 +93,46 @@ def of_folders(folders: Sequence[Path]) -> Frame:
     return pd.concat(parts, ignore_index=True)
 
 
-def of_run(folder: Path) -> Frame:
+def of_run(folder: Path, record: Record | None = None) -> Frame:
     """Return the columns `length`, `metric` and `value` of one run folder.
+
+    Args:
+        record: The record of the run, if it is a cell of a grid. Tables of the suite that were
+            measured otherwise than the run asks are then left out.
 
     Raises:
         DataError: A table is damaged.
     """
     parts: list[Any] = []
-    for path in sorted(folder.glob("*.csv")):
+    run = RunFolder(folder)
+    own = [path for path in run.results if path.exists()]
+    for path in dict.fromkeys([*own, *sorted(folder.glob("*.csv"))]):
         table = read_table(path)
         metrics = [name for name in METRICS if name in table]
         if metrics and "length" in table and table["length"].is_unique:
             parts.append(_checked(path, table.melt("length", metrics, "metric", "value")))
     for name, metric in CURVES.items():
-        path = RunFolder(folder).suite / f"{name}.csv"
-        if path.exists():
-            table = read_table(path).rename(columns={"context": "length"})
-            if not {"length", "value"} <= {*table}:
-                raise DataError(f"{path}: has no columns `context` and `value`")
-            parts.append(_checked(path, table[["length", "value"]].assign(metric=metric)))
+        path = run.suite / f"{name}.csv"
+        if not path.exists():
+            continue
+        table = read_table(path)
+        if not {"context", "value"} <= {*table}:
+            raise DataError(f"{path}: has no columns `context` and `value`")
+        if record is None or not other_measurement(path, table, record):
+            curve = {"length": table["context"], "metric": metric, "value": table["value"]}
+            parts.append(_checked(path, pd.DataFrame(curve)))
     if not parts:
         return pd.DataFrame(columns=["length", "metric", "value"])
     return pd.concat(parts, ignore_index=True).drop_duplicates(["length", "metric"])
-
-
-def read_table(path: Path) -> Frame:
-    """Return the table in a CSV file.
-
-    Raises:
-        DataError: The file cannot be read, or is not a CSV file.
-    """
-    try:
-        return pd.read_csv(io.BytesIO(read_small(path, _MOST_BYTES)))
-    except (OSError, ValueError, OverflowError) as error:  # pandas' errors are ValueErrors
-        raise DataError(f"{path}: cannot be read ({error})") from None
 
 
 def _checked(path: Path, table: Frame) -> Frame:
     """Return a table of results whose columns `length` and `value` are numbers.
 
     Raises:
-        DataError: A length is not a positive whole number, or a value is not a number.
+        DataError: A length is not a whole number, or a value is not a number.
     """
-    for column in ("length", "value"):
-        if not pd.api.types.is_numeric_dtype(table[column]) or table[column].dtype == bool:
-            raise DataError(f"{path}: the column of {column}s is not one of numbers")
-    lengths = table["length"].to_numpy(float)
-    if not ((lengths >= 1) & (lengths < 2**53) & (lengths == np.floor(lengths))).all():
-        raise DataError(f"{path}: a length is not a positive whole number")
-    return table.astype({"length": int, "value": float})
+    try:
+        return table.astype({"length": int, "value": float})
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{path}: a length or a value is not a number ({error})") from None

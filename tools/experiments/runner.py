@@ -181,7 +181,7 @@ class Runner:
         cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode
-        if code == 0 and is_complete(cell, cell.config()):
+        if code == 0 and is_complete(cell.folder, record):
             record.state = "finished"
             self._say(f"{cell.name}: finished after {clock(record.seconds)}")
         elif code == 0 or self.signals:
