@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,32 +29,6 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder. When the `with` block ends, rename that folder to `path`.
-
-    If the block raises an exception, the folder is removed, and `path` is left unchanged. If the
-    process is killed, `.NAME.unfinished` stays beside `path`, and the next call removes it.
-
-    Raises:
-        OSError: `path` exists and is not an empty folder.
-    """
-    path = path.resolve()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} exists and is not empty; remove it, or name another folder")
-    temporary = path.with_name(f".{path.name}{UNFINISHED}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for file in (*temporary.rglob("*"), temporary):
-            flush(file)
-        temporary.rename(path)
-        flush(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def write_text(path: Path, text: str) -> None:
     """Atomically replace the content of the file `path` with `text`, encoded as UTF-8."""
     with replacing(path) as temporary:
@@ -73,7 +46,7 @@ def replace_table(path: Path, content: bytes | None) -> None:
 
     If the earlier file has another content, it is kept under the name `NAME.previous`.
     """
-    old = path.read_bytes() if path.exists() else None
+    old = read_small(path, 1 << 30) if path.exists() else None
     if old is not None and old != content:
         write_bytes(path.with_name(f"{path.name}.previous"), old)
     if content is None:
@@ -89,12 +62,12 @@ def read_small(path: Path, most: int) -> bytes:
         OSError: The file cannot be read, is no regular file (reading a named pipe would wait for
             ever), or has more than `most` bytes.
     """
-    found = path.stat()
-    if not S_ISREG(found.st_mode):
-        raise OSError("not a regular file")
-    if found.st_size > most:
-        raise OSError(f"has {found.st_size:,} bytes, and at most {most:,} are read")
-    with path.open("rb") as file:
+    with open(path, "rb", opener=without_waiting) as file:
+        found = os.fstat(file.fileno())
+        if not S_ISREG(found.st_mode):
+            raise OSError("not a regular file")
+        if found.st_size > most:
+            raise OSError(f"has {found.st_size:,} bytes, and at most {most:,} are read")
         return read_at_most(file, most)
 
 
@@ -108,6 +81,19 @@ def read_at_most(file: BinaryIO, most: int) -> bytes:
     if len(content) > most:
         raise OSError(f"has more than {most:,} bytes, and at most {most:,} are read")
     return content
+
+
+def read_start(path: Path, most: int = 4096) -> str:
+    """Return the first `most` bytes of a file as text, or "" if the file is a named pipe."""
+    with open(path, "rb", opener=without_waiting) as file:
+        return file.read(most).decode(errors="replace")
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """Open a file like `os.open`, but do not wait until a named pipe has a writer or a reader."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -20,8 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.files import parse_json
+from megatron.files import parse_json, read_small, read_start
 
+MOST_BYTES = 1 << 30
+"""The largest size of a file of a run folder that is read whole, in bytes."""
 RECORD = "kerple.json"
 """The file of a checkpoint that describes it. Published (GPT-NeoX) checkpoints lack it."""
 _TAG = "global_step"
@@ -72,7 +74,7 @@ class RunFolder:
                     "intact checkpoint, or name another `save` to start from step 0"
                 )
             return None, ""
-        tag = self.latest.read_text(errors="replace").strip()
+        tag = read_start(self.latest).strip()
         if tag not in os.listdir(self.path) or not (self.path / tag).is_dir():
             there = ", ".join(sorted(path.name for path in self.path.glob(f"{_TAG}*"))) or "none"
             return None, (
@@ -92,8 +94,8 @@ class RunFolder:
 
         An incomplete last line and damaged lines are left out. A run may be writing the file.
         """
-        text = self.metrics.read_text("utf-8", "replace") if self.metrics.exists() else ""
-        lines = text.split("\n")[:-1]
+        content = read_small(self.metrics, MOST_BYTES) if self.metrics.is_file() else b""
+        lines = content.decode("utf-8", "replace").split("\n")[:-1]
         for line in reversed(lines) if newest_first else lines:
             if row := metrics_row(line):
                 yield row
@@ -105,7 +107,8 @@ def metrics_row(line: str) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    whole = isinstance(row, dict) and type(row.get("step")) is int
+    step = row.get("step") if isinstance(row, dict) else None
+    whole = type(step) is int and 0 <= step < 1 << 63
     return row if whole and "\ufffd" not in line else None  # the replacement of damaged bytes
 
 

@@ -26,9 +26,9 @@ from megatron import entry
 # isort: split
 import torch
 
+from megatron.engine.checkpoint.publish import new_folder
 from megatron.engine.job.error_messages import USER_ERRORS
 from megatron.engine.open_run import open_run
-from megatron.files import new_folder
 from megatron.parallel.groups import build_groups
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}

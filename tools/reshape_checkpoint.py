@@ -11,7 +11,6 @@ convert a checkpoint on another machine, or to read the optimizer state.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from megatron import entry
@@ -20,7 +19,7 @@ from megatron import entry
 import torch
 
 from megatron.engine.checkpoint import relayout
-from megatron.engine.checkpoint.publish import UNFINISHED
+from megatron.engine.checkpoint.publish import new_folder
 from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved, require_newest
 from megatron.engine.errors import CheckpointError
 from megatron.parallel.groups import build_groups
@@ -36,8 +35,8 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
         workers: The number of processes.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, is damaged, or cannot be converted, or the
-            output folder exists already.
+        CheckpointError: The checkpoint does not exist, is damaged, or cannot be converted, or
+            the output folder exists already.
     """
     saved = Saved(run, tag) if tag else require_newest(run)
     if not saved.path.is_dir():
@@ -49,11 +48,11 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     why = relayout.why_not_resumed(layout, layout | {"model_parallel_size": 1})  # written unsharded
     if why:
         raise CheckpointError(f"{saved.path} cannot be converted: {why}")
-    scratch, final = out / f"{UNFINISHED}{saved.tag}", out / saved.tag
+    final = out / saved.tag
     if final.exists():
         raise CheckpointError(f"{final} exists already; name another folder")
-    relayout.convert(saved, scratch, workers=workers).rename(final)
-    shutil.rmtree(scratch)
+    with new_folder(final) as folder:
+        relayout.convert(saved, folder.parent, workers=workers)
     return final
 
 

@@ -7,8 +7,9 @@
 Each cell (run) of the grid has its own run folder, with its log in log.txt. If the same command is
 given again, it skips finished cells and resumes the others. A cell is stale if its configuration,
 text or code has changed since its run began. Stale cells are reported and left as they are, unless
-`--stale` says what to do. The file cells.csv beside the run folders lists all cells. The exit code
-is 1 if a cell failed or is stale, and 130 after a signal.
+`--stale` says what to do. Several sweeps may run one grid: each leaves alone the cells that another
+one is running. The file cells.csv beside the run folders lists all cells. The exit code is 1 if a
+cell failed, is stale or was left to another sweep, and 130 after a signal.
 """
 
 from __future__ import annotations
@@ -118,9 +119,11 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
     print(f"{grid.runs}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if runner.failed:
         print("failed: " + ", ".join(cell.name for cell in runner.failed))
+    if runner.left:
+        print("left to other jobs: " + ", ".join(cell.name for cell in runner.left))
     if stale:
         print("stale cells are left as they are: give --stale rerun or --stale keep")
-    return entry.INTERRUPTED if runner.signals else int(bool(runner.failed) or stale)
+    return entry.INTERRUPTED if runner.signals else int(bool(runner.failed or runner.left) or stale)
 
 
 def _devices(args: argparse.Namespace, processes: int) -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from megatron.config.errors import ConfigError, Mark, Problem
+from megatron.files import without_waiting
 
 KeyPath = tuple[str, ...]
 
@@ -206,7 +207,8 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
     Examples of problems are a missing file, invalid YAML and duplicate keys.
     """
     try:
-        with Path(path).open("rb") as file:  # not always a file: `train.py <(COMMAND)` is a pipe
+        # Not always a regular file: `train.py <(COMMAND)` is a pipe, which has a writer.
+        with open(path, "rb", opener=without_waiting) as file:
             content = file.read(_MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
     except FileNotFoundError:

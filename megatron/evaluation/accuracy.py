@@ -27,6 +27,7 @@ from megatron.data.tasks.samples import examples_at
 from megatron.engine.training.pipeline_engine import PipelineLosses
 from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
 from megatron.evaluation.losses import MeasuredModel, losses_of_sequences
+from megatron.evaluation.perplexity_statistics import measured_with
 from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
@@ -45,6 +46,9 @@ class Accuracy:
     exact_high: float
     token: float
     distance_scale: float = 1.0  # the kernel saw every distance times this factor
+    split: str = ""  # the split of the text, `eval_split`
+    step: int = 0  # the optimizer steps that the model was trained for
+    code: str = ""  # the fingerprint of the code that measured
 
 
 def accuracy_at(
@@ -106,7 +110,7 @@ def evaluate_task(
     for length in sorted(set(chosen.eval_lengths)):
         count, size = chosen.eval_examples, chosen.eval_batch_tokens
         row = accuracy_at(model.loss_fn, task, length, count, model.groups, size)
-        rows.append(replace(row, distance_scale=chosen.eval_distance_scale))
+        rows.append(replace(row, **measured_with(model.config, model.step)))
     if model.groups.is_main:
         title = f"{task.name}, {model.pos.name}, trained at {task.min_length} to {task.max_length}"
         if chosen.eval_distance_scale != 1.0:
@@ -136,5 +140,7 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     write_bytes(picture, figure_png(figure))
-    text = table.to_string(index=False, float_format="{:.3f}".format)
+    text = table.drop(columns=["split", "step", "code"]).to_string(
+        index=False, float_format="{:.3f}".format
+    )
     return f"{title}\n{text}\nwritten to {run_dir}: {path.name} and {picture.name}"

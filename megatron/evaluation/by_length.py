@@ -35,7 +35,12 @@ from megatron.engine.open_text import Text, open_text
 from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
 from megatron.evaluation.losses import LossFn, MeasuredModel, losses_of_sequences
-from megatron.evaluation.perplexity_statistics import LengthResult, TokenBytes, summarise
+from megatron.evaluation.perplexity_statistics import (
+    LengthResult,
+    TokenBytes,
+    measured_with,
+    summarise,
+)
 from megatron.model.theta import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
@@ -133,7 +138,8 @@ def evaluate_checkpoint(
         say(run.said())
         parts = [theta.detach().float().cpu() for theta in model.theta_parts]
         theta_HN = trained_theta(model.pos, parts) if parts else None
-        measured = MeasuredModel(config, groups, model, model.pos, run.tokenizer, theta_HN)
+        step = run.saved.step
+        measured = MeasuredModel(config, groups, model, model.pos, run.tokenizer, theta_HN, step)
         return evaluate_lengths(measured, text, out or load, say)
 
 
@@ -158,8 +164,8 @@ def evaluate_lengths(
     measurement, span = measurement_of(
         config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
-    scale = chosen.eval_distance_scale
-    results = [replace(r, distance_scale=scale) for r in measurement.at_lengths(lengths, say)]
+    scale, about = chosen.eval_distance_scale, measured_with(config, model.step)
+    results = [replace(r, **about) for r in measurement.at_lengths(lengths, say)]
     baselines: dict[str, LengthResult] = {}
     if context := chosen.eval_context_baseline:
         baselines = {
@@ -168,7 +174,7 @@ def evaluate_lengths(
                 context, length=max(lengths), targets=max(1, span // context)
             ),
         }
-    baselines = {name: replace(r, distance_scale=scale) for name, r in baselines.items()}
+    baselines = {name: replace(r, **about) for name, r in baselines.items()}
     if groups.is_main:
         train_length = config.model.seq_length
         stretched = "" if scale == 1.0 else f", distances x {scale:g}"

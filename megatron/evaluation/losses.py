@@ -30,6 +30,7 @@ class MeasuredModel:
         tokenizer: The tokenizer with which the text was made.
         theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
             there are none.
+        step: The number of optimizer steps that the model was trained for.
     """
 
     config: Config
@@ -38,6 +39,7 @@ class MeasuredModel:
     pos: PositionalEmbedding
     tokenizer: Tokenizer
     theta_HN: torch.Tensor | None
+    step: int = 0
 
 
 def losses_of_sequences(

@@ -14,10 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from megatron.config import Config
 from megatron.parallel.loss import perplexity
+from megatron.version import fingerprint
 
 TokenBytes = Callable[[np.ndarray], np.ndarray]
 """A function from token ids to the number of UTF-8 bytes of each token."""
@@ -37,6 +40,9 @@ class LengthResult:
     bits_per_byte: float
     stderr: float  # the standard error of `loss` over sequences; NaN for a single sequence
     distance_scale: float = 1.0  # the kernel saw every distance times this factor
+    split: str = ""  # the split of the text, `eval_split`
+    step: int = 0  # the optimizer steps that the model was trained for
+    code: str = ""  # the fingerprint of the code that measured
 
     @property
     def perplexity_stderr(self) -> float:
@@ -45,6 +51,16 @@ class LengthResult:
     @property
     def bits_per_byte_stderr(self) -> float:
         return self.bits_per_byte * self.stderr / self.loss if self.loss else 0.0
+
+
+def measured_with(config: Config, step: int) -> dict[str, Any]:
+    """Return the columns of a table of results that say what was measured.
+
+    Args:
+        step: The number of optimizer steps that the model was trained for.
+    """
+    scale, split = config.evaluation.eval_distance_scale, config.evaluation.eval_split
+    return {"distance_scale": scale, "split": split, "step": step, "code": fingerprint()}
 
 
 def summarise(length: int, losses: np.ndarray, bytes_scored: np.ndarray) -> LengthResult:

@@ -16,10 +16,9 @@ from megatron.config import Config, ConfigError, load_config
 from megatron.config.flat import to_yaml
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.build import positional_of, tokenizer_of
-from megatron.engine.checkpoint.publish import write_import
+from megatron.engine.checkpoint.publish import new_folder, write_import
 from megatron.engine.errors import HubError
 from megatron.engine.model_shape import identity_of, shape_of
-from megatron.files import new_folder
 from megatron.hub.classes import class_of
 from megatron.hub.config_keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
 from megatron.hub.read import read_in, read_json, read_weights
@@ -50,6 +49,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
     Raises:
         HubError: `source` holds no model that can be imported.
         TokenizerError: The tokenizer.json cannot be read, or has no end-of-document token.
+        CheckpointError: Another process is writing `target`.
         FileExistsError: `target` exists and is not empty.
     """
     described = read_json(source, "config.json")

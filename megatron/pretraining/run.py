@@ -282,6 +282,7 @@ class Job:
             self.model.pos,
             self.data.tokenizer,
             self.theta.master_of_all_heads(),
+            self.progress.step,
         )
         evaluate_lengths(model, self.data.text, self.run_dir, log.line)
         log.pictures(self.progress.step, self.run_dir)

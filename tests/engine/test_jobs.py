@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.engine.training.schedule import Schedule
-from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
+from tests.helpers.jobs import MEASURED, digest, rewind, rows, write_config, write_shards
 from tests.helpers.launch import call
 from tests.helpers.paths import ROOT
 from tests.helpers.shards import write_documents
@@ -111,7 +111,7 @@ def test_the_run_folder_holds_everything(finished):
     names = {path.name for path in run.iterdir()}
     assert {"config.yml", "metrics.jsonl", "latest", "global_step3", "global_step6"} <= names
     header, *rest = (run / "extrapolation.csv").read_text().splitlines()
-    assert header == "length,sequences,loss,perplexity,bits_per_byte,stderr,distance_scale"
+    assert header == "length,sequences,loss,perplexity,bits_per_byte,stderr," + MEASURED
     assert [line.split(",")[:2] for line in rest] == [["16", "16"], ["32", "8"]]
     for picture in ("extrapolation.png", "kernels.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")

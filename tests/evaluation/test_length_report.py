@@ -33,7 +33,7 @@ def test_csv_has_the_promised_columns_and_loses_no_digit(tmp_path):
     with (tmp_path / "run" / "extrapolation.csv").open() as file:
         read = list(csv.DictReader(file))
     columns = ["length", "sequences", "loss", "perplexity", "bits_per_byte", "stderr"]
-    assert list(read[0]) == [*columns, "distance_scale"]
+    assert list(read[0]) == [*columns, "distance_scale", "split", "step", "code"]
     assert [int(row["length"]) for row in read] == [128, 256, 512]
     assert float(read[2]["loss"]) == 1.4712345678901234
     assert all(math.isclose(float(r["perplexity"]), math.exp(float(r["loss"]))) for r in read)

@@ -22,6 +22,8 @@ from tests.helpers.shards import write_documents
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
+MEASURED = "distance_scale,split,step,code"
+"""The last columns of a table of results."""
 
 BASE = {
     "tokenizer_type": "ByteLevelTokenizer",

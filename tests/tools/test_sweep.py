@@ -229,7 +229,7 @@ def test_the_run_of_another_sweep_is_left_as_it_is(tmp_path, capsys):
         for path in (record, results):
             path.write_text("of the other sweep")
         assert sweep.main([str(grid), "--only", "rotary-1"]) == 1
-        assert re.search("rotary-1: FAILED: save: .* is in use by", capsys.readouterr().out)
+        assert re.search("rotary-1: left to .*: save: .* is in use by", capsys.readouterr().out)
         assert record.read_text() == results.read_text() == "of the other sweep"
 
 

@@ -1,14 +1,15 @@
 """Test claims over seeds: paired t tests, Holm's correction, and TOST for equality.
 
 A claim compares two sides, A and B. For each seed s, they have the values a_s and b_s. For metrics
-like perplexity, the differences are d_s = ln a_s - ln b_s, and a margin of `by` percent is
-m = ln(1 + by / 100). For shares of right answers, d_s = a_s - b_s and m = by / 100. The claims
-about the expected difference D are:
+like perplexity, the differences are d_s = ln a_s - ln b_s. A is `by` percent above B if D is
+m = ln(1 + by / 100), and `by` percent below B if D is -l = ln(1 - by / 100). For shares of right
+answers, d_s = a_s - b_s and l = m = by / 100. The claims about the expected difference D are:
 
-    below      D < -m        one-sided paired t test
+    below      D < -l        one-sided paired t test
     above      D > m         one-sided paired t test
-    within     D < m         one-sided paired t test: A exceeds B by less than the margin
-    equal      -m < D < m    two one-sided tests (TOST); p is the larger of their p values
+    within     D < m         one-sided paired t test: A is less than `by` percent above B
+    equal      -m < D < m    two one-sided tests (TOST); p is the larger of their p values. Neither
+                             side is `by` percent above the other
     differs    D != 0        two-sided paired t test
 
 A claim of several parts holds only if all its parts hold, so its p value is the largest p value of
@@ -94,7 +95,7 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
         a: The values of side A, [seeds]. If ratios are compared, the logarithms of the values.
         b: The same for side B, in the same order of seeds.
         claim: The name of a claim in the module docstring, such as "below".
-        margin: The margin m, not negative.
+        margin: The margin, l for "below" and m for other claims. It is not negative.
     """
     if claim == "equal":
         upper = p_value(a, b, "within", margin)
@@ -155,7 +156,8 @@ def _tested(name: str, endpoint: Endpoint, results: Frame) -> Verdict:
     a, b = _paired(_side(chosen, one), _side(chosen, other), logarithm=lower)
     if len(a) < 2 or not np.isfinite(a - b).all():
         return replace(verdict, seeds=len(a))
-    p = p_value(a, b, endpoint.claim, math.log1p(by) if lower else by)
+    margin = -math.log1p(-by) if endpoint.claim == "below" else math.log1p(by)
+    p = p_value(a, b, endpoint.claim, margin if lower else by)
     d = a - b
     spread = stats.sem(d) * stats.t.ppf(0.975, len(d) - 1)
     points = [float(d.mean() + sign * spread) for sign in (0, -1, 1)]

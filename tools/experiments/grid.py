@@ -205,6 +205,8 @@ def _endpoint_faults(about: Description, endpoint: Endpoint) -> Iterator[str]:
     allowed = {axis: [*values_of(about, axis)] for axis in about.axes}
     if endpoint.metric not in METRICS:
         yield f"metric {endpoint.metric} is unknown; known: {', '.join(METRICS)}"
+    if endpoint.claim == "below" and endpoint.by >= 100:
+        yield f"by: nothing is {endpoint.by:g}% below a positive number or a share"
     lengths = [*map(str, about.lengths)]
     for side, length in zip(sides(endpoint), (lengths, [*lengths, BEST]), strict=True):
         for key, known in (allowed | {"length": length}).items():

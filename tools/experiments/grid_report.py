@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
-from megatron.files import parse_json, write_bytes, write_text
+from megatron.files import parse_json, read_small, write_bytes, write_text
 from megatron.readable_numbers import decimals
 from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
@@ -88,7 +88,9 @@ def sections(
                 section.pictures[curve] = by_length(values, rows, curve)
         for row, runs in part.groupby(rows):
             kernels = sorted(Path(runs["folder"].iloc[0]).glob("kernels*.png"))
-            section.pictures |= {f"kernels of {row}, {p.stem}": p.read_bytes() for p in kernels}
+            section.pictures |= {
+                f"kernels of {row}, {p.stem}": read_small(p, 1 << 27) for p in kernels
+            }
         found.append(section)
     return found
 

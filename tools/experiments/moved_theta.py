@@ -15,6 +15,7 @@ precision. The end values are those of the last logged step, which are not round
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,17 @@ def of_run(folder: Path) -> list[dict[str, Any]]:
     """
     step, logged = _last_logged(folder)
     start = _start(folder) if logged else {}
-    if start and start.keys() != logged.keys():
-        text = f"the run logged {', '.join(logged)}, but this embedding has {', '.join(start)}"
+    here, there = ({name: np.shape(each) for name, each in x.items()} for x in (start, logged))
+    if start and here != there:
+        text = f"the run logged {', '.join(there)}, but this embedding has {', '.join(here)}"
+        text += f" (shapes: {[*there.values()]} and {[*here.values()]})"
         raise ConfigError([Problem(Mark(str(RunFolder(folder).config)), "pos_emb", text)])
     return [
         {"parameter": name, "step": step, **_moved(start[name], logged[name])} for name in start
     ]
 
 
-def _moved(start: np.ndarray, logged: list[Any]) -> dict[str, float]:
-    end = np.asarray(logged, dtype=float)
+def _moved(start: np.ndarray, end: np.ndarray) -> dict[str, float]:
     change = _rms(end - start)
     relative = change / _rms(start) if start.any() else np.nan
     return {"start": start.mean(), "end": end.mean(), "change": change, "relative": relative}
@@ -82,12 +84,14 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(values**2)))
 
 
-def _last_logged(folder: Path) -> tuple[int, dict[str, list[Any]]]:
+def _last_logged(folder: Path) -> tuple[int, dict[str, np.ndarray]]:
     """Return the last step at which a run logged theta, and the logged values of each parameter."""
     for row in RunFolder(folder).metrics_rows(newest_first=True):
         named = {name.removeprefix(_PREFIX): row[name] for name in row if name.startswith(_PREFIX)}
-        if logged := {name: values for name, values in named.items() if isinstance(values, list)}:
-            return row["step"], logged
+        with suppress(ValueError, TypeError, OverflowError):  # a damaged row
+            lists = {name: values for name, values in named.items() if isinstance(values, list)}
+            if logged := {name: np.asarray(x, dtype=float) for name, x in lists.items()}:
+                return row["step"], logged
     return 0, {}
 
 

@@ -1,9 +1,9 @@
 """Read the results of finished runs into one table: a row for each run, length and metric.
 
 In a run folder, all CSV files are read that have a column `length`, with one row for each length,
-and a column for at least one metric in `METRICS`. Examples are `extrapolation.csv` and
-`accuracy.csv`. In the folder `suite`, which `evaluate.py --suite` writes, only the files in
-`CURVES` are read. Their first column is taken as the length.
+and a column for at least one metric in `METRICS`. Where several have a result, that of
+`extrapolation.csv` or `accuracy.csv` counts. In the folder `suite`, which `evaluate.py --suite`
+writes, only the files in `CURVES` are read. Their first column is taken as the length.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from typing import Any
 import pandas as pd
 
 from megatron.config.reader import read_file
+from megatron.data.errors import DataError
 from megatron.run_folder import RunFolder
 from tools.experiments.description import COLUMNS, METRICS
 from tools.experiments.grid import Grid
-from tools.experiments.state import Record, state_of
+from tools.experiments.state import (
+    Frame,
+    Record,
+    other_measurement,
+    read_table,
+    state_of,
+    why_not_measured,
+)
 
-Frame = Any
-"""A table or a column of pandas, whose types basedpyright cannot infer."""
 CURVES = {"by_position": "loss by position", "receptive_field": "loss by context"}
 """Maps each file of the folder `suite` that is read to the name of its metric in a report."""
 
@@ -38,16 +44,23 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
         state, why = state_of(cell)
         record = Record.read(cell.folder)
         if record is None or record.state != "finished" or state == "cut off":
-            remarks.append(f"{cell.name}: {state}, not counted")
+            remarks.append(f"{cell.name}: {': '.join(filter(None, (state, why)))}, not counted")
             continue
         if state == "stale":
             remarks.append(f"{cell.name}: stale ({why})")
+        try:
+            if other := why_not_measured(cell.folder, record):
+                raise DataError(other)
+            found = of_run(cell.folder, record)
+        except DataError as error:
+            remarks.append(f"{cell.name}: {error}, not counted")
+            continue
         codes.setdefault(tuple(sorted(record.code.items())), []).append(cell.name)
         about = {"cell": cell.name, **cell.axes, "seed": cell.seed, "folder": str(cell.folder)}
-        parts.append(of_run(cell.folder).assign(**about))
+        parts.append(found.assign(**about))
     if len(codes) > 1:
         groups = "; ".join(
-            f"{dict(code)['megatron']}: {len(names)}" for code, names in codes.items()
+            f"{dict(code).get('megatron')}: {len(names)}" for code, names in codes.items()
         )
         remarks.append(f"the cells were run by {len(codes)} versions of the code ({groups} cells)")
     empty = pd.DataFrame(columns=[*COLUMNS, *grid.about.axes])
@@ -62,6 +75,7 @@ def of_folders(folders: Sequence[Path]) -> Frame:
 
     Raises:
         OSError: A folder has no `config.yml`.
+        DataError: A table of results is damaged.
     """
     found = []
     for folder in folders:
@@ -79,20 +93,46 @@ def of_folders(folders: Sequence[Path]) -> Frame:
     return pd.concat(parts, ignore_index=True)
 
 
-def of_run(folder: Path) -> Frame:
-    """Return the columns `length`, `metric` and `value` of one run folder."""
+def of_run(folder: Path, record: Record | None = None) -> Frame:
+    """Return the columns `length`, `metric` and `value` of one run folder.
+
+    Args:
+        record: The record of the run, if it is a cell of a grid. Tables of the suite that were
+            measured otherwise than the run asks are then left out.
+
+    Raises:
+        DataError: A table is damaged.
+    """
     parts: list[Any] = []
-    for path in sorted(folder.glob("*.csv")):
-        table = pd.read_csv(path)
+    run = RunFolder(folder)
+    own = [path for path in run.results if path.exists()]
+    for path in dict.fromkeys([*own, *sorted(folder.glob("*.csv"))]):
+        table = read_table(path)
         metrics = [name for name in METRICS if name in table]
         if metrics and "length" in table and table["length"].is_unique:
-            parts.append(table.melt("length", metrics, "metric", "value"))
+            parts.append(_checked(path, table.melt("length", metrics, "metric", "value")))
     for name, metric in CURVES.items():
-        path = RunFolder(folder).suite / f"{name}.csv"
-        if path.exists():
-            table = pd.read_csv(path)
+        path = run.suite / f"{name}.csv"
+        if not path.exists():
+            continue
+        table = read_table(path)
+        if not {"context", "value"} <= {*table}:
+            raise DataError(f"{path}: has no columns `context` and `value`")
+        if record is None or not other_measurement(path, table, record):
             curve = {"length": table["context"], "metric": metric, "value": table["value"]}
-            parts.append(pd.DataFrame(curve))
+            parts.append(_checked(path, pd.DataFrame(curve)))
     if not parts:
         return pd.DataFrame(columns=["length", "metric", "value"])
     return pd.concat(parts, ignore_index=True).drop_duplicates(["length", "metric"])
+
+
+def _checked(path: Path, table: Frame) -> Frame:
+    """Return a table of results whose columns `length` and `value` are numbers.
+
+    Raises:
+        DataError: A length is not a whole number, or a value is not a number.
+    """
+    try:
+        return table.astype({"length": int, "value": float})
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{path}: a length or a value is not a number ({error})") from None

@@ -13,17 +13,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any
 
 from megatron.errors import UserError
+from megatron.files import without_waiting
 from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
-from tools.experiments.state import ROOT, Record, is_complete, share_done
+from tools.experiments.state import ROOT, Record, is_complete, share_done, state_of
 
 LOG = "log.txt"
-_TAIL = 12  # lines of the log of a failed cell
+_TAIL, _TAIL_BYTES = 12, 1 << 16  # the last lines of the log of a failed cell that are shown
 _REPORT_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -37,6 +39,7 @@ class _Running:
     device: str
     begun: float
     before: float  # the share of its steps that earlier processes took
+    lease: ExitStack  # holds the run folder until the cell's process takes it over
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
@@ -70,6 +73,7 @@ class Runner:
 
     Attributes:
         failed: The cells that failed.
+        left: The cells that another job was running.
         signals: The number of signals received. At the first signal, the cells save a checkpoint
             and end. The second signal kills them.
     """
@@ -80,6 +84,7 @@ class Runner:
         self._free, self._say, self._changed = deque(devices), say, changed
         self._running: list[_Running] = []
         self.failed: list[Cell] = []
+        self.left: list[Cell] = []
         self.signals = 0
 
     def receive(self, *_: object) -> None:
@@ -109,43 +114,74 @@ class Runner:
         finally:
             for each in self._running:  # after an error of the sweep itself, such as a full disk
                 each.process.send_signal(signal.SIGTERM)
+                each.lease.close()
 
     def _start(self, cell: Cell) -> None:
         # A sweep imports the engine only when it starts a run: the import takes seconds.
-        from megatron.engine.job.lease import sole_writer
+        from megatron.engine.errors import CheckpointError
+        from megatron.engine.job.lease import handed, sole_writer
 
-        try:
-            record = Record.of(cell)
-            with sole_writer(cell.folder):  # no other sweep is at this cell
-                pass
-        except UserError as error:
+        with ExitStack() as lease:
             self._work -= 1
-            self._fail(cell, str(error))
-            return
+            try:
+                record = Record.of(cell)
+                lease.enter_context(sole_writer(cell.folder))
+                if state_of(cell)[0] == "finished":
+                    self._say(f"{cell.name}: another job has finished it")
+                    return
+                self._launch(cell, record, handed(cell.folder), lease)
+                self._work += 1 - self._running[-1].before
+            except CheckpointError as error:
+                self._leave(cell, str(error))
+            except (UserError, OSError) as error:
+                self._fail(cell, str(error))
+        self._changed()
+
+    def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
+        """Start the process of a cell, whose run folder this process holds.
+
+        Args:
+            given: Environment variables for the process.
+            lease: Gives the run folder free again. It is emptied once the process has started.
+        """
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
         record.write(cell.folder)
         for path in RunFolder(cell.folder).results:  # of an evaluation with other keys
             path.unlink(missing_ok=True)
-        device, before = self._free.popleft(), share_done(cell)
-        environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
-        with (cell.folder / LOG).open("ab") as log:
+        device, before = self._free[0], share_done(cell)
+        environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {}) | given
+        with open(cell.folder / LOG, "ab", opener=without_waiting) as log:
             process = start(command_of(cell), log, environ)
-        self._work -= before
-        self._running.append(_Running(cell, process, record, device, time.monotonic(), before))
+        self._free.popleft()
+        each = _Running(cell, process, record, device, time.monotonic(), before, lease.pop_all())
+        self._running.append(each)
         if self.signals:  # it came before the list had this cell
             process.send_signal(signal.SIGTERM)
         self._say(f"{cell.name}: {'resumes' if before else 'starts'}, log in {cell.folder / LOG}")
-        self._changed()
 
     def _end(self, each: _Running) -> None:
-        cell, record = each.cell, each.record
+        from megatron.engine.errors import CheckpointError
+        from megatron.engine.job.lease import sole_writer
+
+        cell = each.cell
         self._running.remove(each)
         self._free.append(each.device)
         self._ended += 1 - each.before
+        each.lease.close()  # if the process ended before it took the lease over
+        try:
+            with sole_writer(cell.folder):
+                self._judge(each)
+        except CheckpointError as error:
+            self._leave(cell, str(error))
+        self._changed()
+
+    def _judge(self, each: _Running) -> None:
+        """Record and say how the process of a cell ended."""
+        cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode
-        if code == 0 and is_complete(cell, cell.config()):
+        if code == 0 and is_complete(cell.folder, record):
             record.state = "finished"
             self._say(f"{cell.name}: finished after {clock(record.seconds)}")
         elif code == 0 or self.signals:
@@ -154,10 +190,15 @@ class Runner:
         else:
             record.state = "failed"
             log = cell.folder / LOG
-            lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
+            with open(log, "rb", opener=without_waiting) as file:
+                file.seek(-min(_TAIL_BYTES, log.stat().st_size), os.SEEK_END)
+                lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL:]
             self._fail(cell, "\n  ".join([f"exit code {code}; the end of {log}:", *lines]))
         record.write(cell.folder)
-        self._changed()
+
+    def _leave(self, cell: Cell, why: str) -> None:
+        self.left.append(cell)
+        self._say(f"{cell.name}: left to another job: {why}")
 
     def _fail(self, cell: Cell, why: str) -> None:
         self.failed.append(cell)

@@ -3,12 +3,13 @@
 A cell is finished if its run took its last step and measured all lengths. A run is *stale* if its
 resolved configuration, its text or the code has changed since the run began. A stale run is neither
 continued nor repeated, unless the user decides otherwise. If only keys of the evaluation have
-changed, the run is not stale: it is continued, and its lengths are measured again.
+changed, or if another evaluation has replaced the results, the run is not stale: it is continued,
+and its lengths are measured again.
 """
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 import platform
 from collections.abc import Sequence
@@ -16,20 +17,25 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
+from pydantic import Field, TypeAdapter
 
 from megatron.config import Config, ConfigError
 from megatron.config.sections.data import EvaluationConfig
 from megatron.data.errors import DataError
-from megatron.files import parse_json, write_text
+from megatron.files import read_small, write_text
 from megatron.run_folder import RunFolder
+from megatron.version import fingerprint
 from tools.experiments.grid import Cell
 
 ROOT = Path(__file__).parents[2]
 RECORD = "cell.json"
 INDEX = "cells.csv"
+Frame = Any
+"""A table or a column of pandas, whose types basedpyright cannot infer."""
+_MOST_BYTES = 1 << 24
 _PLACES = ("save", "load", "data_dir", "use_wandb", "wandb")
 
 State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
@@ -54,7 +60,7 @@ class Record:
     text: str
     code: dict[str, str]
     host: str = field(default_factory=platform.node)
-    seconds: float = 0.0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     state: State = "running"
 
     @classmethod
@@ -71,13 +77,16 @@ class Record:
     @classmethod
     def read(cls, folder: Path) -> Record | None:
         """Return the record in a run folder, or None if the record is missing or damaged."""
-        with suppress(FileNotFoundError, ValueError, TypeError):
-            return cls(**parse_json((folder / RECORD).read_bytes()))
+        with suppress(OSError, ValueError):
+            return _RECORD.validate_json(read_small(folder / RECORD, _MOST_BYTES))
         return None
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / RECORD, json.dumps(asdict(self), indent=1))
+
+
+_RECORD = TypeAdapter(Record)
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -90,11 +99,8 @@ def settings(config: Config) -> dict[str, Any]:
 
 def code() -> dict[str, str]:
     """Return a fingerprint of the code that trains, and the versions of its libraries."""
-    found = hashlib.sha256()
-    for path in sorted([*(ROOT / "megatron").rglob("*.py"), ROOT / "train.py"]):
-        found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     libraries = {name: version(name) for name in ("torch", "deepspeed", "numpy")}
-    return {"megatron": found.hexdigest()[:12], "python": platform.python_version(), **libraries}
+    return {"megatron": fingerprint(), "python": platform.python_version(), **libraries}
 
 
 _texts: dict[str, str] = {}
@@ -132,31 +138,75 @@ def state_of(cell: Cell) -> tuple[State, str]:
     then = {**record.config, "code": record.code}
     keys = [key for key in {**now, **then} if then.get(key) != now.get(key)]
     changed = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in keys]
-    if changed and set(keys) <= EvaluationConfig.model_fields.keys():
-        return "cut off", "; ".join(changed)
-    if not changed:
+    if set(keys) <= EvaluationConfig.model_fields.keys():
         try:
             text = text_of(config)
         except DataError:
             text = record.text  # results are still shown where the text is no longer there
-        changed = [] if text == record.text else ["the text has another fingerprint"]
+        if text != record.text:
+            changed.append("the text has another fingerprint")
+        elif changed:
+            return "cut off", "; ".join(changed)
+        elif record.state == "finished" and (why := why_not_measured(cell.folder, record)):
+            return "cut off", why
     return ("stale", "; ".join(changed)) if changed else (record.state, "")
 
 
-def is_complete(cell: Cell, config: Config) -> bool:
+def is_complete(folder: Path, record: Record) -> bool:
     """Return whether the run of a cell took its last step and measured all lengths."""
-    run = RunFolder(cell.folder)
-    measured = any(path.exists() for path in run.results)
-    return run.newest_step() >= config.training.train_iters and measured
+    step = RunFolder(folder).newest_step()
+    return step >= record.config["train_iters"] and not why_not_measured(folder, record)
+
+
+def why_not_measured(folder: Path, record: Record) -> str:
+    """Return why the results in a run folder are not those of the recorded run; "" if they are."""
+    paths = [path for path in RunFolder(folder).results if path.exists()]
+    try:
+        found = [other_measurement(path, read_table(path), record) for path in paths]
+    except DataError as error:
+        return str(error)
+    return "" if "" in found else "; ".join(found) or "there are no results"
+
+
+def other_measurement(path: Path, table: Frame, record: Record) -> str:
+    """Return how a table was measured otherwise than the recorded run asks; "" if as it asks.
+
+    Tables of earlier versions lack some of the columns that say how they were measured.
+    """
+    asked = record.config.get
+    wanted = {"distance_scale": asked("eval_distance_scale"), "split": asked("eval_split")}
+    wanted |= {"step": asked("train_iters") or None}  # None: the checkpoint of another run
+    differing = [
+        f"{column} {', '.join(map(str, table[column].unique()))} instead of {value}"
+        for column, value in wanted.items()
+        if value is not None and column in table and not (table[column] == value).all()
+    ]
+    lengths = asked("eval_lengths")
+    if "length" in table and {*map(str, table["length"])} != {*map(str, lengths or ())}:
+        differing.append(f"lengths other than {lengths}")
+    return f"{path} was measured with {' and '.join(differing)}" if differing else ""
+
+
+def read_table(path: Path) -> Frame:
+    """Return the table in a CSV file.
+
+    Raises:
+        DataError: The file cannot be read, or is not a CSV file.
+    """
+    try:
+        return pd.read_csv(io.BytesIO(read_small(path, _MOST_BYTES)))
+    except (OSError, ValueError, OverflowError) as error:  # pandas' errors are ValueErrors
+        raise DataError(f"{path}: cannot be read ({error})") from None
 
 
 def share_done(cell: Cell) -> float:
     """Return the share of training steps that the run of a cell has taken, from 0 to 1."""
     record = Record.read(cell.folder)
-    if record is None or not record.config["train_iters"]:
+    steps = record.config.get("train_iters") if record else None
+    if not isinstance(steps, int) or steps < 1:
         return 0.0
     row = next(RunFolder(cell.folder).metrics_rows(newest_first=True), {"step": 0})
-    return min(1.0, row["step"] / record.config["train_iters"])
+    return min(1.0, row["step"] / steps)
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:

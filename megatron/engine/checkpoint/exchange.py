@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.config import Config, load_config
 from megatron.config.mlp_width import GATED
 from megatron.engine.build import positional_of
-from megatron.engine.checkpoint.publish import new_folder, write_import
+from megatron.engine.checkpoint.publish import new_checkpoint, write_import
 from megatron.engine.checkpoint.record import Record
 from megatron.engine.checkpoint.saved_checkpoints import Kind, require_newest
 from megatron.engine.errors import CheckpointError
@@ -34,7 +34,6 @@ from megatron.engine.neox.shape import Shape
 from megatron.model import BlockShape
 from megatron.model.theta import THETA
 from megatron.positional import PositionalEmbedding
-from megatron.run_folder import tag_of
 
 WORDS = "embedding.word_embeddings.weight"
 _DEGREES = tuple(
@@ -59,7 +58,6 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     if found.problems:
         listed = "\n  ".join(found.problems)
         raise CheckpointError(f"{source} is not complete:\n  {listed}")
-    _refuse_existing(target / tag_of(found.step))
     state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.shards}
     configs = source / "configs" if (source / "configs").is_dir() else None
     write_import(target, found.step, state, {"imported": found.about()}, configs)
@@ -104,9 +102,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         # The published code pads the vocabulary to a multiple of this value times the number of
         # shards. On loading, it compares this value and the padded size with its own.
         args["make_vocab_size_divisible_by"] = len(weights[WORDS]) // shape.parts
-    target.mkdir(parents=True, exist_ok=True)
-    _refuse_existing(target / saved.tag)
-    with new_folder(target, saved.tag) as folder:
+    with new_checkpoint(target, saved.tag) as folder:
         _write_layers(folder, shape, _placed(shape, weights, buffers), shards)
         _write_counters(
             folder, shape, saved.step, {"lr_scheduler": about["schedule"], "args": args}
@@ -114,11 +110,6 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         if (saved.path / "configs").is_dir():
             shutil.copytree(saved.path / "configs", folder / "configs")
     return target / saved.tag
-
-
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; remove it, or name another folder")
 
 
 def _placed(

@@ -1,4 +1,8 @@
-"""Write checkpoint folders so that each one appears complete or not at all.
+"""Write new folders so that each one appears complete or not at all.
+
+`new_folder` is for the tools that write a folder (imports, exports, conversions). A checkpoint in a
+run folder has a protocol of its own, because it replaces an older checkpoint of the same name, and
+because `latest` must name it:
 
 A checkpoint is written into the folder `.unfinished-NAME`. The folder is flushed to disk and
 renamed to `NAME`. Only then is `NAME` written into the file `latest`. If an older folder `NAME`
@@ -11,17 +15,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.engine.checkpoint.checksums import describe_files, write_record
+from megatron.engine.errors import CheckpointError
 from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
-from megatron.files import flush, replacing
+from megatron.files import flush, read_start, replacing
 from megatron.parallel.groups import build_groups
 from megatron.run_folder import RECORD, RunFolder, tag_of
 
@@ -29,12 +35,59 @@ UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 
 
 @contextmanager
-def new_folder(folder: Path, tag: str) -> Iterator[Path]:
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder. When the `with` block ends, rename that folder to `path`.
+
+    The yielded folder has the name of `path`. It is inside the folder `.NAME.unfinished` beside
+    `path`, whose lease this process holds. If the block raises an exception, both are removed. If
+    the process is killed, they stay, and the next call for the same `path` removes them. A rename
+    cannot replace a folder that has content, so no other process's result is ever replaced.
+
+    Raises:
+        CheckpointError: Another process is writing `path`.
+        OSError: `path` exists and is not an empty folder.
+    """
+    path = path.resolve()
+    staging = path.with_name(f".{path.name}{UNFINISHED_FILE}")
+    try:
+        with sole_writer(staging, "target") as confirm:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                text = "exists and is not empty; remove it, or name another folder"
+                raise FileExistsError(f"{path} {text}")
+            for left in staging.glob("new-*"):  # by processes that were killed
+                shutil.rmtree(left, ignore_errors=True)
+            # The name is unique: a writer that was suspended too long goes on in its own folder.
+            own = staging / f"new-{uuid.uuid4().hex}"
+            folder = own / path.name
+            folder.mkdir(parents=True)
+            try:
+                yield folder
+                confirm()
+                for file in (*folder.rglob("*"), folder):
+                    flush(file)
+                confirm()
+                folder.rename(path)
+                flush(path.parent)
+            finally:
+                shutil.rmtree(own, ignore_errors=True)
+    finally:
+        with suppress(OSError):  # another process may hold its lease by now
+            staging.rmdir()
+
+
+@contextmanager
+def new_checkpoint(folder: Path, tag: str) -> Iterator[Path]:
     """Yield an empty folder; after the `with` block, `publish` renames the folder to `folder/tag`.
 
     After an error in the block, the folder is not published.
+
+    Raises:
+        CheckpointError: `folder` already has the checkpoint `tag`, or another process writes there.
     """
     with sole_writer(folder) as confirm:
+        if (folder / tag).exists():
+            text = "exists already; remove it, or name another folder"
+            raise CheckpointError(f"{folder / tag} {text}")
         yield create_unfinished(folder, tag)
         publish(folder, tag, confirm)
 
@@ -58,7 +111,7 @@ def write_import(
     Raises:
         OSError: The files cannot be written, for example because the disk is full.
     """
-    with new_folder(run, tag_of(step)) as folder:
+    with new_checkpoint(run, tag_of(step)) as folder:
         try:
             torch.save(dict(state), folder / "mp_rank_00_model_states.pt")
         except RuntimeError as error:  # torch's file writer raises it on a full disk
@@ -120,11 +173,12 @@ def remove_unfinished(folder: Path) -> list[str]:
         if not final.exists():  # killed between the two renames: the old one is still the newest
             replaced.rename(final)
     for file in folder.glob(f".latest.*{UNFINISHED_FILE}"):
-        tag = file.read_text(errors="replace")
+        tag = read_start(file) if file.is_file() else ""
         if (folder / tag / RECORD).is_file() and not (folder / f"{UNFINISHED}{tag}").exists():
             file.replace(RunFolder(folder).latest)  # killed when only this was left to do
     for file in folder.glob(f".*{UNFINISHED_FILE}"):
-        file.unlink(missing_ok=True)
+        if not file.is_dir():  # as `new_folder` makes them
+            file.unlink(missing_ok=True)
     leftovers = sorted([*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")])
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)

@@ -9,6 +9,12 @@ LIFETIME seconds ago. A process that finds the holder of `.lease-N` dead creates
 removes `.lease-N`, so two processes cannot both take the folder over. A holder can be considered
 dead by mistake, for example while its machine is suspended. Before each write, a holder therefore
 checks that its lease still exists. If the lease is gone, the holder writes nothing.
+
+A lease also names its folder. If somebody copies the folder of a running job, the lease in the copy
+names the original folder, so the job does not hold the copy.
+
+A process can hand its lease to a process that it starts (`handed`). The new process replaces the
+lease by its own, so that no other process can take the folder in between.
 """
 
 from __future__ import annotations
@@ -17,26 +23,28 @@ import json
 import os
 import random
 import re
-import socket
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from megatron.ending import GIVE_BACK
 from megatron.engine.errors import CheckpointError
+from megatron.engine.job.holder import describe_process, is_alive, parsed, who
+from megatron.files import read_small
 
 HEARTBEAT = 5.0
 """The seconds between two heartbeats. At a heartbeat, the holder touches its lease's file."""
 LIFETIME = 60.0
 """A holder whose process cannot be checked is dead after this many seconds without a heartbeat."""
-PROC = Path("/proc")
-JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
-"""Environment variables in which schedulers name the job."""
+LONGEST_WAIT = 5 * LIFETIME
+"""The most seconds that a process waits for a folder, however many leases the folder holds."""
+MOST_BYTES = 4096
+"""The largest size of a lease that is read, in bytes."""
+HANDED = "KERPLE_LEASE"
+"""The environment variable in which a process hands its lease to a process that it starts."""
 
 Confirm = Callable[[], None]
 """A function that raises CheckpointError if this process may no longer write the run folder."""
@@ -47,17 +55,21 @@ def unleased() -> None:
 
 
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[Confirm]:
+def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
     """Hold the lease of `folder` during the `with` block, and yield a `Confirm` function.
 
     Call the yielded function before each change of a file that another run may need: `latest`,
     finished checkpoints, metrics. The yielded function raises CheckpointError if this process has
     lost the lease. `folder` is created if it does not exist.
 
+    Args:
+        key: The name by which the user chose the folder, for messages.
+
     Raises:
         CheckpointError: Another process holds the lease and is alive.
     """
-    path, text = _take(folder)
+    path, text = _take(folder, key)
+    place = _place(folder)
     over = threading.Event()
 
     def is_ours() -> bool:
@@ -65,13 +77,21 @@ def sole_writer(folder: Path) -> Iterator[Confirm]:
         return found is not None and found[0] == text
 
     def confirm() -> None:
-        if not is_ours():
-            others = " and ".join(_who(content) for content in _leases(folder).values())
-            raise CheckpointError(
-                f"save: {folder} is no longer this job's ({others or 'its lease was deleted'}): "
-                f"this process gave no sign of life for {LIFETIME:.0f} s, because it was stopped "
-                "or did not reach the file server. It has written nothing there since, and ends"
+        if is_ours():
+            return
+        if _place(folder) != place:
+            why = "(the folder was deleted, moved, or replaced by another one)"
+        elif others := " and ".join(who(content) for content in _leases(folder).values()):
+            why = (
+                f"({others}): this process gave no sign of life for {LIFETIME:.0f} s, because it "
+                "was stopped or did not reach the file server"
             )
+        else:
+            why = "(its lease was deleted)"
+        raise CheckpointError(
+            f"{key}: {folder} is no longer this job's {why}. "
+            "This process has written nothing there since, and ends"
+        )
 
     def release() -> None:
         if is_ours():
@@ -95,30 +115,41 @@ def sole_writer(folder: Path) -> Iterator[Confirm]:
         release()
 
 
-def _take(folder: Path) -> tuple[Path, str]:
+def handed(folder: Path) -> dict[str, str]:
+    """Return environment variables that hand this process's lease of `folder` to a child process.
+
+    `sole_writer` of the child then takes the lease over. This process holds it until then.
+    """
+    return {HANDED: next(iter(_leases(folder).values()), "")}
+
+
+def _take(folder: Path, key: str) -> tuple[Path, str]:
     """Take the lease of `folder` for this process; return the path and the content of the lease.
 
     Raises:
-        CheckpointError: Another process holds the lease and is alive.
+        CheckpointError: Another process holds the lease and is alive, or something else prevents
+            this process from taking the lease for LONGEST_WAIT seconds.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(describe_process())
-    while True:
-        dead = _leases(folder)
-        for path, content in dead.items():
-            _wait_for_end(path, content)
-        number = max((int(each.name.rpartition("-")[2]) for each in dead), default=0)
-        path = folder / f".lease-{number + 1}"
-        with suppress(FileExistsError):
+    deadline = time.monotonic() + LONGEST_WAIT
+    while time.monotonic() < deadline:
+        # Another process may create the lease first, or remove the folder (`publish.new_folder`).
+        with suppress(FileExistsError, FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(describe_process() | {"folder": _place(folder)})
+            dead = _leases(folder)
+            for path, content in dead.items():
+                if content != os.environ.get(HANDED):
+                    _wait_for_end(path, content, key, deadline)
+            number = max((int(each.name.rpartition("-")[2]) for each in dead), default=0)
+            path = folder / f".lease-{number + 1}"
             _create(path, text)
-        found = _leases(folder)
-        if found.get(path) == text:
-            if found.items() <= dead.items() | {(path, text)}:
+            if _leases(folder).items() <= dead.items() | {(path, text)}:
                 for each in dead:
                     each.unlink(missing_ok=True)
                 return path, text
             path.unlink()  # another process saw other leases than this one, and created its own
         time.sleep(random.uniform(0.05, 0.5))
+    raise CheckpointError(f"{key}: {folder}: no lease could be taken in {LONGEST_WAIT:.0f} s")
 
 
 def _create(path: Path, text: str) -> None:
@@ -138,45 +169,48 @@ def _create(path: Path, text: str) -> None:
             raise
 
 
-def _wait_for_end(path: Path, content: str) -> None:
+def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
     """Wait until the holder of the lease `path` is dead or has removed the lease.
 
     If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
-    seconds without a heartbeat.
+    seconds without a heartbeat. If a heartbeat is dated ahead, these seconds begin now.
 
     Args:
         content: The content of the lease.
+        deadline: The time (of `time.monotonic`) at which to give up.
 
     Raises:
         CheckpointError: The holder is alive: it has sent a heartbeat during the wait, or its
-            process still exists LIFETIME seconds after the last heartbeat.
+            process still exists LIFETIME seconds after the last heartbeat. Or it is `deadline`.
     """
-    first = None
+    first, begun = None, time.monotonic()
     # The file server sets the times of this file and of the lease by the same clock.
     with tempfile.TemporaryFile(dir=path.parent) as clock:
         while (found := _read(path)) and found[0] == content:
             alive = is_alive(content)
             os.utime(clock.fileno())
             age = os.fstat(clock.fileno()).st_mtime - found[1]
-            if alive is False or (alive is None and age > LIFETIME):
+            age = max(age, time.monotonic() - begun)
+            copied = alive and _names_another(content, path.parent)
+            if copied or alive is False or (alive is None and age > LIFETIME):
                 return
             if first is None:
                 first = found[1]
                 print(
-                    f"{path.parent} is held by {_who(content)}; looking whether it is alive",
+                    f"{path.parent} is held by {who(content)}; looking whether it is alive",
                     flush=True,
                 )
-            if found[1] != first or age > LIFETIME:
+            if found[1] != first or age > LIFETIME or time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"save: {path.parent} is in use by {_who(content)}, and only one job at a time "
-                    "can write a folder; name another `save`, or stop that job first"
+                    f"{key}: {path.parent} is in use by {who(content)}, and only one job at a time "
+                    f"can write a folder; name another `{key}`, or stop that job first"
                 )
             time.sleep(0.5)
 
 
 def _leases(folder: Path) -> dict[Path, str]:
     """Return a dict from the path of each lease in `folder` to its content."""
-    paths = [each for each in folder.iterdir() if re.fullmatch(r"\.lease-\d{1,9}", each.name)]
+    paths = [each for each in folder.iterdir() if re.fullmatch(r"\.lease-[0-9]+", each.name)]
     return {path: found[0] for path in paths if (found := _read(path))}
 
 
@@ -184,77 +218,29 @@ def _read(path: Path) -> tuple[str, float] | None:
     """Return a lease's content and the time of its last heartbeat; None if the file is missing.
 
     The file is opened because NFS then asks the server; `stat` alone would return cached values.
+
+    Raises:
+        OSError: The file cannot be read, or is not a lease.
     """
     try:
-        with path.open(errors="replace") as file:
-            return file.read(4096), os.fstat(file.fileno()).st_mtime
+        return read_small(path, MOST_BYTES).decode(errors="replace"), path.stat().st_mtime
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise OSError(f"{path}: {error}; remove it if no job is writing the folder") from None
 
 
-def describe_process() -> dict[str, Any]:
-    """Return the description of this process for its lease."""
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "job": next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), None),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "machine": _machine(),
-        "started": start_time(os.getpid()),
-        "id": uuid.uuid4().hex,
-    }
-
-
-def _parsed(content: str) -> dict[str, Any]:
-    """Return the description of the holder in a lease's content; {} if it is incomplete."""
-    with suppress(ValueError):
-        if isinstance(found := json.loads(content), dict):
-            return found
-    return {}
-
-
-def _who(content: str) -> str:
-    """Return a text for messages that names the holder of a lease."""
-    holder = _parsed(content)
-    if not holder:
-        return "an unknown process"
-    job = f"job {holder['job']}, " if holder.get("job") else ""
-    return f"process {holder.get('pid')} on {holder.get('host')} ({job}since {holder.get('since')})"
-
-
-def is_alive(content: str) -> bool | None:
-    """Return whether a lease's holder is alive; None if this process cannot find out.
-
-    Args:
-        content: The content of the lease.
-    """
-    holder, here = _parsed(content), _machine()
-    pid = holder.get("pid")
-    if here is None or holder.get("machine") != here or not isinstance(pid, int):
+def _place(folder: Path) -> tuple[str, int, int] | None:
+    """Return the path, device and inode of `folder`; None if `folder` does not exist."""
+    if not folder.exists():
         return None
-    try:
-        os.kill(pid, 0)
-        return start_time(pid) == holder.get("started")
-    except OSError as error:  # it has ended, or is another user's process
-        return False if isinstance(error, ProcessLookupError) else None
+    found = folder.stat()
+    return str(folder.resolve()), found.st_dev, found.st_ino
 
 
-def _machine() -> str | None:
-    """Return an id of this container and its machine's boot; None if there is no `/proc`."""
-    try:
-        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"
-    except OSError:
-        return None
-
-
-def start_time(pid: int) -> str | None:
-    """Return the time at which a process started, in clock ticks since the machine's boot.
-
-    The result is None if the process has ended or the system has no `/proc`.
-    """
-    path = PROC / str(pid) / "stat"
-    if not path.exists():
-        return None
-    state, *fields = path.read_text().rpartition(")")[2].split()
-    return None if state in "ZX" else fields[18]  # a zombie has ended, and waits for its parent
+def _names_another(content: str, folder: Path) -> bool:
+    """Return whether a lease of this machine in `folder` was copied there from another folder."""
+    holder, place = parsed(content), _place(folder)
+    if holder is None or holder.folder is None or place is None:
+        return False
+    return holder.folder[0] != place[0] and holder.folder[1:] != place[1:]

@@ -26,7 +26,8 @@ from tqdm import tqdm
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.run_log.rows import Metric, is_kept, json_line, keep_complete_rows, plain
 from megatron.engine.run_log.sinks import TensorBoard, Wandb
-from megatron.run_folder import RunFolder
+from megatron.files import read_small
+from megatron.run_folder import MOST_BYTES, RunFolder
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SINKS = LoggingConfig()
@@ -88,7 +89,7 @@ class RunLog:
                 os.replace(path, path.with_suffix(".jsonl.previous"))
             path.touch()
             self._path = path
-            if path.read_bytes()[-1:] not in (b"", b"\n"):  # of a job killed while it wrote
+            if read_small(path, MOST_BYTES)[-1:] not in (b"", b"\n"):  # of a killed job
                 self._unwritten = ["\n"]
         self._restart_tensorboard(last_step if append else 0)
         for sink in self._sinks:

@@ -12,9 +12,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from megatron.files import write_text
+from megatron.files import read_small, write_text
 from megatron.parallel.loss import perplexity
-from megatron.run_folder import metrics_row
+from megatron.run_folder import MOST_BYTES, metrics_row
 
 Metric = Any
 """A number, a tensor with one element, or a (nested) list of these."""
@@ -72,11 +72,12 @@ def keep_complete_rows(path: Path, last_step: int, validated_again: int | None =
     """
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [text for text in lines if is_kept(text, last_step, validated_again)]
-    if kept == lines:
-        return
-    write_text(path, "".join(kept))
+    text = read_small(path, MOST_BYTES).decode("utf-8", "replace")
+    lines = [f"{line}\n" for line in text.split("\n")]
+    lines[-1] = lines[-1][:-1]  # not a whole line, or ""
+    kept = "".join(line for line in lines if is_kept(line, last_step, validated_again))
+    if kept != text:
+        write_text(path, kept)
 
 
 def is_kept(text: str, last_step: int, validated_again: int | None) -> bool:

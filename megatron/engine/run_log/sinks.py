@@ -24,7 +24,7 @@ from typing import Any
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.rows import flat
-from megatron.files import write_text
+from megatron.files import read_start, write_text
 from megatron.run_folder import RunFolder
 
 Row = Mapping[str, Any]
@@ -82,7 +82,7 @@ class TensorBoard:
     def log(self, row: Row) -> None:
         for name in row.keys() - {"step"}:
             for tag, number in flat(name, row[name]):
-                if number is not None:  # in a row of `metrics.jsonl`: NaN or infinity
+                if isinstance(number, int | float):  # not None, which stands for NaN and infinity
                     self._writer.add_scalar(tag, number, row["step"])
         self._writer.flush()
 
@@ -127,7 +127,7 @@ class Wandb:
             folder.mkdir(parents=True, exist_ok=True)
             id_file = RunFolder(folder).wandb_id
             if append and mode == "online" and id_file.exists():
-                run_id = id_file.read_text(encoding="utf-8").strip() or None
+                run_id = read_start(id_file).strip() or None
         try:
             self._run = wandb.init(
                 project=settings.wandb_project,

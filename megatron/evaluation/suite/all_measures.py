@@ -21,6 +21,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.open_text import open_text
+from megatron.evaluation.perplexity_statistics import measured_with
 from megatron.evaluation.suite import context, key_tokens, perplexity, recall
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
 from megatron.evaluation.suite.suite_report import PAGE, Report, write_report
@@ -80,7 +81,8 @@ def run_suite(
             "sequences": f"{len(sample.documents)} of {sample.longest:,} tokens, out of "
             f"{len(np.unique(sample.documents))} documents that are long enough",
         }
-        report = Report(title, facts, verdict(measures), measures)
+        about = measured_with(config, run.saved.step)
+        report = Report(title, about, facts | about, verdict(measures), measures)
         folder = out or RunFolder(load).suite
         if groups.is_main:
             write_report(report, folder, sample.train_length)

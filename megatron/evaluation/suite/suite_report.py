@@ -22,11 +22,13 @@ class Report:
 
     Attributes:
         title: A text that names the model.
+        about: The result of `measured_with`.
         facts: Lines for the head of the page, about the model and the text that were measured.
         verdict: Sentences about all measures together. The first is about the context used.
     """
 
     title: str
+    about: dict[str, Any]
     facts: dict[str, Any]
     verdict: list[str]
     measures: list[Measure]
@@ -40,7 +42,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
     for measure in report.measures:
         parts += [f"## {measure.title}", measure.says]
         if measure.rows:
-            table = csv_of([row.flat() for row in measure.rows])
+            table = csv_of([row.flat() | report.about for row in measure.rows])
             write_bytes(folder / f"{measure.name}.csv", table)
             parts.append(_table(measure))
         if len(measure.rows) > 2:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron.engine.errors import CheckpointError
-from megatron.engine.job import lease
+from megatron.engine.job import holder, lease
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def quick(monkeypatch):
 def write_lease(folder, age=0.0, number=1, **changes):
     """The lease of another process, whose last heartbeat was `age` seconds ago."""
     path = folder / f".lease-{number}"
-    path.write_text(json.dumps(lease.describe_process() | {"id": "other"} | changes))
+    path.write_text(json.dumps(holder.describe_process() | {"id": "other"} | changes))
     now = path.stat().st_mtime
     os.utime(path, (now - age, now - age))
     return path
@@ -40,8 +40,8 @@ def test_it_is_held_and_kept_alive_for_the_block_and_released_after_errors(tmp_p
     folder = tmp_path / "new" / "run"
     with pytest.raises(ZeroDivisionError), lease.sole_writer(folder) as confirm:
         path = folder / ".lease-1"
-        holder, first = json.loads(path.read_text()), path.stat().st_mtime_ns
-        assert holder["pid"] == os.getpid() and holder["host"] and holder["since"]
+        found, first = json.loads(path.read_text()), path.stat().st_mtime_ns
+        assert found["pid"] == os.getpid() and found["host"] and found["since"]
         deadline = time.monotonic() + 30
         while path.stat().st_mtime_ns == first and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -66,7 +66,7 @@ def test_a_living_holder_is_named(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("reaped", [True, False])
 def test_a_killed_holder_on_this_machine_is_replaced_at_once(tmp_path, capsys, reaped):
     process = subprocess.Popen(["sleep", "600"])
-    started = lease.start_time(process.pid)
+    started = holder.start_time(process.pid)
     write_lease(tmp_path, pid=process.pid, started=started)
     process.kill()
     if reaped:
@@ -93,7 +93,7 @@ def test_a_silent_holder_elsewhere_is_replaced_after_its_lifetime(tmp_path):
 
 
 def test_a_holder_that_this_machine_cannot_look_at_counts_as_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "PROC", tmp_path / "none")  # as on macOS
+    monkeypatch.setattr(holder, "PROC", tmp_path / "none")  # as on macOS
     write_lease(tmp_path, age=61)
     with lease.sole_writer(tmp_path):
         pass
@@ -104,8 +104,8 @@ def test_a_process_of_another_user_and_a_torn_lease_count_as_elsewhere(monkeypat
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", forbidden)
-    assert lease.is_alive(json.dumps(lease.describe_process())) is None
-    assert lease.is_alive("torn") is None
+    assert holder.is_alive(json.dumps(holder.describe_process())) is None
+    assert holder.is_alive("torn") is None
 
 
 def test_the_second_job_waits_for_a_silent_holder_elsewhere(tmp_path, monkeypatch, capsys):

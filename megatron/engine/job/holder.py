@@ -1,0 +1,100 @@
+"""Describe the process that holds a lease, and find out whether that process is alive."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+PROC = Path("/proc")
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+"""Environment variables in which schedulers name the job."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The content of a lease. Leases of earlier versions lack `folder`."""
+
+    pid: Annotated[int, Field(ge=1, lt=1 << 31)]
+    host: str = ""
+    job: str | None = None
+    since: str = ""
+    machine: str | None = None
+    started: str | None = None
+    folder: tuple[str, int, int] | None = None
+
+
+_HOLDER = TypeAdapter(Holder)
+
+
+def describe_process() -> dict[str, Any]:
+    """Return the description of this process for its lease."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "job": next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), None),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "machine": _machine(),
+        "started": start_time(os.getpid()),
+        "id": uuid.uuid4().hex,
+    }
+
+
+def parsed(content: str) -> Holder | None:
+    """Return the description of the holder in a lease's content; None if it is damaged."""
+    with suppress(ValueError):
+        return _HOLDER.validate_json(content)
+    return None
+
+
+def who(content: str) -> str:
+    """Return a text for messages that names the holder of a lease."""
+    holder = parsed(content)
+    if holder is None:
+        return "an unknown process"
+    job = f"job {holder.job}, " if holder.job else ""
+    return f"process {holder.pid} on {holder.host} ({job}since {holder.since})"
+
+
+def is_alive(content: str) -> bool | None:
+    """Return whether a lease's holder is alive; None if this process cannot find out.
+
+    Args:
+        content: The content of the lease.
+    """
+    holder, here = parsed(content), _machine()
+    if holder is None or here is None or holder.machine != here:
+        return None
+    try:
+        os.kill(holder.pid, 0)
+        return start_time(holder.pid) == holder.started
+    except OSError as error:  # it has ended, or is another user's process
+        return False if isinstance(error, ProcessLookupError) else None
+
+
+def _machine() -> str | None:
+    """Return an id of this container and its machine's boot; None if there is no `/proc`."""
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> str | None:
+    """Return the time at which a process started, in clock ticks since the machine's boot.
+
+    The result is None if the process has ended or the system has no `/proc`.
+    """
+    path = PROC / str(pid) / "stat"
+    if not path.exists():
+        return None
+    state, *fields = path.read_text().rpartition(")")[2].split()
+    return None if state in "ZX" else fields[18]  # a zombie has ended, and waits for its parent
