@@ -80,7 +80,10 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def shape_of(model: ModelConfig) -> dict:
-    """Return the fields that differ from their defaults, in the small sizes that `SMALL` gives."""
+    """Return a dict of the keys that differ from their defaults in a small copy of `model`.
+
+    The copy is `model` scaled down to the sizes in `SMALL`. The keys in `SIZES` are left out.
+    """
     width, heads, length = (small / getattr(model, key) for key, small in SMALL.items())
     values = model.model_dump() | {
         "intermediate_size": round(model.intermediate_size * width),

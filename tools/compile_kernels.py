@@ -113,10 +113,12 @@ def variants(sample: bool) -> Iterator[Variant]:
 
 @lru_cache
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
-    """Return the distance kernel, its device functions, and the tensor names of the other terms.
+    """Return (distance kernel, its device functions, tensor names).
+
+    The tensor names are the names of the tensors that the other terms need.
 
     Args:
-        name: A distance kernel, alone or with other terms: `kerple_log + forget_gate`.
+        name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
     """
     names = name.split(" + ")
     whole = load(" + ".join(x for x in names if x != "documents") or "none")

@@ -30,7 +30,7 @@ _BARE = ("ByteLevelTokenizer", "CharLevelTokenizer")  # tokenizers without vocab
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Return the checked command line."""
+    """Parse and check the command line, and return the arguments."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("prefix", help="common path of .bin and .idx")
@@ -79,7 +79,7 @@ def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Token
 
 
 def print_counts(shards: ShardReader, manifest: dict | None) -> None:
-    """Print the numbers of documents and tokens, the document lengths, and the manifest's facts."""
+    """Print the numbers of documents and tokens, document lengths, and facts from the manifest."""
     print(f"{shards.prefix}: {len(shards):,} documents, {len(shards.tokens):,} tokens")
     print(f"dtype: {shards.dtype.name}; {shards.tokens.nbytes / 1e6:,.1f} MB")
     if len(shards):

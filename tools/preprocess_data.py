@@ -31,7 +31,7 @@ from megatron.data.tokenizers.build import TYPES, build_tokenizer
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Return the checked command line."""
+    """Parse and check the command line, and return the arguments."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("--input", required=True, help="files, globs or folders, separated by commas")

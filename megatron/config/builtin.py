@@ -6,11 +6,11 @@ from typing import Any
 
 PREFIX = "builtin:"
 CORPUS = "builtin:python-stdlib"
-"""The `data_path` of the corpus that needs no file."""
+"""The `data_path` that selects Python's standard library as corpus. It needs no data file."""
 TASKS = ("addition", "copy", "modular", "mqar", "parity", "reverse", "sort")
 """The names of the length tasks in `megatron.data.tasks`. Their `data_path` is builtin:NAME."""
 TASK_TOKENIZER = "TaskTokenizer"
-"""The tokenizer of every length task. It is selected by the task, not by the user."""
+"""The tokenizer of every length task. `load_config` selects it if the user names no tokenizer."""
 
 
 def task_name(data_path: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Define the config field types whose value is one of a few names, such as `adam` or `bf16`.
+"""Define the types of config fields that accept one of a few names, such as `adam` or `bf16`.
 
 Some names have aliases, and some names of GPT-NeoX are refused with a reason. As in GPT-NeoX, users
 may write names in upper or lower case. The resolved config has the spelling of this file.
@@ -21,7 +21,7 @@ def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
 
     Args:
         names: The accepted names, separated by spaces.
-        others: The other arguments of `fields.one_of`.
+        others: The arguments `aliases` and `refused` of `fields.one_of`.
     """
     return BeforeValidator(one_of(names.split(), **others))
 
@@ -47,7 +47,7 @@ PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power__ap": "kerple_power_mul",
     "kerple_power_ap_ap": "kerple_power_add_mul",
 }
-"""Maps names of embeddings in the published KERPLE code to different names in this project."""
+"""Maps names of the published KERPLE code to the names of the same embeddings in this project."""
 _DAPE = "it mixes the scores of all heads in a network, so that no head can be computed alone"
 _DAPE_KERNELS = ("alibi", "fire", "kerple", "rope", "xl_bias")
 _DAPE_FORMS = ("c", "capev2", "dapev1", "dapev2")
@@ -63,7 +63,7 @@ _BY_CONTENT = {
     **dict.fromkeys(("dape", "dapev2", "capev2", "nope_c", "nope_c_ffn"), _DAPE),
     **dict.fromkeys((f"{kernel}_{c}" for kernel in _DAPE_KERNELS for c in _DAPE_FORMS), _DAPE),
 }
-"""Maps the name of a positional method to the reason why no attention backend can compute it."""
+"""Maps each refused positional method to the reason why no attention backend computes it."""
 _positional_term = one_of(
     POSITIONAL_NAMES,
     aliases=PUBLISHED_POSITIONAL_NAMES | {"kerple": "kerple_log"},  # DAPE's name
@@ -89,10 +89,11 @@ def positional_name(value: Any) -> str:
 
 
 def terms_of(pos_emb: Any) -> set[str]:
-    """Return the embeddings that `pos_emb` names, in all layers and combinations.
+    """Return the names of all embeddings in `pos_emb`, from all its layers and combinations.
 
     Args:
-        pos_emb: A checked value of the key, such as `rotary + kerple_log` or names per layer.
+        pos_emb: A checked value of the key `pos_emb`, such as `rotary + kerple_log`, or a tuple
+            with names per layer (see `config.per_layer`).
     """
     return {term for name in values_of(pos_emb) for term in name.split(" + ")}
 
@@ -108,7 +109,7 @@ def _width(value: Any) -> int | None:
 
 
 Width = Annotated[Any, BeforeValidator(per_layer(_width))]
-"""A distance in tokens, None for no limit, or a tuple of these per layer (`config.per_layer`)."""
+"""A distance in tokens, None for no limit, or a tuple of such values (see `config.per_layer`)."""
 
 _TE = dict.fromkeys(("te_layernorm", "te_rmsnorm"), "Transformer Engine is not used")
 Norm = Annotated[

@@ -88,9 +88,9 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
 
 
 def sharing_layout(processes: int | str) -> tuple[str, ...]:
-    """Return the config overrides for using a model, not training it, on all processes of the job.
+    """Return the config overrides for sharing one model among all processes, without training it.
 
-    They set the degree of tensor parallelism to the number of processes.
+    The overrides set the degree of tensor parallelism to the number of processes.
     """
     return (
         f"model_parallel_size={processes}",

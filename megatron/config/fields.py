@@ -20,7 +20,7 @@ from megatron.config.reader import scalar
 from megatron.suggest import did_you_mean
 
 Check = Callable[[Any], Any]
-"""A function from the value in the config file to the value to use.
+"""A function that takes the value in the config file and returns the value to use.
 
 It raises ValueError for an invalid value, with a message that tells the user what to write instead.
 """
@@ -97,10 +97,10 @@ def number(
     """Return a check for finite numbers from `low` to `high`.
 
     Args:
-        low: The lower bound. `above` says whether it is allowed.
+        low: The lower bound.
         high: The greatest allowed number, or None for no upper bound.
         above: Whether numbers must be above `low`. If false, `low` itself is allowed.
-        whole: Whether numbers must be whole. The check then returns an int, otherwise a float.
+        whole: Whether numbers must be whole. If true, the check returns an int, otherwise a float.
         write: An example of a valid value for the error message.
     """
     bounds = f" above {low}" if above else f" of at least {low}"
@@ -136,7 +136,7 @@ def one_of(
     Args:
         names: The accepted names.
         aliases: Maps each alias to the name in `names` that replaces it. Aliases are accepted, too.
-        refused: Maps each name of GPT-NeoX that is refused to the reason.
+        refused: Maps each refused name to the reason for the refusal.
     """
     names, aliases, refused = tuple(names), aliases or {}, refused or {}
     known = {name.lower(): name for name in names} | {k.lower(): v for k, v in aliases.items()}
@@ -178,7 +178,7 @@ def texts(expected: str, write: str, *, commas: bool = False) -> Check:
     Args:
         expected: What the list is, for the error message.
         write: An example of a valid value for the error message.
-        commas: Whether a single text is a list whose items are separated by commas.
+        commas: Whether a single text is split at its commas into several texts.
     """
 
     def check(value: Any) -> tuple[str, ...]:

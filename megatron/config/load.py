@@ -2,7 +2,7 @@
 
 The steps are:
 
-1. Read each file and override (`reader`), and merge their settings. Later ones take precedence.
+1. Read each file and override (`reader`), and merge their settings. Later settings win.
 2. Translate GPT-NeoX's keys into fields (`neox`).
 3. Validate each field by itself (`fields`, pydantic).
 4. Derive missing fields (`derived`) and check the rules between fields (`rules`).

@@ -10,8 +10,8 @@ def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
     """Return the inner width of the MLP, computed as in gpt-neox.
 
     Without a gate, the width is `intermediate_size`. If the activation has a gate (such as
-    `swiglu`), the width is a third of `intermediate_size`. In both cases, it is rounded up to a
-    multiple of `multiple`.
+    `swiglu`), the width is a third of `intermediate_size`. In both cases, the width is then
+    rounded up to a multiple of `multiple`.
 
     Args:
         activation: The name of the activation.

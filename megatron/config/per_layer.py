@@ -63,8 +63,8 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
     """Return a list with the value of each layer.
 
     Args:
-        value: One value for all layers, or the checked groups of layers, whose sum must be
-            `num_layers`.
+        value: One value for all layers, or the checked groups of layers. The groups must have
+            `num_layers` layers in total.
     """
     if not isinstance(value, tuple):
         return [value] * num_layers
@@ -87,7 +87,10 @@ def problem_of(value: Any, num_layers: int) -> str | None:
 
 
 def layer_count(groups: tuple[tuple[tuple[Any, ...], Any], ...], num_layers: int) -> int:
-    """Return the number of layers in `groups`. A group with `all` fills up to `num_layers`."""
+    """Return the number of layers in `groups`.
+
+    A group with `all` is repeated as often as its values fit into `num_layers` layers.
+    """
     return sum(len(values) * _times(values, repeats, num_layers) for values, repeats in groups)
 
 
@@ -108,5 +111,8 @@ def same_layers(one: Any, other: Any, num_layers: int) -> bool:
 
 
 def _times(values: tuple[Any, ...], repeats: Any, num_layers: int) -> int:
-    """Return how often a group's values are repeated. For `all`, they fill `num_layers` layers."""
+    """Return how often the values of a group are repeated.
+
+    `all` means as often as they fit into `num_layers` layers.
+    """
     return num_layers // len(values) if repeats == ALL else repeats

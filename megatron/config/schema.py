@@ -1,10 +1,10 @@
 """Define the resolved configuration: immutable sections with typed fields (`sections/`).
 
-The key of a field in config files is the field's name, unless the annotation `Key` gives another.
+In config files, the key of a field is the field's name, unless an annotation `Key` gives a key.
 `Key(None)` marks a field that config files cannot set, because it is always derived. Defaults are
 those of GPT-NeoX. If the published KERPLE code and current gpt-neox have different defaults, a
-comment names the one that is used. Lengths are counted in tokens, iterations in optimizer steps,
-and batch sizes in sequences.
+comment names the default that is used. Lengths are counted in tokens, iterations in optimizer
+steps, and batch sizes in sequences.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ FEWEST_FILES = 1024
 """The smallest accepted limit of open files. A process opens shards, checkpoints and sockets."""
 LEAST_DISK, SMALL_DISK, LEAST_SHM = 1e9, 20e9, 1e9
 LARGEST_SKEW = 2.0
-"""The largest accepted difference of clocks, in seconds. Gathering them takes less time."""
+"""The largest accepted difference between the clocks of two machines, in seconds.
+
+Reading the clocks of all machines takes less time than this.
+"""
 _SHARED = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|gluster|cifs|smb|wekafs|panfs|pvfs|orangefs|afs")
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
@@ -131,9 +134,9 @@ def clock(case: Case) -> Iterator[Finding]:
 
 
 def gathered_clocks() -> dict[str, float]:
-    """Return a dict from host to its clock, in seconds since 1970. Every process must call this.
+    """Return a dict from host name to the time on its clock, in seconds since 1970.
 
-    All clocks are read at about the same moment.
+    Every process of the job must call this function. All clocks are read at about the same moment.
     """
     import torch.distributed as dist
 

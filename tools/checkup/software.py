@@ -39,7 +39,7 @@ def python(case: Case) -> Iterator[Finding]:
 
 
 def packages(case: Case) -> Iterator[Finding]:
-    """Import torch and DeepSpeed, and compare their versions with the pinned ones."""
+    """Import torch and DeepSpeed, and compare their versions with those in requirements.txt."""
     pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
     for name in ("torch", "deepspeed"):
         install = f"pip install {name}=={pins[name]}"

@@ -19,7 +19,7 @@ class Variant:
 
     Attributes:
         target: The GPU's compute capability, such as 90.
-        kernel: The distance kernel, alone or with other terms: `kerple_log + forget_gate`.
+        kernel: The distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
         which: The pass, a key of `megatron.kernels.compiled_variants.PASSES`.
         dtype: `bf16`, `fp16` or `fp32`.
         head_size: The number of dimensions of each attention head.
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def wrong(self) -> str | None:
-        """The reason why this kernel should not be used on its GPU, or None if there is none."""
+        """The reason why this kernel should not be used on its GPU, or None if it may be used."""
         target, where = self.variant.target, self.variant.name
         memory = SHARED_MEMORY[family(divmod(target, 10))]
         if self.shared > memory:

@@ -1,4 +1,4 @@
-"""Define the content of a grid file, without the values of its variables."""
+"""Define the schema of a grid file, whose texts may contain variables such as `{model}`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrainedTokenizer(_Strict):
 class Paper(_Strict):
     """The names of a table in configs/paper/tables.json and of a corpus in that table.
 
-    They select the paper's numbers that a report compares with the grid's.
+    They select the numbers of the paper with which a report compares the numbers of the grid.
     """
 
     table: str

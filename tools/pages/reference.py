@@ -70,7 +70,7 @@ def page() -> str:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """Return a dict from field to its comment, which is above the field or in the field's line."""
+    """Return a dict from field name to the comment above the field or at the end of its line."""
     lines = inspect.getsource(section).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     found = {}

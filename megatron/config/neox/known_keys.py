@@ -41,7 +41,8 @@ def _members(group: str) -> set[str]:
 def unknown_name(key: str) -> str:
     """Return the name under which to report an unknown dotted key.
 
-    For a key `a.b`, the name is `a` if there is no known key `a` or `a.*`, otherwise `a.b`.
+    For a key `a.b`, the name is `a.b` if a known key is `a` or starts with `a.`. Otherwise, the
+    name is `a`.
     """
     top = key.partition(".")[0]
     return key if top in _TOP_LEVEL else top

@@ -118,4 +118,4 @@ CHECKS: dict[str, Check] = {
     "override_lr_scheduler": flag,
     "num_workers": whole_number(0),
 }
-"""Maps keys without effect to checks. For these keys, a value that fails the check is an error."""
+"""Maps some keys without effect to a check of their values. A value that fails is an error."""

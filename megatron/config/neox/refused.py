@@ -1,9 +1,9 @@
 """List the GPT-NeoX keys that are refused, because they would change what a run computes or stores.
 
 Each key has a reason, a text that tells the user what to write instead, and a test for harmless
-values. A value is harmless if it asks for what happens anyway, such as `onnx_safe: false`. Such a
-value is accepted without a note to the user. A key inside a mapping is written with a dot, as
-MAPPING.KEY. If the value of a listed key is a mapping, the mapping is refused as a whole.
+values. A value is harmless if it asks for what happens anyway, such as `onnx_safe: false`.
+Harmless values are accepted without a note to the user. A key inside a mapping is written with a
+dot, as MAPPING.KEY. If the value of a listed key is a mapping, the mapping is refused as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAVE = "leave it out"
 
 @dataclass(frozen=True)
 class Refusal:
-    """The entry of a refused key.
+    """Why a key is refused, and which of its values are accepted nevertheless.
 
     Attributes:
         reason: Why the key is refused.

@@ -34,9 +34,10 @@ SWITCH_KEYS = frozenset(f"zero_optimization.{key}" for key in (*_OPTIONS, *_NO_E
 
 
 def read_zero(others: dict[str, Given], out: Translation) -> None:
-    """Read all keys of zero_optimization except `stage`, which sets a field by itself.
+    """Read the keys inside `zero_optimization`, except `stage`.
 
-    If zero_optimization is given without `stage`, the stage is 0, as in DeepSpeed.
+    `dialect.py` has already read `stage`. If `zero_optimization` is given without `stage`, the
+    stage is 0, as in DeepSpeed.
     """
     group = {k.partition(".")[2]: g for k, g in others.items() if k.startswith("zero_optimization")}
     passed: dict[str, Any] = {}

@@ -11,6 +11,6 @@ DERIVED: Any = None
 
 
 class Section(BaseModel):
-    """The base class of config sections, an immutable pydantic model without unknown fields."""
+    """The base class of sections: an immutable pydantic model that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -58,9 +58,9 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 def resolve_data_path(
     data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Replace a `data_path` "builtin:NAME" by the path prefix of that corpus's token shard.
+    """Return the prefix of the token shard of corpus NAME if `data_path` is "builtin:NAME".
 
-    The shard is created first if it does not exist. Any other `data_path` is returned unchanged.
+    If the shard does not exist, create it first. Return any other `data_path` unchanged.
 
     Raises:
         CorpusError: `data_path` is None, or there is no built-in corpus NAME.

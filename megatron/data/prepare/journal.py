@@ -32,7 +32,7 @@ class State:
         written: The numbers of documents and tokens in each unfinished shard.
         begin: The pair [source, number] of the first chunk written, or None.
         done: The pair [source, number] of the last chunk written, or None.
-        skipped_bytes: The size of the list of skipped records.
+        skipped_bytes: The number of bytes in the file that lists the skipped records.
         archive: The number of complete files of the archive.
     """
 
@@ -46,7 +46,7 @@ class State:
 
     @property
     def kept(self) -> list:
-        """The arguments of `rewind` for each output: first the shards, then the archive."""
+        """The arguments of `rewind` for each output. The shards come first, then the archive."""
         return [*self.written, [self.archive]]
 
 
@@ -100,7 +100,7 @@ class Journal:
         return self.path.is_file()
 
     def write(self, state: State) -> None:
-        """Replace the journal by one with `state`."""
+        """Write `state` to the journal. It replaces the state that was stored before."""
         checksum = _checksum(self.job, vars(state))
         entry = {"job": self.job, "state": vars(state), "checksum": checksum}
         files.write_text(self.path, json.dumps(entry))
@@ -113,7 +113,7 @@ class Journal:
             path.unlink()
 
     def explain(self, error: OSError | DataError) -> DataError:
-        """Return `error` as a DataError. Its text adds how many documents a rerun need not repeat.
+        """Return `error` as a DataError that also says after how many documents a rerun continues.
 
         If `error` is an OSError that names no file, the text starts with the first shard's prefix.
         """

@@ -91,5 +91,8 @@ def describe_skipped(path: str | os.PathLike, faults: int) -> str:
 
 
 def printable(fault: str) -> str:
-    """Return `fault` with line feeds and control codes escaped. Names in archives may have them."""
+    """Return `fault` with line feeds and control codes escaped.
+
+    The name of a file inside an archive may contain such characters.
+    """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fault)

@@ -114,8 +114,8 @@ def record_chunks(
         rows: The rows of the table, or the records of an archive.
         where: The path of the input.
         place: The place of the first row. It is updated while the rows are read.
-        halves: The error handler of `str.encode` for one half of a surrogate pair. "surrogatepass"
-            writes bytes that make the record faulty. "backslashreplace" writes an escape of JSON.
+        halves: The error handler of `str.encode` for an unpaired surrogate. "surrogatepass" writes
+            bytes that make the record faulty. "backslashreplace" writes an escape of JSON.
     """
 
     def lines() -> Iterator[bytes]:

@@ -45,7 +45,8 @@ class PrepareOptions:
         on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
         partition: (i, n) selects partition i of n. Partitions are numbered from 1.
         checkpoint_seconds: The time between two updates of the journal.
-        limits: The largest size of a document, and how much an input may expand.
+        limits: The largest size of a document, and how much larger an input may become when it is
+            decompressed.
     """
 
     encode: EncodeOptions = EncodeOptions()
@@ -62,10 +63,10 @@ class Preparation:
 
     Attributes:
         sources: The inputs, in the order in which their documents are written.
-        prefixes: For each of `options.encode.keys`, the path of its shard without suffix.
+        prefixes: For each key in `options.encode.keys`, the path of the key's shard without suffix.
         tokenizer: The tokenizer that encodes the text.
         options: The options of the run.
-        archive: The archive that also keeps the documents of the first key, or None.
+        archive: An archive to which the documents of the first key are also written, or None.
         about: Facts about the corpus, which are added to the entry `source` of each manifest.
         label: The text before the progress bar.
     """

@@ -58,5 +58,5 @@ class Samples(ABC):
 
         Args:
             out_NT: Uninitialised memory, int64 [n, seq_length + 1].
-            indices_N: The numbers of the samples, int64 [n]. All are in the data set.
+            indices_N: The numbers of the samples, int64 [n], all from 0 to len(self) - 1.
         """

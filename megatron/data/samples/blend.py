@@ -162,8 +162,8 @@ class BlendedDataset(Samples):
     Args:
         build: `build(d, num_samples, extend_to)` returns the data set of corpus d.
         weights: The weights of the corpora, with any sum above 0.
-        num_samples: The number of samples of the blend. The lengths of the corpora's sample indices
-            follow from this number.
+        num_samples: The number of samples of the blend. It determines the length of the sample
+            index of each corpus.
         name: The name of the split ("train", ...), for error messages.
         extend_to: The length of the data set, if this is larger than `num_samples`. The additional
             samples do not change the first `num_samples` samples.

@@ -36,15 +36,15 @@ class TokenDataset(Samples):
 
     Args:
         documents: (start, end). The split includes document `start` and excludes document `end`.
-        num_samples: The least number of samples. The order of the samples depends on this number,
-            so a checkpoint must record it.
+        num_samples: The number of samples for which the index is built. The order of the samples
+            depends on this number, so a checkpoint must record it.
         name: The name of the split ("train", ...), for error messages and for the names of cache
             folders.
         cache_dir: The folder in which the sample index is stored and then memory-mapped. With None,
             the index exists only in memory.
-        extend_to: The least number of samples that the data set must have. If the index for
-            `num_samples` has fewer, blocks of further samples follow it (see the module docstring).
-            If `extend_to` is None, no blocks are added.
+        extend_to: The minimum length of the data set. If the index for `num_samples` has fewer
+            samples, blocks of further samples follow it (see the module docstring). If `extend_to`
+            is None, no blocks are added.
 
     Raises:
         ShardError: The split has no documents or no tokens, or the tokens in the shards are not

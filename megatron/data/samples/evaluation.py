@@ -56,8 +56,8 @@ def eval_span(
 
     The result exceeds neither `max_tokens` nor the number of targets in the documents. It is the
     largest common multiple of `lengths` within these two limits. If every common multiple is too
-    large, it is the largest multiple of max(lengths) within the limits, which may be 0. Sequences
-    of shorter lengths may then leave out some of the last targets.
+    large, the result is the largest multiple of max(lengths) within the limits, which may be 0.
+    Sequences of shorter lengths may then leave out some of the last targets.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

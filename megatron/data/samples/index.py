@@ -67,7 +67,8 @@ class IndexArguments(NamedTuple):
     Attributes:
         sizes: The number of tokens in each document of the shards, int32.
         documents: (start, end). The split includes document `start` and excludes document `end`.
-        num_samples: The least number of samples. If it is 0, the index covers one epoch.
+        num_samples: The minimum number of samples in the index. If it is 0, the index covers one
+            epoch.
         seq_length: The number of inputs in a sample. A sample has `seq_length` + 1 tokens.
         seed: The seed of the two shuffles.
     """

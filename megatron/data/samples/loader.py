@@ -124,8 +124,8 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    The result is `loader.step_samples` times a number of micro-steps. GPT-NeoX computes this number
-    as follows (an iteration has `loader.micro_steps` micro-steps):
+    The result is `loader.step_samples` times a number of micro-steps. An iteration has
+    `loader.micro_steps` micro-steps. GPT-NeoX computes the number of micro-steps as follows:
 
         train   iteration * micro_steps
         valid   (iteration * micro_steps // eval_interval) * eval_iters

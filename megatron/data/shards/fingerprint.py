@@ -1,7 +1,7 @@
 """A fingerprint of a data set, by which a resumed run checks that its tokens have not changed.
 
 In a data set of up to 64 MiB, all tokens are hashed. In a larger data set, hashing all tokens would
-delay each start by minutes. There, only 256 blocks of 256 KiB are hashed, which are spread evenly
+delay each start by minutes, so only 256 blocks of 256 KiB are hashed. The blocks are spread evenly
 over the data set. The lengths of all documents are always hashed. Therefore the fingerprint changes
 if the text is replaced, reordered or tokenised with another tokenizer. In a large data set, a
 change of a few tokens outside the blocks is not noticed.

@@ -47,7 +47,7 @@ def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
 
 
 def starts_in_bin(sizes: np.ndarray, itemsize: int, begin: int) -> tuple[np.ndarray, int]:
-    """Return the byte offset at which each document starts, int64 [n], and the end of the last one.
+    """Return the byte offsets at which the documents start, int64 [n], and at which the last ends.
 
     Args:
         sizes: The number of tokens in each of n > 0 consecutive documents.

@@ -98,8 +98,8 @@ class JoinedShards:
     """Several shards as one data set that implements `Shards`.
 
     The documents of the first shard come first, then those of the second, and so on. All arrays
-    equal those of a single shard with the same documents. `tokens[a:b]` is a copy if the slice lies
-    in several shards, and otherwise a view.
+    equal those of a single shard with the same documents. `tokens[a:b]` is a view if the slice lies
+    in one shard, otherwise a copy.
 
     Raises:
         ShardError: The shards differ in dtype or tokenizer.

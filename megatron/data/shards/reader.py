@@ -18,7 +18,8 @@ _CHECK_ROWS = 1 << 20  # the number of documents whose pointers are checked at a
 class ShardReader:
     """One token shard, mapped into memory. It implements `Shards`.
 
-    The class corresponds to Megatron's `MMapIndexedDataset`. `Shards` explains most attributes.
+    The class corresponds to Megatron's `MMapIndexedDataset`. `Shards` describes the other
+    attributes.
 
     Attributes:
         doc_idx: The array `doc_idx` of the .idx file (see `format.py`).

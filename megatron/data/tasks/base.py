@@ -8,8 +8,8 @@ count in the loss and in the accuracy. A row is an int64 array that holds
 
 so one array holds the tokens and marks the answer. After the example, the row is filled up with
 `END_OF_DOCUMENT` (id 0), which is not part of the answer. So a model does not learn where to stop.
-It need not, because the length of an example determines the length of the answer. Models that do
-not learn where to stop extrapolate better (Newman et al. 2020, arXiv 2010.07174).
+It need not know this, because the length of an example determines the length of the answer. Models
+that do not learn where to stop extrapolate better (Newman et al. 2020, arXiv 2010.07174).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Example = tuple[list[str], list[bool]]
 
 
 def option(default: int | bool, least: int = 1) -> Any:
-    """Return the dataclass field of an option, whose value is at least `least`."""
+    """Return a dataclass field for an option of a task. A whole number must be at least `least`."""
     return field(default=default, metadata={"least": least})
 
 
@@ -114,7 +114,7 @@ class Task(ABC):
         return f"task {self}: {self.tokenizer.vocab_size} different tokens"
 
     def identity(self) -> dict[str, Any]:
-        """Return the name, the options, and the hash of `content`, as JSON values."""
+        """Return a JSON object with the task's name, its options, and the hash from `content`."""
         return {"task": self.name, "options": asdict(self), "content": self.content()}
 
     def content(self) -> str:

@@ -13,9 +13,9 @@ from megatron.data.tasks.base import ASKED, Example, Task, option
 class Recall(Task):
     """After n pairs of a key and a value, each key comes again, and the answer is its value.
 
-    The second time, the keys come in another order. The keys of an example differ, so n is at most
-    `keys`. Values may occur several times. Each answer stands directly after its key, so the model
-    has read all earlier answers when it predicts the next.
+    The second time, the keys come in random order. The n keys of an example are all different, so n
+    is at most `keys`. Values may occur several times. Each answer stands directly after its key, so
+    the model has read all earlier answers when it predicts the next.
     """
 
     name = "mqar"

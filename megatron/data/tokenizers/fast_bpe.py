@@ -36,8 +36,8 @@ CHECK_FIRST = 1 << 16
 CHECK_EVERY = 256
 """After the first `CHECK_FIRST` characters, about one character in `CHECK_EVERY` is compared.
 
-The reference is many times as slow, so comparing more would take much of the processor's time.
-Single texts are compared, not whole batches, because the texts of a batch resemble each other.
+The reference is many times slower, so comparing more text would take much processor time. Single
+texts are compared, not whole batches, because the texts of a batch resemble each other.
 """
 DIFFICULT_TEXTS = (
     "",
@@ -145,7 +145,7 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A callable that encodes texts with a fast library and some of them also with a slow library.
+    """A callable that encodes texts with a fast library, and checks some results with a slow one.
 
     Raises:
         TokenizerError: The two libraries give different ids for a text that both encode.
