@@ -2,7 +2,7 @@
 
 torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 and MASTER_PORT, which torch reads. srun and mpirun set other variables instead, such as
-SLURM_PROCID. `join` computes torch's variables from them. A process that srun or mpirun starts is
+SLURM_PROCID. `join` computes torch's variables from these. A process that srun or mpirun starts is
 called a task. Without `join`, each task would run as a job of its own, and all these jobs would
 write the same folder.
 """
@@ -37,7 +37,7 @@ LAUNCHERS = (
 """The variables that each launcher sets in the tasks that it starts.
 
 mpirun comes before srun, because mpirun starts its helpers on other machines through srun. Tasks of
-mpirun may therefore have the variables of both.
+mpirun may therefore have the variables of both launchers.
 """
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 PORTS = range(20000, 32000)

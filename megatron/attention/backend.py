@@ -59,12 +59,12 @@ class Backend:
         name: The name, as in the config key `attention_backend`.
         function: Computes the output [batch, heads, queries, head size] of a call that was
             simplified by `call.lowered`. In such a call, the last key is at the last query's
-            position, and `pos` is a distance kernel or has no effect (see `tempers`).
+            position. `pos` is a distance kernel, or has no effect, or is as `tempers` describes.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log about a served request. The text may be empty.
         grouped: Whether k and v may have fewer heads than q.
         tempers: Returns whether the backend multiplies the scores by the embedding's temperature.
-            If so, `pos` contains the temperature.
+            If so, the simplified call's `pos` contains the temperature.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Backend:
 
 
 def wants_gradients(call: Call) -> bool:
-    """Return whether autograd will ask for a gradient of the call."""
+    """Return whether autograd will ask for the gradient of any input of the call."""
     inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -101,8 +101,9 @@ def constant(function: F) -> F:
 class _NoSecondDerivative(torch.autograd.Function):
     """Autograd function that makes second derivatives raise an error instead of being zero.
 
-    `apply(run, *tensors)` returns the gradients that `run()` computes. Autograd treats them as
-    functions of `tensors`. To differentiate them, it calls `backward`, which raises the error.
+    `apply(run, *tensors)` returns the gradients that `run()` computes. Autograd treats these
+    gradients as functions of `tensors`. If autograd must differentiate them again, it calls
+    `backward`, which raises the error.
     """
 
     @staticmethod
@@ -135,7 +136,7 @@ def check(call: Call) -> None:
     """Raise an error for inputs that would later give wrong numbers or an obscure error.
 
     Raises:
-        AttentionError: Shapes, dtypes, devices or numbers do not fit together.
+        AttentionError: Shapes, dtypes or devices do not fit together, or a number is not allowed.
     """
     _check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN

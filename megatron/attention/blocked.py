@@ -25,7 +25,7 @@ backward pass computes P again. For short sequences, P is hardly larger than the
 kept (`blocked_call.KEPT_SHARE`), which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
-a tile, m pairs of sequence and head of a tile. In this file, the T axis is in reversed order.
+a tile, m pairs (sequence, head) of a tile. In this file, the T axis is in reversed order.
 
 Caution: the last bits of the results depend on the number of threads, as for torch's matrix
 products. With the same number of threads, the results are repeatable bit for bit.
@@ -116,7 +116,8 @@ def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
 class _BlockedAttention(torch.autograd.Function):
     """Autograd function of blocked attention.
 
-    For the backward pass it saves its inputs and, if they are small, the attention probabilities.
+    For the backward pass, it saves its inputs. It also saves the attention probabilities if they
+    need little memory (see `BlockedCall.new_kept`).
     """
 
     @staticmethod

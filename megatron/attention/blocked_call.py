@@ -14,9 +14,9 @@ from megatron.attention.tiles import QueryTile, block_rows, walk
 from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
 
 KEPT_SHARE = 1.5
-"""The probabilities P are kept for the backward pass if size of P <= KEPT_SHARE * (size of q, k, v
-and the output together). This is true up to a sequence length of about 10 times the head size, so
-memory stays linear in T."""
+"""The probabilities P are kept for the backward pass only if P has at most KEPT_SHARE times as many
+elements as q, k, v and the output together. Sequences of up to about 10 times the head size meet
+this condition. Therefore memory stays linear in T."""
 
 
 class BlockedCall:
@@ -84,8 +84,8 @@ class BlockedCall:
 
         Probabilities are kept only if they need little memory, if the distance kernel has no factor
         and if there is no sink. With a factor, the backward pass must compute the query-key
-        products again anyway. With a sink, it also needs the softmax weights of the sink, which the
-        buffer does not hold.
+        products again anyway. With a sink, the backward pass also needs the sink's softmax weights,
+        which the buffer does not hold.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if (

@@ -54,7 +54,7 @@ class Call:
 
     @property
     def end(self) -> int:
-        """The position after that of the last query."""
+        """The position of the last query, plus 1."""
         return self.query_offset + self.q_BHTE.shape[2]
 
     def first_keys(self) -> Tensor | None:
@@ -131,8 +131,8 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     Args:
         grouped: Whether k and v may keep fewer heads than q. Otherwise their heads are repeated.
         tempered: Whether the temperature stays a part of `pos` instead of being multiplied into q.
-            In 16 bits, that product would be rounded, which would make theta's gradient wrong by
-            several percent.
+            In 16 bits, the product with q would be rounded, which would make theta's gradient wrong
+            by several percent.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
@@ -163,7 +163,7 @@ def _tempered(call: Call) -> Tensor:
 def document_starts(ended_BS: Tensor) -> Tensor:
     """Return, for each token, the position of its document's first token, int64 [B, S].
 
-    On a GPU, this does not synchronise.
+    On a GPU, the host does not wait for the result.
 
     Args:
         ended_BS: Whether each token is the last of its document.

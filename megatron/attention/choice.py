@@ -9,8 +9,8 @@ w and b are the factor and the bias of the distance kernel, which depend on the 
 decay. Documents and a window limit the keys that a query sees. A sink adds a null key to the
 softmax. Each of these terms may be absent.
 
-A request is a combination of embedding, dtype, device, training, dropout and so on. If a backend
-does not serve it, an error names the backends that do. No backend silently falls back to another.
+A request is a combination of embedding, dtype, device, training, dropout and so on. If the chosen
+backend does not serve it, an error names others that do. No backend falls back to another silently.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
 of theta, the distance kernel's parameters.
@@ -101,9 +101,9 @@ class AttentionFn:
                 read, so a cache may have unused entries with any content.
             decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. Query i
                 gets c_i - c_j added to its logit of key j. Sums over a long sequence need fp64.
-            starts_BS: For each token, the position of the first token of its document, whole
-                numbers [batch, keys] that never decrease along the sequence. A query sees only keys
-                of its own document.
+            starts_BS: The position of the first token of each token's document [batch, keys]. These
+                whole numbers never decrease along the sequence. A query sees only keys of its own
+                document.
             window: The largest distance at which a query sees a key.
             positions_BT: The position of each query [batch, queries], for temperatures and for
                 biases that depend on positions. If None, temperatures count from the first key, and
@@ -169,7 +169,7 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """Choose the first backend in the device's list in `AUTO` that serves the request."""
+    """Choose the first backend that serves the request, in the order of `AUTO`."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request.pos)
@@ -234,7 +234,7 @@ def attend(
 
 
 def _layout(call: Call) -> tuple:
-    """Return the properties of `call` that its backend checks, such as shapes and dtypes."""
+    """Return the properties of `call` that `_check` looks at, such as shapes and dtypes."""
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
     tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)

@@ -5,7 +5,7 @@
 
 w and b are the factor and the bias of the distance kernel, which depend on the query-key
 distance. (Some biases also depend on the query's position i in its document.) c is the decay. Query
-i sees the keys first_i <= j <= i. (first_i is 0 without documents and a window.) With a sink, the
+i sees the keys first_i <= j <= i. (Without documents or a window, first_i is 0.) With a sink, the
 softmax has one more key, the null key, whose logit is the sink and whose value is 0. Scores, w and
 b are at least fp32. `published_numerics` computes the same formula with the rounding of the
 released KERPLE code. Exports contain this file (see `megatron.hub.bundle`).
@@ -38,7 +38,8 @@ def eager(call: Call) -> Tensor:
 def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Tensor:
     """Return the attention output, given the scaled query-key products.
 
-    This applies the distance kernel, the decay, the mask, the softmax, dropout and the values.
+    Apply the distance kernel, the decay, the mask, the softmax and dropout. Then multiply the
+    softmax weights by the values.
 
     Args:
         scores_BHTS: The scaled query-key products. All later steps are computed in their dtype.

@@ -179,7 +179,7 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 
 def block_mask_of(call: Call) -> Any:
-    """Return FlexAttention's block mask, which excludes all blocks of keys that no query sees."""
+    """Return FlexAttention's block mask. Blocks of keys that no query sees are skipped."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, _, queries, _ = call.q_BHTE.shape

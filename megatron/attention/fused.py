@@ -16,8 +16,8 @@ also needs one number for each column of theta. If the formula is tabulated, mem
 for the table.
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta, W
-numbers per head that describe the distance kernel. These are either table entries or the N columns
-of theta, followed by the lines of a layer of hidden units if there is one (`hidden_layer.pieces`).
+numbers per head that describe the distance kernel. These are table entries, or the N columns of
+theta. The lines of a layer of hidden units (`hidden_layer.pieces`) follow the columns of theta.
 
 Caution: fp64 is refused. In Triton's interpreter bf16 is also refused, because the interpreter
 computes bf16 wrongly. A head size that is not a power of two costs as much as the next power of
@@ -96,14 +96,14 @@ def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
 
 @constant
 def tempers(pos: PositionalEmbedding) -> bool:
-    """Return whether the Triton kernels apply the temperature, as they do without a table."""
+    """Return whether the Triton kernels apply the temperature. They do, unless they use a table."""
     return not functions_of(pos.kernel_part(None, tempered=True)[0])[0].tabulated
 
 
 def cache_launches(on: bool) -> None:
     """Switch cached launches of the fused backend's kernels on or off, for the whole process.
 
-    With cached launches, the host finds the compiled kernels sooner. The results are the same bits.
+    With cached launches, the host finds the compiled kernels sooner. The results do not change.
     """
     from megatron.kernels import compiled_variants
 

@@ -5,11 +5,12 @@
 
 A compiled graph contains these operations as they are. torch knows the shapes of their results and
 how to differentiate them, and does not trace into them. The operations have no hidden state: random
-numbers depend on the argument `seed` alone. Eager calls bypass these operations, because each would
-add some 20 microseconds to a call.
+numbers depend on the argument `seed` alone. Eager calls bypass these operations, because an
+operation adds some 20 microseconds to a call.
 
-`kerple::blocked` reads documents and seeds on the host. A CUDA graph cannot record that, so torch
-leaves these operations out of its CUDA graphs and divides the graph around them.
+`kerple::blocked` reads documents and seeds on the host. A CUDA graph cannot record such a read.
+Therefore torch leaves the two blocked operations out of its CUDA graphs, and divides the graph
+around them.
 
 The argument `code` of `kerple::fused` names the Triton device functions of an embedding, which
 `register` has stored. `code` contains a hash of their source, so it means the same in every
@@ -46,7 +47,7 @@ _FUSED = (
     "Tensor? position, Tensor? seed, str code, float scale, SymInt query_offset, float dropout_p"
 )
 _TENSORS = 9
-"""The number of tensors among the arguments of either operation. They come first."""
+"""The number of tensor arguments of `blocked`, and also of `fused`. They precede the others."""
 
 
 @torch.library.custom_op(
@@ -66,7 +67,7 @@ def blocked(*arguments: Any) -> Tensor:
 def blocked_backward(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
     """Return the gradients of q, k, v, the bias, the factor, the decay and the sink, as a list.
 
-    The list lacks gradients that are not needed, and those of inputs that are None.
+    The list lacks gradients that are not needed, and gradients of inputs that are None.
     """
     *inputs, need_bias, need_weight = arguments
     call = BlockedCall(*inputs)
@@ -167,9 +168,9 @@ def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_:
     """Return the gradients of all arguments of an operation.
 
     Args:
-        backward: The operation that computes them.
-        learned: The number of tensors after q, k and v whose gradients may not be needed. The two
-            that follow are the decay and the sink.
+        backward: The operation that computes the gradients.
+        learned: The number of tensors directly after q, k and v whose gradients may not be needed.
+            The decay and the sink follow these tensors.
     """
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3 : 3 + learned]
     terms = saved[-_TENSORS:][3 + learned : 5 + learned]
@@ -185,7 +186,7 @@ for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, 
 
 @lru_cache(maxsize=64)
 def setting_of(code: str, scale: float, offset: int, dropout_p: float) -> Setting:
-    """Return the parameters of a call that are not tensors, with the device functions `code`.
+    """Return the `Setting` of a call: the device functions named `code`, and the numbers.
 
     Raises:
         AttentionError: This process has not registered the device functions.

@@ -49,15 +49,15 @@ class DistanceVector:
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
         """Return the values of a block of queries and keys, as a view [heads, rows, keys].
 
-        The last query of the block is query number `keys - 1`, counted from the block's first key.
-        The rows are in reversed order.
+        The last query of the block is at the position of the block's last key. The rows are in
+        reversed order.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Sum a block over batch and equal distances, and add the sums to `reversed_HS`.
+    """Sum a block's entries at each distance over the batch, and add the sums to `reversed_HS`.
 
     The order of summation depends only on the shapes, so the result is repeatable bit for bit.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import sympy
 
 HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1.0, 2000.0)
-"""A formula is traced with HEADS heads, at DISTANCES d and at query positions d + FURTHER."""
+"""A formula is traced with HEADS heads, for d in DISTANCES, at query positions d + FURTHER."""
 
 
 class Unreadable(ValueError):
@@ -27,7 +27,7 @@ class Unreadable(ValueError):
 class Columns(tuple):
     """Some columns of theta, as a tuple with one sympy symbol per column.
 
-    It replaces the tensor [heads, columns] that holds the values of these columns.
+    `Reader` uses this tuple in place of the tensor [heads, columns] with the columns' values.
     """
 
 

@@ -135,8 +135,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Evaluate `function` in `dtype`. Return its values and a gradient, both as fp64.
 
-    The gradient is that of a weighted sum of the values at the first four distances, with respect
-    to theta (the kernel's parameters).
+    Let f be a weighted sum of the values at the first four distances. The returned gradient is the
+    gradient of f with respect to theta (the kernel's parameters).
     """
     theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
     # At large distances an exponential may overflow, also in torch's gradient.

@@ -6,7 +6,7 @@ distance kernel into device functions, which the Triton kernels take as compile-
 Before that, `lowering` rewrites the expression in terms of the functions that a GPU has.
 `tabulated` has the device functions for a distance kernel that is given by a table of values.
 `rows` has what the Triton kernels share: how a program starts, and the logits of its query rows.
-`terms` has the device functions for documents, windows, sinks and decay.
+`documents_sink_decay` has the device functions for documents, windows, sinks and decay.
 `dropout` has the dropout mask.
-`tile_sizes` lists the tile sizes. `variants` keeps the compiled kernels between launches.
+`tile_sizes` lists the tile sizes. `compiled_variants` keeps compiled kernels.
 """

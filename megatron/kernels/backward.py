@@ -13,9 +13,9 @@ registers and writes its sums for theta to one row of the tensor `sums`. `launch
 in fixed order. `query_pass` also computes delta.
 
 In 16 bits, o is rounded, and the error of do_i . o_i would cause most of the error of dtheta. The
-true delta_i is sum_j p_ij do_i . v_j. Let excess_i be the true delta_i minus do_i . o_i. It is the
-sum over j of the ds_ij that are computed with do_i . o_i. Hence it is known only after the loop
-over j. Therefore this loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij is
+true delta_i is sum_j p_ij do_i . v_j. Let excess_i be the true delta_i minus do_i . o_i. excess_i
+equals the sum over j of the ds_ij that are computed with do_i . o_i, so it is known only after the
+loop over j. Therefore this loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij is
 dx_ij/dtheta_k. After the loop, `query_pass` subtracts excess_i times the second sum from the first
 sum. It stores do_i . o_i + excess_i as delta_i for the other Triton kernels.
 

@@ -146,9 +146,9 @@ class Writer:
         return f"{self.call(expr, SCALAR_CALLS)}({', '.join(args)})"
 
     def tile(self, expr: sympy.Expr) -> str:
-        """Add the statements that compute an expression to `lines`. Return the result's name.
+        """Add to `lines` the statements that compute an expression. Return the result's name.
 
-        An expression is computed only once. For a constant, return the code that reads it.
+        An expression is computed only once. For a constant, only return the code that reads it.
         """
         if not expr.has(self.s, self.d, self.i):
             return self.constant(expr)
@@ -241,7 +241,7 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code that raises the code `base` to a power.
+    """Return the code of a power of the expression whose code is `base`.
 
     Args:
         exponent: A nonzero integer, 1/2 or -1/2.

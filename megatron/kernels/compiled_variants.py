@@ -8,8 +8,8 @@ the arguments for these properties, which takes longer than the launch.
 With `cache_launches(True)`, a variant keeps each compiled kernel that Triton chose, under a key
 made of the arguments' properties, and launches it again for arguments with the same key. The key
 contains the exact strides, and the addresses modulo 16, so it distinguishes more cases than Triton
-does. The current device and stream and Triton's launch hooks are looked up at each launch. If other
-settings of Triton change, only the first launch with a key notices. Nothing is allocated, and the
+does. The current device and stream and Triton's launch hooks are looked up at each launch. Other
+settings of Triton are read only at the first launch with a key. Nothing is allocated, and the
 host waits for nothing, so launches can be captured in a CUDA graph.
 """
 
@@ -43,7 +43,7 @@ NUMBERS = ("heads", "group", "queries", "keys", "offset", "width", "scale", "thr
 LARGEST = 4096
 """The largest number of variants, and of compiled kernels of each variant, that are kept.
 
-When a number is reached, all variants (or all compiled kernels of the variant) are forgotten."""
+At this number, all variants (or all compiled kernels of the variant) are forgotten."""
 
 VARIANTS: dict[tuple, Variant] = {}
 """All variants that this process has launched."""
@@ -53,7 +53,7 @@ SWITCHES = {"cached": False}
 
 
 def cache_launches(on: bool) -> None:
-    """Switch cached launches on or off, for the whole process. The results are the same bits."""
+    """Switch cached launches on or off, for the whole process. Results do not change."""
     SWITCHES["cached"] = on
 
 
@@ -68,7 +68,7 @@ class Variant:
         options: The options of the compiler.
         exact: For each of `NUMBERS`, whether the choice of the compiled kernel depends on the exact
             value. If not, it depends only on whether the value fits into 32 bits.
-        compiled: The compiled kernels, by the properties of the run-time arguments.
+        compiled: Maps the properties of run-time arguments (see `key`) to compiled kernels.
     """
 
     function: Any
@@ -135,7 +135,7 @@ def variant_of(
 
 @lru_cache
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
-    """Return three lists of names: a Triton kernel's tensors, those with strides, its constants.
+    """Return a kernel's names in three lists: tensors, tensors with strides, constants.
 
     A tensor named x is the argument `x_ptr`. If it has four dimensions, the strides of the first
     three are the arguments `x_b`, `x_h` and `x_t`. All pointers come first, then all strides, then
@@ -154,12 +154,12 @@ def constants(
     functions: DeviceFunctions, tile: Tile, head_size: int,
     *, dropout: bool, theta: bool, terms: Collection[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the compile-time arguments of all Triton kernels, by name.
+    """Return a dict from name to value: the compile-time arguments of all Triton kernels.
 
     Args:
         theta: Whether the gradient of the distance kernel's parameters or table is needed.
-        terms: The names, from `terms.TENSORS`, of the tensors that the call passes. The pointers
-            to the other tensors in `terms.TENSORS` are None.
+        terms: Those names in `documents_sink_decay.TENSORS` whose tensors the call passes. The
+            pointers to the other tensors in `TENSORS` are None.
     """
     values: dict[str, Any] = {f"{name}_ptr": None for name in TENSORS if name not in terms}
     values |= {

@@ -1,6 +1,6 @@
 """Hold the device functions of a distance kernel, which the Triton kernels call.
 
-`codegen` generates them from a formula. `tabulated` has those for a table of values.
+`codegen` generates them from a formula. `tabulated` has device functions for a table of values.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Define what the Triton kernels compute for the terms beside the distance kernel.
+"""Define what the Triton kernels compute for documents, windows, decay, sinks and positions.
 
     y_ij = s_ij w(d) + b(d, i) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
 
 First keys: documents and a window hide the keys before first_i from row i. first_i never falls from
 a row to the next. So the keys that a tile of rows sees are contiguous, and so are the rows that see
-a tile of keys. Tiles outside these ranges are skipped. Of the others, only tiles that contain the
-first key of one of their rows are masked for this reason.
+a tile of keys. Tiles outside these ranges are skipped. Among the other tiles, only those that
+contain the first key of one of their rows need a mask because of first keys.
 
 Decay: c_j is the sum of log forget gates up to position j, so it is large in a long sequence. To
 keep the digits of differences, c / scale is given in two fp32 parts, `high` + `low`. c_r is the
@@ -35,7 +35,7 @@ from torch import Tensor
 BLOCK = tl.constexpr(128)
 """The number of rows that share c_r, their reference for the decay. A multiple of each tile's M."""
 LEAST = tl.constexpr(-1e30)
-"""The running maximum of a row before its first key: finite, because -inf - -inf is NaN."""
+"""The initial running maximum of a row. It is finite, because -inf - (-inf) is NaN."""
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def open_decay(high_ptr, low_ptr, item, reference, keys):
 
 @triton.jit
 def lost_at(decay, at):
-    """Return (c_j - c_r) / scale for the positions j in `at`; `open_decay` had the reference r."""
+    """Return (c_j - c_r) / scale for j in `at`. r is the `reference` passed to `open_decay`."""
     return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
 
@@ -117,7 +117,7 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return (c_j - c_r) / scale for r = `reference`; `open_decay` had the positions j."""
+    """Return (c_j - c_r) / scale for r = `reference`. `open_decay` got the positions j."""
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
 
@@ -157,7 +157,7 @@ class Terms:
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return the tensors of these terms that Triton kernels read, by name."""
+        """Return a dict from name to tensor: what the Triton kernels read for these terms."""
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}
         if self.sink_H is not None:
@@ -169,7 +169,7 @@ class Terms:
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return the tensors of these terms that only `key_pass` reads or writes, by name."""
+        """Return a dict from name to tensor: what only `key_pass` uses for these terms."""
         found = {}
         if self.first_BT is not None:
             key = torch.arange(keys, dtype=torch.int32, device=self.first_BT.device)

@@ -5,7 +5,7 @@ neighbouring knees, the inputs u at which the slope changes. `launch` passes one
 head. This row holds the columns of theta, then the K knees in rising order, then the slopes and
 then the offsets of the K + 1 lines. In most tiles, all inputs u lie between the same two knees, so
 f costs one product per score. If knees lie between the smallest and the largest u of a tile, a loop
-over these knees selects the line of each u. The loop is inside a condition, which hides it from
+over these knees selects the line of each u. The loop is inside a condition, to hide the loop from
 Triton. (Triton does not load tiles ahead in a loop that directly contains another loop.)
 
 Let ds be the gradient of the loss with respect to a logit. The gradient of a line's slope is the

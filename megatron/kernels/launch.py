@@ -52,7 +52,7 @@ class Setting:
         return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], needs)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> tuple[int | float, ...]:
-        """Return the numeric arguments that all Triton kernels share, the values of `NUMBERS`."""
+        """Return the numeric arguments that all Triton kernels share, in the order of `NUMBERS`."""
         heads, queries = q_BHTE.shape[1:3]
         key_heads, keys = k_BKSE.shape[1:3]
         keep = 1.0 - self.dropout_p
@@ -91,7 +91,7 @@ def launch(
     """Launch a Triton kernel on the tensors' device, which need not be the current device.
 
     Args:
-        which: The Triton kernel, a key of `variants.PASSES`.
+        which: The Triton kernel, a key of `compiled_variants.PASSES`.
         need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
         tensors: Maps names to tensors. For example, the tensor `q` provides the Triton kernel's
             arguments `q_ptr`, `q_b`, `q_h` and `q_t`.
@@ -184,7 +184,7 @@ def backward(
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of `rows_HW` of a distance kernel with a layer of hidden units.
+    """Return the gradient of `rows_HW`, if the distance kernel has a layer of hidden units.
 
     Args:
         tile: The tile of the Triton kernel `hidden`.

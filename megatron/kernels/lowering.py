@@ -82,7 +82,7 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
         (u, indices of all w in theta, of all b, of all v), or None if there is no layer.
 
     Raises:
-        NotExpressible: There are several layers, or `expr` also uses a w, b or v elsewhere.
+        NotExpressible: There are several layers, or `expr` uses a w, b or v outside of the layer.
     """
     found = list(expr.atoms(hidden_layer))
     if not found:

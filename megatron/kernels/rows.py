@@ -37,7 +37,7 @@ All rows see all keys of the tiles from `lead` to `past`, so these tiles need no
 keys."""
 
 RowTerms = namedtuple("RowTerms", "first decay at")
-"""The terms of some rows beside the distance kernel (see `terms`).
+"""The terms of some rows beside the distance kernel (see `documents_sink_decay`).
 
 The tuple `first` has one entry, the first key that each row sees, [M]. `decay` is what `open_decay`
 returned. If the call has no such term, the tuple is empty. `at` [M, 1] is the position of each row
@@ -60,7 +60,7 @@ def open_head(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the `Head` with the number `item`."""
+    """Return the `Head` of the pair (sequence, head) with the number `item`."""
     b, h = (item // heads).to(tl.int64), item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
     k, v = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
@@ -92,10 +92,10 @@ def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexp
 
 @triton.jit
 def ends_of(seen, MASKED: tl.constexpr):
-    """Return the begin and the end of a loop over the tiles that need a mask, or over the others.
+    """Return the begin and the end of a loop over the tiles that need a mask, or that need none.
 
     With MASKED, the loop visits two groups of tiles: those from `begin` to `lead`, and those from
-    `past` to `last`. It starts at past - (lead - begin); see `key_tile_at`.
+    `past` to `last`. n starts at past - (lead - begin), and `key_tile_at` maps n to a tile.
     """
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last
@@ -105,7 +105,7 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of the tile that a loop between `ends_of` visits at `n`.
+    """Return the first key of the tile that the loop with the bounds `ends_of` visits at `n`.
 
     With MASKED and n < past, the tile is in the first group and starts at n - (past - lead).
     """

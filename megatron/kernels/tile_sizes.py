@@ -117,7 +117,7 @@ DROPOUT = {  # 16-bit kernels with dropout need still more registers than the he
     (90, 128): {"forward": Tile(128, 64, 8, 3)},
     (80, 64): {"forward": Tile(128, 32, 8, 3), "key": Tile(16, 128, 8, 1)},
 }
-"""With dropout, these tiles replace those of the heavy row of `TABLE`.
+"""With dropout, these tiles replace those in the heavy entries of `TABLE`.
 
 The keys are (GPU family, largest padded head size).
 """
@@ -127,8 +127,8 @@ MANY = {
     (90, 128): {"query": Tile(128, 16, 8, 2)},
     (80, 128): {"query": Tile(32, 32, 4, 2)},
 }
-"""These tiles replace those of `TABLE` for 16-bit kernels with more than four parameters, or three
-before Hopper.
+"""These tiles replace those of `TABLE` for 16-bit kernels with more than four parameters. Before
+Hopper, they do so for kernels with more than three parameters.
 
 The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.
 """
@@ -197,7 +197,7 @@ def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
     """Return the tile sizes for the smallest listed head size of at least `size`.
 
     `TABLE` has separate entries for calls with `heavy` or `dropout`. A head size without such an
-    entry gets the sizes for calls without both.
+    entry gets the sizes for calls with neither.
 
     Args:
         family: The GPU family, a key of `TABLE`.

@@ -52,7 +52,7 @@ def activate(
 
     Args:
         tanh: Whether `gelu` means its tanh approximation.
-        functions: Maps names to the functions without a gate.
+        functions: Maps the names of activations without a gate to functions.
     """
     if name in GATES:
         value, gate = x.chunk(2, dim=-1)

@@ -140,8 +140,8 @@ class SelfAttention(nn.Module):
 def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
     """Hide all but the last `tokens` tokens from each query, within the `with` block.
 
-    The query's own token is one of them. Layers with a shorter window keep theirs. None sets no
-    limit.
+    The query's own token is one of them. Layers that already have a shorter window keep it. None
+    sets no limit.
     """
     layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
     before = [layer.window for layer in layers]

@@ -1,4 +1,4 @@
-"""Define the norm of the blocks, which may use apex's kernels and shards its weights by heads.
+"""Define the norm of the blocks. It may use apex's kernels, and may shard its weights by heads.
 
 With `fused_norm`, layernorm and rmsnorm call apex's kernels. If apex is not installed, they call
 torch's functions instead, which compute the same values. As in GPT-NeoX, the fused rmsnorm has eps

@@ -62,8 +62,8 @@ class GPT(nn.Module):
         the full sequence and gets the result for the full sequence.
 
         Args:
-            first: The first position of the logits. Positions before it are left out. If it is not
-                0, sequence and context parallelism must be off.
+            first: The first position of the logits. Logits of earlier positions are left out. If
+                `first` is not 0, sequence and context parallelism must be off.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)

@@ -90,8 +90,8 @@ class GPTShape:
         position_offset: The number that is added to every position before the lookup in a trained
             position table (2 in OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
-        row_parallel_output: Whether to shard an untied output layer by its inputs ("row" in
-            GPT-NeoX) instead of by vocabulary. The computed function is the same.
+        row_parallel_output: Whether an untied output layer is row-parallel (sharded by its inputs)
+            instead of column-parallel (sharded by vocabulary). Logits are the same.
     """
 
     num_layers: int
@@ -129,7 +129,7 @@ class Plan:
     """Everything from which the layers of one model are built.
 
     Attributes:
-        pos: The positional embedding of the model. `pos.of_layer` returns that of one layer.
+        pos: The positional embedding of the model. `pos.of_layer` returns a layer's embedding.
         attend: The attention backend of layer 0, chosen at start-up.
         seed: The seed of the initial values.
         tp: The tensor-parallel group, over which the weights are sharded.
@@ -138,7 +138,7 @@ class Plan:
             number for all heads or one number per head. Other parameters are drawn at random.
         theta_frozen: The names of the positional embedding's parameters that training does not
             change.
-        layers: The attention of each layer. Empty if all layers have the same.
+        layers: The attention of each layer. Empty if all layers have the same attention.
         z_loss: The coefficient of the z-loss, the squared logarithm of the softmax's denominator.
             Training adds this term to the loss.
         documents: How sequences are divided into documents, if tokens attend only to their own

@@ -5,8 +5,8 @@ first layer returns theta in at least fp32, and every block reads this returned 
 autograd sums theta's gradient over the blocks in fp32. Under bf16 training the stored theta is
 bf16, and the optimizer holds an fp32 master copy of theta.
 
-Theta [heads, columns] is the table of one column for each parameter. It is stored in up to three
-tensors, by the kind of the column:
+Theta [heads, columns] is a table with one column for each parameter. The columns are stored in up
+to three tensors, by their kind:
 
     theta          [heads, columns]   trained, with a value for each head
     shared_theta   [1, columns]       trained, with one value for all heads
@@ -37,12 +37,12 @@ THETA, SHARED_THETA = "embedding.theta", "embedding.shared_theta"
 """The names of the trained parts of theta in the model and in checkpoints."""
 BY_HEADS = Sharding(0)
 MOST_COLUMNS = 8
-"""If theta has more names than this, `named_theta` returns it as one table."""
+"""If theta's columns have more names than this, `named_theta` returns a table without names."""
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 def is_theta(name: str) -> bool:
-    """Return whether the model parameter `name` belongs to the distance kernel (is theta)."""
+    """Return whether the model parameter `name` is a trained part of theta."""
     return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
@@ -77,11 +77,11 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Divide theta's trained columns into the tensors that the model stores, a dict by tensor name.
+    """Return a dict from name to tensor: theta's trained columns, divided as the model stores them.
 
-    THETA holds the columns with a value for each head, and SHARED_THETA [1, columns] those that all
-    heads share. The dict is empty if no column is trained. It has no SHARED_THETA if no column is
-    shared.
+    THETA holds the columns with a value for each head. SHARED_THETA [1, columns] holds the columns
+    that all heads share. The dict is empty if no column is trained. It has no SHARED_THETA if no
+    column is shared.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
     parts = {THETA: theta_HN[:, own]} if own or shared else {}

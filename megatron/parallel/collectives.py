@@ -144,7 +144,7 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the hidden states of all positions. A layer that is sharded by outputs reads them.
+    """Return the hidden states of all positions, which are the input of a column-parallel layer.
 
     Under sequence parallelism, `x_BTD` holds only this rank's positions, and the positions of all
     ranks are gathered. Otherwise the result is `x_BTD` itself. The backward pass sums the gradients

@@ -38,7 +38,7 @@ def linear(
 
 
 def prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether oneDNN multiplies fp32 matrices faster than MKL: on AMD with AVX-512.
+    """Return whether oneDNN is available and faster than MKL, as on AMD processors with AVX-512.
 
     Args:
         processors: Linux's description of the processors. Other systems do not have this file.

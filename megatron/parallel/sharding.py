@@ -29,7 +29,7 @@ class Sharding:
     blocks: int = 1
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """Divide `full` into `size` slices, and return a copy of the one for `rank`."""
+        """Divide `full` into `size` slices, and return a copy of slice number `rank`."""
         blocks = full.chunk(self.blocks, self.dim)
         slices = [block.chunk(size, self.dim)[rank] for block in blocks]
         return torch.cat(slices, self.dim).contiguous()
@@ -59,7 +59,7 @@ class _Marked(nn.Parameter):
 def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
     """Store, as attributes of `param`, how `param` is sharded over the ranks of `tp`.
 
-    The attributes are also stored if `tp` has only one rank, where `param` is not divided.
+    The attributes are stored even if `tp` has only one rank and `param` is not divided.
     """
     marked = cast(_Marked, param)
     marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size

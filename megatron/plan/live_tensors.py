@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context manager that counts the bytes of the tensors created on a device in its block.
+    """A context manager that counts the bytes of tensors that its `with` block creates on a device.
 
     A tensor from outside counts as soon as the block creates a view of it. A storage that several
     tensors share counts once. Memory that an operation frees before it returns is not counted.

@@ -32,15 +32,15 @@ DEFAULTS = {
     "stage3_prefetch_bucket_size": 5e7,  # so many are received at once, and then copied
     "stage3_param_persistence_threshold": 1e5,  # smaller parameters are never divided
 }
-"""DeepSpeed's defaults, in numbers."""
+"""DeepSpeed's defaults, in numbers of elements (not bytes)."""
 
 Memory = dict[str, float]
-"""Maps kinds of memory to bytes. Activations wait for the backward pass. The working space is what
-exists beside them at the worst moment, such as logits and the gradients of activations."""
+"""Maps kinds of memory to bytes. The activations are kept for the backward pass. The working space
+holds other temporary tensors, such as logits and the gradients of activations."""
 
 
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
-    """Return the step of the rank that needs most memory, and its memory at the worst moment.
+    """Return the step of the rank that needs most memory, and that rank's largest `Memory`.
 
     Only the first and the last pipeline stage are compared.
 

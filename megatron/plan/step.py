@@ -61,8 +61,8 @@ class Step:
 
     Attributes:
         parameters: The sizes of this rank's parameters.
-        kept: The bytes of the activations that exist when a backward pass begins; the largest
-            value of the step.
+        kept: The bytes of the activations that exist when a backward pass begins. If the step has
+            several backward passes, the largest of these values.
         moments: Pairs (complete, bytes), in order. `complete` is the number of elements whose
             gradients are complete. `bytes` is the peak of all tensors since the previous pair,
             without weights and gradients.
@@ -83,9 +83,10 @@ class Step:
 
 
 def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
-    """Return the step of one rank: the first rank of its groups in the pipeline stage `stage`.
+    """Return the `Step` of one rank of the pipeline stage `stage`.
 
-    `peak_of` describes the other arguments.
+    It is the first rank of its tensor- and context-parallel groups. `peak_of` describes the other
+    arguments.
     """
     p, b, stages = config.parallel, config.batch, config.parallel.pipe_parallel_size
     sizes = {"tensor": p.model_parallel_size, "context": p.context_parallel_size}

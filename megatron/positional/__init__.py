@@ -53,7 +53,7 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     the embedding rounds numbers.
 
     Raises:
-        PositionalError: Two terms of a combination have the same kind, other than `distance`.
+        PositionalError: Two terms of a combination are of one kind, which is not `distance`.
         PositionalError: No file of this package has the name `name`. The error message suggests
             the nearest name.
         PositionalError: The file does not define exactly one embedding.

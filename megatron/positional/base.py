@@ -79,7 +79,7 @@ class PositionalEmbedding:
 
     `bias` and `weight` are pure torch formulas. They are the specification against which every
     attention backend is tested. They never clamp theta, because the training loop clamps theta to
-    its bounds after each step. Therefore the gradient at a bound is that of the formula, not 0.
+    its bounds after each step. Therefore the gradient at a bound is the formula's gradient, not 0.
 
     Attributes:
         numerics: Prescribes where biases, factors, distances, angles and constants (slopes,
@@ -91,7 +91,7 @@ class PositionalEmbedding:
     parameters: tuple[ThetaParameter, ...] = ()
     numerics: Numerics = WIDE
     distance_scale: float = 1.0
-    """The formulas see every distance times this factor (see `scaled`)."""
+    """The factor by which each distance is multiplied before a formula uses it (see `scaled`)."""
     reads_position: bool = False
     """Whether the bias depends on the query's position, too (see `bias_at`)."""
 
@@ -109,7 +109,7 @@ class PositionalEmbedding:
 
     @property
     def has_distances(self) -> bool:
-        """Whether the embedding depends on query-key distances. `scaled` can multiply them."""
+        """Whether the embedding depends on query-key distances, which `scaled` multiplies."""
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
@@ -134,7 +134,8 @@ class PositionalEmbedding:
     def scaled(self, distance_scale: float) -> PositionalEmbedding:
         """Return a copy of this embedding that multiplies every distance by `distance_scale`.
 
-        `columns` does so. A subclass that does not use `columns` must do so, or raise an error.
+        The method `columns` applies this factor. A subclass that does not use `columns` must apply
+        the factor itself, or raise an error.
 
         Raises:
             PositionalError: The embedding has no distances that can be scaled.
@@ -285,4 +286,4 @@ class PositionalEmbedding:
 
 
 NOTHING = PositionalEmbedding()
-"""An embedding without any effect, which replaces one whose effects are computed elsewhere."""
+"""An embedding without any effect. It replaces an embedding that is applied elsewhere."""

@@ -24,7 +24,7 @@ class Combination(PositionalEmbedding):
         terms: The embeddings. Only the kind `distance` may occur more than once.
 
     Raises:
-        PositionalError: An embedding occurs twice, or two have the same kind, other than
+        PositionalError: An embedding occurs twice, or two embeddings are of one kind, which is not
             `distance`.
     """
 
@@ -99,10 +99,7 @@ class Combination(PositionalEmbedding):
         return self._only("input").table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return an embedding of only the terms of these kinds, and the indices of their columns.
-
-        The indices are those of columns of theta.
-        """
+        """Return an embedding of the terms of these kinds, and its columns of theta, as indices."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:
@@ -143,7 +140,7 @@ def _joined(
 
 
 def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:
-    """Return the embeddings `parts`, with scaled distances in each that has distances.
+    """Return `parts`, where a scaled copy replaces each embedding that has distances.
 
     An embedding that occurs several times in `parts` is copied only once.
 

@@ -1,7 +1,7 @@
 """Define the attention sink, a null key with a learned logit per head and the value 0.
 
-A head that finds nothing to attend to can give its weight to the null key. Without it, as Xiao et
-al. 2023 (arXiv 2309.17453) observed, heads give that weight to the first tokens.
+A head that finds nothing to attend to can give its weight to the null key. Without a null
+key, as Xiao et al. 2023 (arXiv 2309.17453) observed, heads give that weight to the first tokens.
 """
 
 from __future__ import annotations
